@@ -344,8 +344,7 @@ class AsyncLLM:
         params = self.frontend.pooling.params(pooling, takes_all=True)
         output = await self.frontend.submit(prompt, params, priority=priority)
         try:
-            async for _ in output:
-                pass
+            await output.collect()
         finally:
             output.abort()
         if output.pooled is None:

@@ -283,17 +283,15 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
     """Returns all of a request's output. Aborts the request if the caller is cancelled."""
     completions = [Completion() for _ in range(output.params.n)]
     try:
-        async for delta in output:
-            completion = completions[delta.index]
-            completion.text += delta.text
-            completion.token_ids += delta.token_ids
-            if delta.logprobs:
-                completion.logprobs = (completion.logprobs or []) + delta.logprobs
-            completion.finish_reason, completion.stop_reason = (
+        for delta in await output.collect():
+            completions[delta.index] = Completion(
+                delta.text,
+                delta.token_ids,
+                delta.logprobs,
                 delta.finish_reason,
                 delta.stop_reason,
+                cumulative_logprob=delta.cumulative_logprob,
             )
-            completion.cumulative_logprob = delta.cumulative_logprob
     finally:
         output.abort()
     progress.advance(task)

@@ -39,9 +39,7 @@ async def complete(
     if not plans_ahead:  # what a request that is made so begins with
         request = output.sequences[0].request
         request.plans_ahead, request.plan_limit = False, 0
-    whole = await anext(output)
-    async for delta in output:
-        whole.merge(delta)
+    (whole,) = await output.collect()
     request = output.sequences[0].request
     assert (request.finish_reason, request.stop_reason) == (whole.finish_reason, whole.stop_reason)
     return whole

@@ -4,11 +4,13 @@ sequence."""
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from pathlib import Path
 
 import pytest
 
+from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import SamplingParams
@@ -47,6 +49,48 @@ async def test_a_reader_wakes_when_a_delta_comes():
     assert not reader.done()
     output.put(Delta(0, "a", [1]))
     assert (await reader).text == "a"
+
+
+async def test_collecting_returns_all_of_each_sequence_at_its_end():
+    output, _ = make_output(2)
+    output.put(Delta(1, "x", [7]))
+    reader = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(0)
+    output.put(Delta(0, "a", [1]))
+    output.put(Delta(1, "y", [8], finish_reason="length"))
+    await asyncio.sleep(0)
+    assert not reader.done()
+    output.put(Delta(0, "b", [2], [TokenLogprob(2, -0.5, [])], finish_reason="stop"))
+    assert [(d.index, d.text, d.token_ids, d.finish_reason) for d in await reader] == [
+        (0, "ab", [1, 2], "stop"),
+        (1, "xy", [7, 8], "length"),
+    ]
+
+
+async def test_collecting_raises_the_error_that_ends_the_request():
+    output, _ = make_output()
+    reader = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(0)
+    output.put(Delta(0, "a", [1]))
+    output.fail(GenerationError("broken"))
+    with pytest.raises(GenerationError, match="broken"):
+        await reader
+
+
+async def test_a_delta_costs_the_same_however_many_were_merged_before():
+    output, _ = make_output()
+    text, logprobs = "word " * 3000, [TokenLogprob(2, -0.5, [])] * 1000
+    reader = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(0)
+    began = time.process_time()
+    for _ in range(4000):
+        output.put(Delta(0, text, [1], logprobs[:]))
+    output.put(Delta(0, finish_reason="stop"))
+    (whole,) = await reader
+    # it takes 0.1 s; to copy all of it with each delta takes 50
+    assert time.process_time() - began < 5
+    assert whole.text == text * 4000
+    assert len(whole.logprobs or ()) == 4_000_000
 
 
 async def test_an_error_comes_after_what_was_queued():

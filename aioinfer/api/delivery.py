@@ -342,24 +342,14 @@ class Reply:
 async def collect(
     outputs: Sequence[RequestOutput], count_thought: ThoughtCount | None = None
 ) -> Reply:
-    """Waits for all choices. `count_thought` is for the usage.
+    """Waits for all choices of all outputs. `count_thought` is for the usage.
 
     Raises `EngineDeadError`, `GenerationError`.
     """
-    collected = await together([_collect_one(output) for output in outputs])
+    collected = await together([output.collect() for output in outputs])
     choices = [choice for group in collected for choice in group]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     return Reply(choices, usage(outputs, num_tokens, count_thought))
-
-
-async def _collect_one(output: RequestOutput) -> list[Delta]:
-    choices: dict[int, Delta] = {}
-    async for delta in output:
-        if delta.index in choices:
-            choices[delta.index].merge(delta)
-        else:
-            choices[delta.index] = delta
-    return [choices[index] for index in sorted(choices)]
 
 
 def usage(

@@ -56,16 +56,29 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
+    _later_texts: list[str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def merge(self, later: Delta) -> None:
-        """Appends a later delta of the same sequence."""
-        self.text += later.text
+        """Appends a later delta of the same sequence, in time that does not depend on how much has
+        been merged before. The text lacks what was appended until `join`."""
+        if self._later_texts is None:
+            self._later_texts = []
+        self._later_texts.append(later.text)
         self.token_ids += later.token_ids
         if later.logprobs:
-            self.logprobs = (self.logprobs or []) + later.logprobs
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += later.logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.cumulative_logprob = later.cumulative_logprob
+
+    def join(self) -> Delta:
+        """Makes the text whole after all calls of `merge`, and returns this delta."""
+        if self._later_texts is not None:
+            self.text += "".join(self._later_texts)
+            self._later_texts = None
+        return self
 
 
 class Sink(Protocol):
@@ -83,7 +96,8 @@ class Sink(Protocol):
 
 
 class RequestOutput:
-    """The output of one request: n sequences for one prompt. Iterate over it for their deltas.
+    """The output of one request: n sequences for one prompt. Iterate over it for their deltas, or
+    `collect` it.
 
     Attributes:
         request_id: for messages.
@@ -114,6 +128,7 @@ class RequestOutput:
         self._num_unfinished = params.n
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._is_collected = False
         self._sink: Sink | None = None
 
     @property
@@ -232,8 +247,38 @@ class RequestOutput:
             self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if (
+            self._waiter is not None
+            and not self._waiter.done()
+            and (not self._is_collected or self.is_finished)
+        ):
             self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        """Waits for `_wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def collect(self) -> list[Delta]:
+        """Waits for the end and returns all that each sequence has brought since the last delta was
+        fetched, in one delta a sequence, by index. The deltas merge in the queue meanwhile, so that
+        no token wakes the reader.
+
+        Raises the error that the request ends with, as the iteration does.
+        """
+        self._is_collected = True
+        try:
+            while not self.is_finished:
+                await self._wait()
+        finally:
+            self._is_collected = False
+        if self._error is not None:
+            raise self._error
+        deltas, self._queue = self._queue, {}
+        return [deltas[index].join() for index in sorted(deltas)]
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -244,12 +289,8 @@ class RequestOutput:
                 raise self._error
             if self._num_unfinished == 0:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._queue.pop(next(iter(self._queue)))
+            await self._wait()
+        return self._queue.pop(next(iter(self._queue))).join()
 
 
 class OutputSequence:
