@@ -183,6 +183,20 @@ async def test_the_delay_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loading.closed.is_set()
 
 
+async def test_behind_the_delay_kept_connections_are_answered_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(monkeypatch, shutdown_delay_s=0.3) as (loading, http, task):
+        loading.may_end.set()
+        await asyncio.wait_for(loading.announced.wait(), 10)
+        assert await status_of(http, "/version") == (200, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (status := await status_of(http, "/version")) == (200, None):  # noqa: ASYNC110  # its own pace
+            await asyncio.sleep(0.1)
+        assert status == (503, "not_ready")
+        assert await asyncio.wait_for(task, 10) == 0
+
+
 async def test_a_second_signal_ends_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(monkeypatch, shutdown_delay_s=1000) as (loading, http, task):
         loading.may_end.set()

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from aioinfer.api import server as server_module
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
@@ -114,6 +115,34 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
             assert response.headers["Connection"] == "close"
         await draining
     await server.close()
+
+
+async def test_requests_over_kept_connections_are_answered_while_an_idle_server_ends() -> None:
+    async with serve() as (server, url), aiohttp.ClientSession(url) as kept:
+        for _ in range(2):
+            async with kept.get("/version") as response:
+                assert response.status == 200
+        draining = asyncio.ensure_future(server.drain())
+        await asyncio.sleep(0.05)  # the request is on its way
+        assert not draining.done()
+        async with kept.post("/v1/completions", json={}) as response:
+            assert response.status == 503
+            assert response.headers["Connection"] == "close"
+            assert response.headers["Retry-After"] == "1"
+        async with asyncio.timeout(0.5):  # no connection is left to wait for
+            await draining
+
+
+async def test_an_idle_connection_holds_the_end_up_for_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "_LAST_REQUESTS_S", 0.2)
+    async with serve() as (server, url), aiohttp.ClientSession(url) as kept:
+        async with kept.get("/version") as response:
+            assert response.status == 200
+        began = asyncio.get_running_loop().time()
+        await server.drain()
+        assert asyncio.get_running_loop().time() - began >= 0.19
 
 
 async def test_a_request_that_came_before_the_model_is_not_handed_to_it(

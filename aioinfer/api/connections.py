@@ -198,6 +198,7 @@ class ConnectionServer(web.Server):
         )
         self._make = make_request
         self.open: set[Connection] = set()
+        self._all_closed = asyncio.Event()
         self.counts = HttpCounts()
         head, drop = Connection.time_out, Connection.drop
         self.receiving = WaitingConnections(config.header_timeout_s, self._ends("head", head))
@@ -232,9 +233,19 @@ class ConnectionServer(web.Server):
     def forget(self, connection: Connection) -> None:
         """Counts a connection no longer."""
         self.open.discard(connection)
+        if not self.open:
+            self._all_closed.set()
         self.receiving.discard(connection)
         self.idle.discard(connection)
         self.stalled.discard(connection)
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        """Returns when no connection is open, or after `timeout_s` seconds."""
+        if self.open:
+            self._all_closed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._all_closed.wait()
 
     def make_room(self) -> bool:
         """Closes a connection that waits for a request: the one that has been idle for longest, or

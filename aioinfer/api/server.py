@@ -62,6 +62,9 @@ _log = logging.getLogger(__name__)
 
 #: Handlers get this long to send their last events once the engine has ended their requests.
 _LAST_EVENTS_S = 0.5
+#: Connections that are kept alive stay open for this long when the server drains, at most: requests
+#: that come over them are answered 503, where a closed connection would be reset.
+_LAST_REQUESTS_S = 1.0
 
 
 class HttpServer:
@@ -262,9 +265,12 @@ class HttpServer:
     async def drain(self) -> None:
         """Stops listening, and returns when the requests that have come are answered.
 
-        A pause ends: from now on nobody could end it by `/resume`, and a server that is to end is
-        expected to answer first what it has accepted. Whoever does not want that sends a second
-        signal, which ends the requests with an error.
+        Requests that come over open connections are answered 503 and end their connection; for
+        those that are on their way, idle connections stay open for a second.
+
+        A pause ends: from now on there is no `/resume` that could end it, and a server that is to
+        end is expected to answer first what it has accepted. A second signal ends the requests with
+        an error.
         """
         self.leave()
         self._draining = True
@@ -278,6 +284,8 @@ class HttpServer:
         if self._listener is not None:
             await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop what is still to come of a body
+        if self._connections is not None:
+            await self._connections.wait_closed(_LAST_REQUESTS_S)
         await self._idle.wait()
 
     async def close(self) -> None:
