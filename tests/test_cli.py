@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from aioinfer.__main__ import main
 from aioinfer.api.batch_lines import Requests, check_input, take_up
 from aioinfer.cli.bench import find_bench
+from aioinfer.cli.chat import _Pace
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.errors import ConfigError
+from tests.scripted_server import USAGE_EVENT, serving, sse, stream
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,14 +43,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert COMMANDS[command].split(":")[0] in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_a_command_without_a_model_says_so(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command]) == 2
+def test_a_command_without_a_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve"]) == 2
     assert "which model?" in capsys.readouterr().err
-    assert main([command, "./nowhere", "--set", "parallel.executor=inline"]) == 2
-    assert "there is no such file or folder" in capsys.readouterr().err
 
 
 def test_bench_is_the_load_generator() -> None:
@@ -137,3 +138,69 @@ def test_a_half_written_result_is_dropped(tmp_path: Path) -> None:
     file.write_bytes(good + b"{}\n" + bad)
     with pytest.raises(ConfigError, match="line 2"):
         take_up(file)
+
+
+# ---------------------------------------------------------------- chat
+
+
+def chunk(**delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+
+async def chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, *words: str
+) -> tuple[int, str, str]:
+    """Returns the exit status, and what is written to stdout and to stderr."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    status = await asyncio.to_thread(main, ["chat", *words])
+    written = capsys.readouterr()
+    return status, written.out, written.err
+
+
+async def test_a_chat_over_pipes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        events = [chunk(role="assistant"), chunk(content="**Hel"), chunk(content="lo**")]
+        return await stream(request, sse(*events, USAGE_EVENT, "[DONE]"))
+
+    async with serving(answer) as url:
+        monkeypatch.setattr("aioinfer.cli.chat._local_url", lambda: url)
+        saved = tmp_path / "saved.json"
+        lines = f"one\n/sav {saved}\n/save {saved}\ntwo\n/save\n"
+        status, output, errors = await chat(monkeypatch, capsys, lines)
+        assert (status, errors) == (0, "")
+        assert output == (
+            "**Hello**\nthere is no command /sav; /help lists them\n**Hello**\n"
+            "/save needs a file to write to\n"
+        )
+        first = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "**Hello**"}]
+        assert json.loads(saved.read_text()) == first
+        assert bodies[1]["messages"] == [*first, {"role": "user", "content": "two"}]
+        assert bodies[1]["model"] == "known-model", "OpenAI's API needs one"
+        await chat(monkeypatch, capsys, "one\n", "other-model", "--url", url)
+        assert bodies[2]["model"] == "other-model"
+        status, _, errors = await chat(monkeypatch, capsys, "", "--url", f"{url}/nowhere")
+        assert status == 2
+        assert "404 Not Found is no answer of an OpenAI-compatible server" in errors
+    status, _, errors = await chat(monkeypatch, capsys, "")
+    assert status == 2
+    assert errors.startswith(f"aioinfer: no server answers at {url}: start one (aioinfer serve")
+
+
+async def test_the_pace_of_an_answer_is_shown_on_a_terminal() -> None:
+    pace = _Pace()
+    assert pace.describe() == ""
+    for event in (chunk(role="assistant"), chunk(content="a"), chunk(content="b")):
+        await asyncio.sleep(0.05)
+        pace.count(event)
+    pace.count(USAGE_EVENT)
+    found = re.fullmatch(
+        r"4 tokens, ([\d.]+) tokens/s, the first after ([\d.]+) s", pace.describe()
+    )
+    assert found
+    assert 0 < float(found[1]) <= 3 / 0.05
+    assert float(found[2]) >= 0.1

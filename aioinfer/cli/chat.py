@@ -1,4 +1,5 @@
-"""`aioinfer chat`: a chat in the terminal, with a server (`--url`) or with an engine of its own.
+"""`aioinfer chat`: a chat in the terminal, with a server (`--url`, or the one on this machine) or
+with an engine of its own.
 
 Either way the conversation goes over HTTP, so that both show the same: with an engine of its own
 the command serves it on a loopback address, behind a key that nobody else has.
@@ -11,28 +12,33 @@ import json
 import secrets
 import ssl
 import sys
+import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, load
-from aioinfer.config import Config
+from aioinfer.cli.terminal import AnswerView, MessageReader, make_view, write
+from aioinfer.config import Config, ServerConfig
 from aioinfer.errors import AioinferError, ConfigError
 
 HELP = """\
 /clear          forget the conversation
-/system TEXT    set the system prompt and begin anew
+/system TEXT    set the system prompt and forget the conversation
 /undo           take back the last question and its answer
 /save FILE      write the conversation as JSON
+/help           list the commands
 /quit           end (Ctrl-D does, too); Ctrl-C stops an answer
+Several lines that are pasted are one message.
 """
+COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
-
-#: What is new of an answer, piece by piece.
-Deltas = Generator[dict[str, Any], None, None]
+#: Events of a stream of chat completions, decoded.
+Events = Generator[dict[str, Any], None, None]
 
 
 class ChatError(AioinferError):
@@ -42,7 +48,11 @@ class ChatError(AioinferError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_model_options(parser)
-    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument(
+        "--url",
+        help="a running server, of which MODEL is a model; without it and without a model "
+        f"{_local_url()}, if a server answers there",
+    )
     parser.add_argument("--api-key-file", metavar="FILE", help="a file with the server's API key")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temperature", type=float)
@@ -52,13 +62,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Chats until the user ends it. Returns the exit status."""
     with _server(options) as server:
-        fields = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+        model = (options.url and options.model) or server.model()
+        fields = {
+            "model": model,
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+        }
         given = {name: value for name, value in fields.items() if value is not None}
         chat = Chat(server, given, options.system)
         if sys.stdin.isatty():
-            with suppress(ImportError):
-                import readline  # noqa: F401  # gives `input` a history
-            print_(f"{server.model()} at {server.url}; /help lists the commands\n")
+            write(f"{model} at {server.url}; /help lists the commands\n")
         return chat.run()
 
 
@@ -70,7 +83,8 @@ class ChatServer:
     key: str | None = None
 
     def _request(self, method: str, path: str, body: Any = None) -> HTTPResponse:
-        """Returns the response, which must have status 200. Raises `ChatError`."""
+        """Returns the response, which must have status 200. Raises `ChatError`; its cause is a
+        `ConnectionRefusedError` where nothing listens."""
         place = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
         if place.hostname is None or place.scheme not in ("http", "https"):
             raise ChatError(f"{self.url!r} is not the URL of a server")
@@ -93,18 +107,25 @@ class ChatServer:
             response = connection.getresponse()
             if response.status == 200:
                 return response
-            raise ChatError(_message(response))
+            raise ChatError(f"{self.url}: {_message(response)}")
         except (OSError, HTTPException) as error:
             raise ChatError(f"{self.url}: {error}") from error
 
     def model(self) -> str:
-        """Returns the first model that the server lists."""
+        """Returns the first model that the server lists. Raises `ChatError`."""
         with self._request("GET", "/v1/models") as response:
-            return str(json.load(response)["data"][0]["id"])
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ChatError(
+                    f"{self.url} does not list a model at /v1/models, as OpenAI-compatible servers "
+                    f"do: name another server with --url"
+                ) from error
 
-    def answer(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Deltas:
-        """Yields the deltas of an answer. Closing this iterator ends the request."""
-        body = {"messages": messages, "stream": True} | fields
+    def answer(self, messages: list[dict[str, str]], fields: dict[str, Any]) -> Events:
+        """Yields the events of an answer. Closing this iterator ends the request."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"messages": messages} | options | fields
         with closing(self._request("POST", "/v1/chat/completions", body)) as response:
             for raw in response:
                 data = raw.strip().removeprefix(b"data:").strip()
@@ -113,8 +134,7 @@ class ChatServer:
                 event = json.loads(data)
                 if "error" in event:
                     raise ChatError(event["error"]["message"])
-                for choice in event["choices"]:
-                    yield choice["delta"]
+                yield event
 
 
 def _message(response: HTTPResponse) -> str:
@@ -122,7 +142,10 @@ def _message(response: HTTPResponse) -> str:
     try:
         return str(json.loads(data)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the server answers {response.status} {response.reason}"
+        return (
+            f"{response.status} {response.reason} is no answer of an OpenAI-compatible server: "
+            f"name another with --url"
+        )
 
 
 @dataclass(slots=True)
@@ -138,8 +161,10 @@ class Chat:
         """Reads questions and commands, and answers them, until the end of the input. Returns 1 if
         the input is no terminal and an answer failed."""
         failed = False
-        while (text := _read()) is not None:
-            if text.startswith("/"):
+        reader = MessageReader()
+        while (text := reader.read()) is not None:
+            # of several lines it is a text that begins with a slash
+            if text.startswith("/") and "\n" not in text:
                 if text.split()[0] in ("/quit", "/exit"):
                     break
                 self._command(text)
@@ -148,22 +173,27 @@ class Chat:
         return int(failed and not sys.stdin.isatty())
 
     def _ask(self, question: str) -> bool:
-        """Prints the answer to a question as it comes. Returns whether there is one; a question
+        """Shows the answer to a question as it comes. Returns whether there is one; a question
         without is forgotten."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*self.messages, {"role": "user", "content": question}]
-        answer = ""
+        view, pace = make_view(), _Pace()
+        answer = figures = ""
         try:
-            with closing(self.server.answer([*system, *asked], self.fields)) as deltas:
-                for delta in deltas:
-                    answer += _show(delta)
+            with closing(self.server.answer([*system, *asked], self.fields)) as events:
+                for event in events:
+                    pace.count(event)
+                    for choice in event.get("choices") or ():
+                        answer += _show(choice["delta"], view)
+            figures = pace.describe()
         except KeyboardInterrupt:
-            print_(" [stopped]")
+            figures = "stopped"
         except (ChatError, OSError, HTTPException) as error:
-            print_("\n" if answer else "")
+            if answer:
+                view.end("")
             sys.stderr.write(f"aioinfer: {error}\n")
             return False
-        print_("\n")
+        view.end(figures)
         self.messages = [*asked, {"role": "assistant", "content": answer}]
         return True
 
@@ -180,53 +210,84 @@ class Chat:
                 with open(rest.strip(), "w", encoding="utf-8") as stream:
                     json.dump(self.messages, stream, ensure_ascii=False, indent=2)
             except OSError as error:
-                print_(f"{error}\n")
+                write(f"{error}\n")
+        elif name == "/help":
+            write(HELP)
+        elif name in COMMANDS:
+            write(f"{name} needs a file to write to\n")
         else:
-            print_(HELP)
+            write(f"there is no command {name}; /help lists them\n")
 
 
-def _show(delta: dict[str, Any]) -> str:
-    """Prints what is new of an answer: its thoughts and tool calls too, where there are any.
-    Returns the new text of the answer itself."""
+class _Pace:
+    """How fast an answer comes, by the client's clock and the tokens that the server counts."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+        self._first: float | None = None
+        self._last = self._asked
+        self._tokens = 0
+
+    def count(self, event: dict[str, Any]) -> None:
+        """Takes note of an event that has come."""
+        self._tokens = (event.get("usage") or {}).get("completion_tokens") or self._tokens
+        if any(_has_output(choice["delta"]) for choice in event.get("choices") or ()):
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+
+    def describe(self) -> str:
+        """Returns tokens, tokens a second after the first, and the time to the first; nothing for a
+        server that counts no tokens."""
+        if self._first is None or not self._tokens:
+            return ""
+        text = f"{self._tokens} token{'s' if self._tokens > 1 else ''}"
+        if self._tokens > 1 and self._last > self._first:
+            text += f", {(self._tokens - 1) / (self._last - self._first):.1f} tokens/s"
+        return f"{text}, the first after {self._first - self._asked:.2f} s"
+
+
+def _has_output(delta: dict[str, Any]) -> bool:
+    names = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return any(delta.get(name) for name in names)
+
+
+def _show(delta: dict[str, Any], view: AnswerView) -> str:
+    """Shows what is new of an answer: its thoughts and tool calls too, where there are any. Returns
+    the new text of the answer itself."""
     if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-        print_(f"\x1b[2m{thought}\x1b[0m" if sys.stdout.isatty() else thought)
+        view.thought(thought)
     for call in delta.get("tool_calls") or ():
         function = call.get("function", {})
-        if function.get("name"):
-            print_(f"\n[calls {function['name']}] ")
-        print_(function.get("arguments") or "")
+        view.call(function.get("name"), function.get("arguments") or "")
     text = str(delta.get("content") or "")
-    print_(text)
+    if text:
+        view.text(text)
     return text
 
 
-def _read() -> str | None:
-    """Returns the next line without blanks around it, None at the end of the input. Ctrl-C drops
-    what was typed."""
-    while True:
-        try:
-            return input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print_("\n")
-
-
-def print_(text: str) -> None:
-    """Prints a text at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _local_url() -> str:
+    """Returns where a server listens whose configuration does not say otherwise."""
+    return f"http://{ServerConfig().host}:{ServerConfig().port}"
 
 
 @contextmanager
 def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
-    """Returns the server of `--url`, or launches one and ends it with the block."""
+    """Returns the server of `--url` or, where no model is named, the one on this machine; or
+    launches one of the model, and ends it with the block."""
+    key = _key(options.api_key_file)
     if options.url is not None:
-        yield ChatServer(options.url, _key(options.api_key_file))
+        yield ChatServer(options.url, key)
+        return
+    if options.model is None and options.config is None and not options.set:
+        yield _local_server(key)
         return
     key = secrets.token_urlsafe(32)
     config = _private(load(options), key)
-    from aioinfer.api.server import HttpServer
+    check_files(config.model)
+    sys.stderr.write(f"aioinfer loads {config.served_model_names[0]} ...\n")
+    sys.stderr.flush()
+
+    from aioinfer.api.server import HttpServer  # imports PyTorch, which takes seconds
     from aioinfer.llm import LLM
 
     with LLM.of(config) as llm:
@@ -235,6 +296,21 @@ def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
             yield ChatServer(llm.run(server.start()), key)
         finally:
             llm.run(server.close())
+
+
+def _local_server(key: str | None) -> ChatServer:
+    """Returns the server on this machine. Raises `ConfigError` if nothing listens there."""
+    server = ChatServer(_local_url(), key)
+    try:
+        server.model()
+    except ChatError as error:
+        if not isinstance(error.__cause__, ConnectionRefusedError):
+            raise
+        raise ConfigError(
+            f"no server answers at {server.url}: start one (aioinfer serve MODEL), name another "
+            f"(aioinfer chat --url URL), or name a model to load (aioinfer chat MODEL)"
+        ) from None
+    return server
 
 
 def _private(config: Config, key: str) -> Config:

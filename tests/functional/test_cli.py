@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +108,39 @@ async def test_a_chat_with_a_server_remembers_what_was_said(served: Served, tmp_
     system = {"role": "system", "content": "Be brief."}
     reply = await served.post("/v1/chat/completions", messages=[system, *messages[:3]], **fields)
     assert reply["choices"][0]["message"]["content"] == messages[3]["content"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_chat_on_a_terminal(served: Served) -> None:
+    """What is pasted is one question; the answer is rendered, and its pace is shown."""
+    ours, theirs = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *command("chat", "--url", served.url, "--temperature", "0", "--max-tokens", "12"),
+        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+
+    def talk() -> str:
+        """Asks at the first prompt, ends at the second, and returns all that was shown."""
+        output = b""
+        keys = [b"\x1b[200~Count to\nthree.\x1b[201~\r", b"\x04"]
+        with suppress(OSError):  # the process has ended
+            while data := os.read(ours, 4096):
+                output += data
+                if keys and output.count(b"> ") == 3 - len(keys):
+                    os.write(ours, keys.pop(0))
+        os.close(ours)
+        return output.decode()
+
+    output = await asyncio.to_thread(talk)
+    assert await process.wait() == 0
+    assert re.search(r"12 tokens, [\d.]+ tokens/s, the first after [\d.]+ s", output)
+    messages = [{"role": "user", "content": "Count to\nthree."}]
+    reply = await served.post(
+        "/v1/chat/completions", messages=messages, temperature=0, max_tokens=12
+    )
+    words = reply["choices"][0]["message"]["content"].split()
+    assert words[0] in output
 
 
 @pytest.mark.asyncio(loop_scope="session")
