@@ -109,7 +109,8 @@ def load_config(
     Args:
         file: the TOML file; None starts from an empty configuration.
         overrides: `section.key=value` strings (a value in TOML's notation, or a bare string), or a
-            mapping of `"section.key"` to values.
+            mapping of `"section.key"` to values. Another `model.path` than the file's also removes
+            the file's `server.served_model_names`.
 
     Raises:
         ConfigError: an unknown section or key (the nearest right one is named), a wrong type or
@@ -119,8 +120,9 @@ def load_config(
         tree = {} if file is None else tomllib.loads(Path(file).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parse_override, overrides)
-    for dotted, value in pairs:
+    pairs = dict(overrides if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    _drop_names(tree, pairs)
+    for dotted, value in pairs.items():
         section, _, name = dotted.partition(".")
         if not name:
             raise ConfigError(
@@ -146,6 +148,16 @@ def describe_keys() -> Iterator[tuple[str, str, str, str]]:
                 default_text(item),
                 item.metadata["doc"],
             )
+
+
+def _drop_names(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Removes the file's names of the served model where the overrides name another model: they
+    are names of the file's own."""
+    model, server = tree.get("model"), tree.get("server")
+    if not isinstance(model, dict) or not isinstance(server, dict):
+        return
+    if "path" in model and overrides.get("model.path", model["path"]) != model["path"]:
+        server.pop("served_model_names", None)
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

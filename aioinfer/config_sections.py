@@ -436,7 +436,9 @@ class ServerConfig:
         False,
     )
     served_model_names: list[str] = key(
-        "Names that the `model` of a request may have. Default: `model.path`.", []
+        "Names that the `model` of a request may have. Default: `model.path`. A file's names are "
+        "those of its own `model.path`: they do not hold where the command line names another.",
+        [],
     )
     max_body_bytes: int = key(
         "Maximum size of a request body in bytes; a larger one is answered 413.",

@@ -61,7 +61,7 @@ def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
     assert config.cache.cpu_memory_gib == 3.0
     assert isinstance(config.cache.cpu_memory_gib, float)
     assert config.scheduler.plan_ahead is False
-    assert config.served_model_names == ["x", "y"]
+    assert config.served_model_names == ["c"], "the file names its own model"
     assert config.server.port == 0
     assert load_config(file, {"cache.num_blocks": 7, "model.revision": None}).cache.num_blocks == 7
 
@@ -361,6 +361,31 @@ def test_the_command_line_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> 
     for dotted, *_, doc in describe_keys():
         assert dotted in output
         assert doc in output
+
+
+def test_a_terminal_gets_keys_in_lines_that_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--keys", "target_itl_ms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    docs = {dotted: doc for dotted, *_, doc in describe_keys()}
+    assert docs["scheduler.target_itl_ms"] in " ".join(" ".join(lines).split())
+
+
+def test_a_file_names_its_own_model_alone(tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text('model.path = "org/large"\nserver.served_model_names = ["large"]\n')
+    for overrides, names in (
+        ({}, ["large"]),
+        ({"model.path": "org/large", "server.port": 1}, ["large"]),
+        ({"model.path": "org/small"}, ["org/small"]),
+        ({"model.path": "org/small", "server.served_model_names": ["small"]}, ["small"]),
+    ):
+        assert load_config(file, overrides).served_model_names == names
+    assert load_config(file, ["model.path=org/small"]).served_model_names == ["org/small"]
 
 
 def test_the_command_line_names_what_is_wrong(
