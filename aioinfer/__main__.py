@@ -1,17 +1,21 @@
 """The command line: `aioinfer COMMAND ...` (see `aioinfer.cli`), and
-`python -m aioinfer --config FILE [--set section.key=value ...]`, which serves."""
+`python -m aioinfer --config FILE [--set section.key=value ...]`, which serves.
+
+Only what reads and checks the configuration is imported here: a mistake on the command line is
+answered at once, and not after the seconds that PyTorch takes.
+"""
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import sys
 
 from aioinfer import __version__
-from aioinfer.cli.commands import COMMANDS, report
+from aioinfer.cli import serve
+from aioinfer.cli.commands import COMMANDS, Parser, guard, list_commands, print_keys
 from aioinfer.cli.commands import run as run_command
 from aioinfer.cli.model_options import add_model_options
-from aioinfer.config import describe_keys, load_config
-from aioinfer.errors import AioinferError
+from aioinfer.config import load_config
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,32 +24,46 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given and given[0] in COMMANDS:
         return run_command(given)
-    parser = argparse.ArgumentParser(
+    parser = _make_parser()
+    if given and not given[0].startswith("-"):
+        parser.error(_unknown_command(given[0]))
+    options = parser.parse_args(given)
+    if options.keys is not None:
+        return guard(lambda: print_keys(options.keys))
+    if not options.config and not options.set:
+        parser.error("a subcommand, --config FILE or --set model.path=... is needed (see --help)")
+    return guard(lambda: serve.start(load_config(options.config, options.set)))
+
+
+def _make_parser() -> Parser:
+    """Returns the parser of a command line without a subcommand."""
+    parser = Parser(
         prog="aioinfer",
+        usage="aioinfer COMMAND ...\n       aioinfer --config FILE [--set SECTION.KEY=VALUE ...]",
         description="Serves a large language model over an OpenAI-compatible HTTP API.",
-        epilog="Subcommands, each with a --help of its own: "
-        + "; ".join(f"{name} ({doc})" for name, doc in COMMANDS.items()),
+        epilog=list_commands(),
     )
     add_model_options(parser, positional=False)
     parser.add_argument(
-        "--keys", action="store_true", help="list every key of the configuration and exit"
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="list the keys of the configuration, those with WORD in name or description, and exit",
     )
     parser.add_argument("--version", action="version", version=f"aioinfer {__version__}")
-    options = parser.parse_args(given)
-    if options.keys:
-        for dotted, kind, default, doc in describe_keys():
-            sys.stdout.write(f"{dotted} ({kind}{f', {default}' if default else ''})\n    {doc}\n")
-        return 0
-    if not options.config and not options.set:
-        parser.error("a subcommand, --config FILE or --set model.path=... is needed")
-    try:
-        config = load_config(options.config, options.set)
-        # imported late: --help and a wrong configuration answer at once
-        from aioinfer.api.app import run
+    return parser
 
-        return run(config)
-    except AioinferError as error:
-        return report(error)
+
+def _unknown_command(word: str) -> str:
+    """Returns the message for a first word that is no subcommand: a mistyped one, or a model."""
+    if near := difflib.get_close_matches(word, COMMANDS, n=1):
+        meant = f"did you mean 'aioinfer {near[0]}'?"
+    elif "/" in word or word.endswith(".gguf"):
+        meant = f"did you mean 'aioinfer serve {word}'?"
+    else:
+        meant = f"there are {', '.join(COMMANDS)}"
+    return f"there is no command {word!r}: {meant}"
 
 
 if __name__ == "__main__":

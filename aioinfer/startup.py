@@ -7,20 +7,30 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from aioinfer.executor.base import WorkerReport
 
 
 class StartupDisplay:
-    """Progress bars on stderr, as a context manager; `on_progress` goes to `Frontend.launch`."""
+    """Progress bars on stderr, as a context manager; `on_progress` goes to `Frontend.launch`.
+
+    Phases come one after the other. One of unknown length has a bar that moves without an end.
+    """
 
     def __init__(self, *, quiet: bool = False):
         self.console = Console(stderr=True, quiet=quiet)
         self._progress = Progress(
             TextColumn("{task.description:<20}"), BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
+            TaskProgressColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn(),
             console=self.console, transient=True,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
@@ -38,10 +48,13 @@ class StartupDisplay:
         self._progress.stop()
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
-        """Moves the bar of a phase; `done` and `total` are in the phase's own unit."""
+        """Moves the bar of a phase, which ends those before it; `done` and `total` are in the
+        phase's own unit, 0 of 0 where it is not known how long it takes."""
         if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=total)
-        self._progress.update(self._tasks[phase], completed=done, total=total)
+            for task in self._tasks.values():
+                self._progress.update(task, completed=1, total=1)
+            self._tasks[phase] = self._progress.add_task(phase, total=None)
+        self._progress.update(self._tasks[phase], completed=done, total=total or None)
 
     def show(self, reports: Sequence[WorkerReport], names: list[str]) -> None:
         """Prints what the workers made, a report for each engine, and how long each phase took on

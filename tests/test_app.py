@@ -217,7 +217,9 @@ async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app.StartupDisplay, "show", lambda *_: None)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(app.serve(frontend.config, ready.set_result))
-    (url,) = re.findall(r"ready at (\S+)", await asyncio.wait_for(ready, 10))
+    text = await asyncio.wait_for(ready, 10)
+    (url,) = re.findall(r"ready at (\S+)", text)
+    assert f"\nChat in a browser: {url}/\n" in text
     body = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "stream": True}
     async with aiohttp.ClientSession(url) as http, asyncio.timeout(20):
         async with (

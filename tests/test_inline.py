@@ -28,7 +28,7 @@ async def test_plans_give_results_in_order(folder: Path) -> None:
     report = await run.start()
     assert (report.num_blocks, report.block_size, report.max_model_len) == ((32,), 4, 128)
     assert [name for name, _ in report.phases] == ["load weights", "allocate, warm up"]
-    assert all(phase == "load weights" for phase, *_ in run.progress)
+    assert [phase for phase, *_ in run.progress][-2:] == ["load weights", "allocate, warm up"]
     tokens = await greedy(run, 6)
     assert tokens == await greedy(run, 6)
     assert run.threads == {threading.get_ident()}

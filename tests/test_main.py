@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import aioinfer
+from aioinfer.cli.commands import COMMANDS
 from aioinfer.config import describe_keys
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +54,91 @@ def test_all_keys_are_listed():
     assert [line.split(" ")[0] for line in listed.splitlines()[::2]] == [
         dotted for dotted, *_ in describe_keys()
     ]
+
+
+def test_keys_are_found_by_a_word():
+    found = run("--keys", "ITL").stdout
+    assert "scheduler.target_itl_ms (number)\n" in found
+    assert "server.port" not in found
+    ended = run("--keys", "no such word")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "no key has 'no such word'" in ended.stderr
+
+
+@pytest.mark.parametrize("words", [("--keys",), ("--help",), ("completion", "bash")])
+def test_a_reader_that_stops_is_no_error(words: tuple[str, ...]):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-m", "aioinfer", *words],
+            cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_help_lists_the_subcommands():
+    lines = run("--help").stdout.splitlines()
+    for name, doc in COMMANDS.items():
+        assert any(line.split() == [name, *doc.split()] for line in lines), name
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["sevre", "X"], "did you mean 'aioinfer serve'?"),
+        (["Qwen/Qwen3-0.6B"], "did you mean 'aioinfer serve Qwen/Qwen3-0.6B'?"),
+        (["?"], f"there are {', '.join(COMMANDS)}"),
+    ],
+)
+def test_a_first_word_that_is_no_command(words: list[str], meant: str):
+    ended = run(*words)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(f"there is no command {words[0]!r}: {meant}\n")
+
+
+def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):
+    """By one process, which PyTorch would take seconds to enter."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+    )
+    model = f"{tmp_path}/model"
+    batch = ["-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out.jsonl"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (["serve", "./nowhere"], "model.path = './nowhere': there is no such file or folder"),
+            (["--set", "model.path=./nowhere"], "there is no such file or folder"),
+            (["chat", "./nowhere"], "there is no such file or folder"),
+            (["batch", *batch, "./nowhere"], "there is no such file or folder"),
+            (["deploy", "./nowhere"], "there is no such file or folder"),
+            (["serve", f"{tmp_path}/empty"], "the folder has no config.json"),
+            (["serve", model, "--set", "model.tokenizer=./none"], "model.tokenizer = './none'"),
+            (["serve", model, "--set", "model.chat_template=none"], "model.chat_template = 'none'"),
+            (["serve", model, "--port", str(port)], f"port = {port}: [Errno 98] Address already"),
+            (["serve", model, "--set", "server.api_key_file=none"], "server.api_key_file = 'none'"),
+            (["serve", model, "--set", "server.tls_certificate=none"], "server.tls_certificate"),
+            (["serve", model, "--set", "server.prt=1"], "did you mean 'server.port'?"),
+        ]
+        code = (
+            "import sys\n"
+            "from aioinfer.__main__ import main\n"
+            f"for words in {[words for words, _ in cases]}:\n"
+            "    assert main(words) == 2, words\n"
+            "    assert 'torch' not in sys.modules, words\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stderr.splitlines()
+    for (words, message), line in zip(cases, lines, strict=True):
+        assert line.startswith("aioinfer: "), words
+        assert message in line, words
 
 
 def test_version_and_a_call_without_arguments():

@@ -65,3 +65,29 @@ def test_the_table_shows_what_each_group_of_layers_keeps(
     assert "layer 2: keys and values of 1 head of size 256: 900 blocks of 16 tokens" in shown
     assert "2 layers from 4 to 5: a state of 4096 bytes a request: 8 requests" in shown
     assert re.search(r"prefix cache +│ off: layers keep a state", shown)
+
+
+def test_a_bar_for_each_phase(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def drawn() -> list[str]:
+        """Returns the bars of the last time that they were drawn, without colours."""
+        display._progress.refresh()
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+        return [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+    with StartupDisplay() as display:
+        display.on_progress("find the model", 0, 0)
+        (found,) = {line.split("━")[0].strip() for line in drawn()}
+        assert found == "find the model"
+        display.on_progress("load weights", 1, 4)
+        first, second = drawn()[-2:]
+        assert "100 %" in first
+        assert second.startswith("load weights")
+        assert "25 %" in second
+        display.on_progress("allocate, warm up", 0, 0)
+        lines = drawn()[-3:]
+        assert ["100 %" in line for line in lines] == [True, True, False]

@@ -179,7 +179,7 @@ async def _first(*waits: asyncio.Future[Any] | Coroutine[Any, Any, Any]) -> None
 
 
 def _ready_text(url: str, frontend: Frontend) -> str:
-    """Returns the ready line and a command to try."""
+    """Returns the ready line, the page's address and a command to try."""
     path = "/v1/completions"
     prompt: dict[str, Any] = {"prompt": "The capital of France is"}
     if frontend.tokenizer is None:
@@ -197,7 +197,9 @@ def _ready_text(url: str, frontend: Frontend) -> str:
     )
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
     curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    return f"\n{frontend.config.served_model_names[0]} is ready at {url}\nTry it:\n  {curl}\n"
+    page = "" if server.unix_socket else f"Chat in a browser: {url}/\n"
+    name = frontend.config.served_model_names[0]
+    return f"\n{name} is ready at {url}\n{page}Try it:\n  {curl}\n"
 
 
 def _print(text: str) -> None:

@@ -80,7 +80,7 @@ class Listener:
                 url = await self._open_unix(Path(self._config.unix_socket))
         except OSError as error:
             await self.stop()
-            raise ConfigError(f"cannot listen at {_place(self._config)}: {error}") from error
+            raise _cannot_listen(self._config, error) from error
         return url
 
     def listen(self) -> None:
@@ -205,6 +205,31 @@ class Listener:
                 self._num_rejected -= 1
 
 
+def check_address(config: ServerConfig) -> None:
+    """Binds the address and lets go of it again: a start that takes seconds can report a taken port
+    before it imports anything large.
+
+    Raises `ConfigError` if the address cannot be bound.
+    """
+    try:
+        if config.unix_socket is not None:
+            path = Path(config.unix_socket)
+            sock, inode = _bind_unix(path)
+            sock.close()
+            _remove(path, inode)
+            return
+        found = socket.getaddrinfo(
+            config.host or None,
+            config.port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+
+
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     """Returns the TLS settings of `server.tls_certificate`, None without one.
 
@@ -224,10 +249,14 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _place(config: ServerConfig) -> str:
+def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    place = f"server.host = {config.host!r}, server.port = {config.port}"
     if config.unix_socket is not None:
-        return f"server.unix_socket = {config.unix_socket!r}"
-    return f"server.host = {config.host!r}, server.port = {config.port}"
+        place = f"server.unix_socket = {config.unix_socket!r}"
+    remedy = ""
+    if error.errno == errno.EADDRINUSE and config.unix_socket is None:
+        remedy = "; end the program that listens there, or set another server.port"
+    return ConfigError(f"cannot listen at {place}: {error}{remedy}")
 
 
 def _bind_unix(path: Path) -> tuple[socket.socket, int]:

@@ -1,4 +1,4 @@
-"""The subcommands of the command line: `serve`, `batch`, `chat`, `bench`, `completion`.
+"""The subcommands of the command line: `commands` lists them, and a module of its name has each.
 
-`python -m aioinfer --config FILE` without a subcommand is in `__main__`, and stays as it is.
+`python -m aioinfer --config FILE` without a subcommand is in `__main__`.
 """

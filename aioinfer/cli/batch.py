@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, load
 from aioinfer.config import Config, LimitsConfig
 from aioinfer.errors import ConfigError, EngineDeadError
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
             return 2
         written = take_up(options.output)
         if len(written.custom_ids) < report.total:
+            check_files(config.model)
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -4,9 +4,15 @@ runs: `--help` and a mistyped option answer at once."""
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
+import textwrap
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
+from aioinfer.config import describe_keys
 from aioinfer.errors import AioinferError, ConfigError
 
 #: Each subcommand with its description; `aioinfer.cli.NAME` has its `add_options` and `run`.
@@ -20,9 +26,24 @@ COMMANDS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose help may be piped into a program that stops reading, and keeps its lines."""
+
+    def __init__(self, *args: Any, **options: Any):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options)
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help, by default to stdout."""
+        if file is None:
+            write(self.format_help())
+        else:
+            super().print_help(file)
+
+
+def make_parser() -> Parser:
     """Returns the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="aioinfer")
+    parser = Parser(prog="aioinfer")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, doc in COMMANDS.items():
         # what follows `bench` belongs to the load generator, its --help included
@@ -37,19 +58,70 @@ def run(arguments: list[str]) -> int:
         options = argparse.Namespace(command="bench", arguments=arguments[1:])
     else:
         options = make_parser().parse_args(arguments)
+    return guard(lambda: int(import_module(f"aioinfer.cli.{options.command}").run(options)))
+
+
+def guard(work: Callable[[], int]) -> int:
+    """Returns the exit status of `work`, or that of the error or the interrupt that ends it, which
+    is reported without a traceback."""
     try:
-        return int(import_module(f"aioinfer.cli.{options.command}").run(options))
+        return work()
     except AioinferError as error:
-        return report(error)
+        text = str(error)
+        if isinstance(error, ConfigError):
+            # messages of libraries, which some errors quote, may have several lines
+            text = " ".join(text.split())
+        sys.stderr.write(f"aioinfer: {text}\n")
+        return 2
     except KeyboardInterrupt:
         return 130
 
 
-def report(error: AioinferError) -> int:
-    """Writes an error to stderr. Returns the exit status of a start that cannot succeed."""
-    text = str(error)
-    if isinstance(error, ConfigError):
-        # messages of libraries, which some errors quote, may have several lines
-        text = " ".join(text.split())
-    sys.stderr.write(f"aioinfer: {text}\n")
-    return 2
+def write(text: str) -> None:
+    """Writes to stdout, for as long as it is read: `| head` is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def list_commands() -> str:
+    """Returns the subcommands with their descriptions, a line each, for a help text."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {doc}" for name, doc in COMMANDS.items()]
+    return "\n".join(["commands, each with a --help of its own:", *lines])
+
+
+def print_keys(word: str) -> int:
+    """Prints the configuration's keys that have a word, in any case, in their name or description:
+    all for an empty one. Lines are wrapped to the width of a terminal. Returns the exit status.
+
+    Raises `ConfigError` if there is no such key.
+    """
+    found = [key for key in describe_keys() if word.lower() in f"{key[0]} {key[-1]}".lower()]
+    if not found:
+        raise ConfigError(f"no key has {word!r} in its name or description")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    lines = []
+    for dotted, kind, default, doc in found:
+        head = f"{dotted} ({kind}{f', {default}' if default else ''})"
+        lines.append(_wrapped(head, width, "", "        "))
+        lines.append(_wrapped(doc, width, "    ", "    "))
+    write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> str:
+    """Returns a text in lines of at most `width` characters, or in one for 0."""
+    if not width:
+        return f"{first}{text}"
+    return textwrap.fill(
+        text,
+        max(width, 40),
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -7,7 +7,6 @@ aioinfer completion fish | source
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 
 from aioinfer.config import describe_keys
@@ -41,15 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the script."""
-    from aioinfer.cli.commands import make_parser
+    from aioinfer.cli.commands import make_parser, write
 
     parser = make_parser()
     if options.shell == "fish":
-        sys.stdout.write("".join(f"{line}\n" for line in _fish(parser)))
+        write("".join(f"{line}\n" for line in _fish(parser)))
         return 0
-    if options.shell == "zsh":
-        sys.stdout.write("autoload -U +X bashcompinit && bashcompinit\n")
-    sys.stdout.write(_bash(parser))
+    first = "autoload -U +X bashcompinit && bashcompinit\n" if options.shell == "zsh" else ""
+    write(first + _bash(parser))
     return 0
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 
+from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, load
 from aioinfer.errors import ConfigError
 
@@ -43,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Deploys, and serves until SIGINT or SIGTERM; then takes the application down in order."""
     config = load(options)
+    if options.address is None:  # the replicas run on this machine
+        check_files(config.model)
     try:
         import ray
         from ray import serve

@@ -1,11 +1,16 @@
-"""`aioinfer serve MODEL`."""
+"""`aioinfer serve MODEL`, and the start that it shares with `python -m aioinfer --config FILE`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any
 
+from aioinfer import __version__
+from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.config import Config
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +33,37 @@ def run(options: argparse.Namespace) -> int:
         "server.port": options.port,
         "server.served_model_names": options.name,
     }
-    config = load(options, {key: value for key, value in given.items() if value is not None})
-    from aioinfer.api.app import run as serve
+    return start(load(options, {key: value for key, value in given.items() if value is not None}))
+
+
+def start(config: Config) -> int:
+    """Serves until a signal or a failure ends it, after the checks that need no PyTorch, whose
+    import takes seconds: files of the model, API keys, TLS files, the address.
+
+    Returns the exit status. Raises what `aioinfer.api.app.run` does.
+    """
+    check_files(config.model)
+    # of the ranks that torchrun has started, the first alone listens
+    if os.environ.get("RANK", "0") == "0":
+        _check_server(config)
+        address = f"{config.server.host}:{config.server.port}"
+        place = config.server.unix_socket or (address if config.server.port else "a free port")
+        sys.stderr.write(
+            f"aioinfer {__version__} starts {config.served_model_names[0]} at {place} "
+            f"(first PyTorch is imported, which takes some seconds) ...\n"
+        )
+        sys.stderr.flush()
+
+    from aioinfer.api.app import run as serve  # imports PyTorch
 
     return serve(config)
+
+
+def _check_server(config: Config) -> None:
+    """Checks the API keys, the TLS files and the address. Raises `ConfigError`."""
+    from aioinfer.api.keys import ApiKeys
+    from aioinfer.api.listener import check_address, tls_context
+
+    ApiKeys.load(config.server, config.limits)
+    tls_context(config.server)
+    check_address(config.server)

@@ -115,8 +115,10 @@ class Frontend:
         """
         follow(config, find_model)
         begin = time.perf_counter()
+        on_progress("find the model", 0, 0)
         folder = await asyncio.to_thread(find_model, config)
         resolved = time.perf_counter()
+        on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
         meetings = Meetings(config.parallel.data_parallel_size) if shares else None
         renew = partial(make_executor, config, folder, find=find_model, meetings=meetings)

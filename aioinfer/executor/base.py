@@ -68,7 +68,7 @@ class StageTime(NamedTuple):
 
 
 #: Called while workers start: (phase, done, total); the unit is the phase's own (bytes for
-#: weights).
+#: weights), and 0 of 0 is reported once by a phase of unknown length.
 ProgressCallback = Callable[[str, int, int], None]
 
 
@@ -87,7 +87,7 @@ class Executor(Protocol):
             on_result: called on the event loop for each posted plan, in order.
             on_failure: called on the event loop, once, when a worker died or hung; nothing works
                 after it.
-            on_progress: called on the event loop while weights load.
+            on_progress: called on the event loop while the workers start.
 
         Raises:
             ConfigError: the configuration does not go with the model or the machine.

@@ -44,6 +44,8 @@ class InlineExecutor:
 
         def report_progress(done: int, total: int) -> None:
             self._loop.call_soon_threadsafe(on_progress, "load weights", done, total)
+            if done >= total:
+                self._loop.call_soon_threadsafe(on_progress, "allocate, warm up", 0, 0)
 
         try:
             return await self._loop.run_in_executor(

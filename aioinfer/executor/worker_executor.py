@@ -169,6 +169,7 @@ class WorkerExecutor:
         spawned = time.perf_counter()
         self._check()
         reports = await self._gather("loaded")
+        self._on_progress("allocate, warm up", 0, 0)
         capacity = settle_capacity(self.config, reports)
         self._vocab_size = reports[0].vocab_size
         for host in self._hosts:
