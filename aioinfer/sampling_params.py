@@ -16,7 +16,7 @@ import json
 import math
 import operator
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -298,6 +298,8 @@ class SamplingParams:
             first token's), or "all" of them, after the model's last norm; nothing is generated.
         skip_special_tokens: leave special tokens out of the text.
         shown_token_ids: special tokens that are kept in it all the same, for a parser of messages.
+        make_parser: of a message under a grammar in which calls may follow each other, makes a
+            `MessageParser`: the output is complete with a call that equals an earlier one.
         grammar: what the output has to follow, or None.
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
@@ -330,6 +332,7 @@ class SamplingParams:
     pooling: str | None = None
     skip_special_tokens: bool = True
     shown_token_ids: frozenset[int] = frozenset()
+    make_parser: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
     grammar: GrammarSpec | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()

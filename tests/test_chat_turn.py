@@ -22,7 +22,7 @@ TEXTS = [
     "Hello",
     "<think>\nHm.\n</think>\n\nHello",
     CALL,
-    f"<think>\nHm\n</think>\n{CALL}{CALL}",
+    f"<think>\nHm\n</think>\n{CALL}{CALL.replace('2', '3')}",
 ]
 
 

@@ -157,6 +157,21 @@ def test_calls_follow_their_schemas(outputs: Outputs, name: str) -> None:
         assert not outputs.follows(auto, f"Well.\n{wrong(calls[0])}")
 
 
+@pytest.mark.parametrize(
+    "name", ["hermes", "hermes with tokens", "qwen_coder", "deepseek with fences"]
+)
+def test_a_line_break_behind_a_call_asks_for_no_other(outputs: Outputs, name: str) -> None:
+    """Small models write one before they end."""
+    template, (call, *_) = CALLS[name]
+    format = outputs.format(name, template)
+    ended = call.replace(ENDS, f"\n{ENDS}") if ENDS in call else f"{call}\n"
+    for choice in ("auto", "required"):
+        use = ToolUse(TOOLS, choice)  # type: ignore[arg-type]
+        spec = format.grammar(use, in_thought=False, answer=None)
+        assert outputs.follows(spec, ended)
+        assert not outputs.follows(spec, f"{ended}So")
+
+
 @pytest.mark.parametrize("name", [name for name in CALLS if len(CALLS[name][1]) > 1])
 def test_one_call_where_no_more_are_wanted(outputs: Outputs, name: str) -> None:
     if name == "harmony":
@@ -211,6 +226,7 @@ def test_a_call_between_fences_at_the_beginning(outputs: Outputs) -> None:
             assert outputs.follows(spec, text)
             assert not outputs.follows(spec, wrong(text).replace('"a":1', '"a":"s"'))
             assert outputs.follows(spec, f"{text}\n{text}") == parallel
+            assert outputs.follows(spec, f"{text}\n\n") == parallel
             assert outputs.follows(spec, f"So:\n{wrong(text)}")
         assert outputs.follows(spec, FENCED.replace('"f"', '"h"'))
         assert outputs.follows(spec, "```python\nprint()\n```")

@@ -63,12 +63,13 @@ def read(
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 OBJECT = '{"name": "add", "arguments": {"a": 1}}'
+OTHER, OBJECT_2 = HERMES.replace("1", "12"), OBJECT.replace("1", "12")
 BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
-ADD = ("add", '{"a": 1}')
+ADD, ADD_2 = ("add", '{"a": 1}'), ("add", '{"a": 12}')
 CASES: list[tuple[str, str, Message]] = [
     ("hermes", f"Let me see.\n\n{HERMES}\n", ("Let me see.", "", [ADD])),
-    ("hermes", f"{HERMES}\n{HERMES}", ("", "", [ADD, ADD])),
+    ("hermes", f"{HERMES}\n{OTHER}", ("", "", [ADD, ADD_2])),
     (
         "hermes",
         '<tool_call>{"arguments": {"city": "a\\"}{<"}, "name": "weather"}</tool_call>',
@@ -93,9 +94,9 @@ CASES: list[tuple[str, str, Message]] = [
     ("hermes", '{"name": "Ann", "age": 3}', ('{"name": "Ann", "age": 3}', "", [])),
     ("hermes", 'So: {"name": "add"}', ('So: {"name": "add"}', "", [])),
     ("hermes", f"```json\n{OBJECT}\n```", ("", "", [ADD])),
-    ("hermes", f"```\n{OBJECT}```\n\n```json\n{OBJECT}\n```\n", ("", "", [ADD, ADD])),
+    ("hermes", f"```\n{OBJECT}```\n\n```json\n{OBJECT_2}\n```\n", ("", "", [ADD, ADD_2])),
     ("hermes", f"```json\n{OBJECT}\n```\nThat is all.", ("That is all.", "", [ADD])),
-    ("hermes", f"```json\n{OBJECT}\n```\n{HERMES}", ("", "", [ADD, ADD])),
+    ("hermes", f"```json\n{OBJECT}\n```\n{OTHER}", ("", "", [ADD, ADD_2])),
     ("hermes", f"```json\n{OBJECT}\n```\n```py\nf()\n```", ("```py\nf()\n```", "", [ADD])),
     ("hermes", "```json\n[1]\n```", ("```json\n[1]\n```", "", [])),
     ("hermes", "``` ", ("``` ", "", [])),
@@ -225,6 +226,57 @@ def test_arguments_come_as_they_are_generated() -> None:
 def test_calls_after_the_first_are_left_out_where_they_may_not_be() -> None:
     use = ToolUse(TOOLS, "auto", parallel=False)
     assert read(make("hermes"), [HERMES + HERMES + "!"], use) == ("!", "", [ADD])
+
+
+#: Three calls, of which the last equals the first, and something behind them.
+REPEATED = {
+    "hermes": f"{HERMES}\n{OTHER}\n{HERMES}\n<tool_call>",
+    "hermes with other spaces": f"{HERMES}\n{OTHER}\n{HERMES.replace(': 1', ':1')}\n<tool_call>",
+    "hermes between fences": f"```\n{OBJECT}```\n```\n{OBJECT_2}```\n```\n{OBJECT}```\nSo",
+    "qwen_coder": "".join(
+        f"<tool_call>\n<function=add>\n<parameter=a>\n{a}\n</parameter>\n</function>\n</tool_call>\n"
+        for a in (1, 12, 1, 3)
+    ),
+    "llama": "; ".join(f'{{"name": "add", "parameters": {{"a": {a}}}}}' for a in (1, 12, 1, 3)),
+    "mistral": f"[TOOL_CALLS][{OBJECT}, {OBJECT_2}, {OBJECT}, {OBJECT_2}] So",
+    "mistral by name": '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 12}'
+    '[TOOL_CALLS]add[ARGS]{"a": 1} So',
+    "deepseek": BEGIN
+    + "".join(f'{CALL}add{SEP}{{"a": {a}}}{END}' for a in (1, 12, 1, 3))
+    + f"{ENDS} So",
+    "harmony": "".join(
+        f'<|channel|>commentary to=functions.add<|message|>{{"a": {a}}}<|end|><|start|>assistant'
+        for a in (1, 12, 1, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_call_ends_the_message_and_is_left_out(name: str) -> None:
+    format, text = make(name.split()[0]), REPEATED[name]
+    for pieces in ([text], list(text)):
+        assert read(format, pieces) == ("", "", [ADD, ADD_2])
+    parser = format.parser(AUTO, in_thought=False)
+    for character in text[:-2]:
+        parser.feed(character)
+    assert parser.repeats_call  # as soon as its arguments are complete
+
+
+def test_calls_that_differ_in_a_space_of_a_text_are_two() -> None:
+    calls = [("weather", f'{{"city": "{city}"}}') for city in ("New York", "NewYork")]
+    text = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        for name, arguments in calls
+    )
+    for pieces in ([text], list(text)):
+        assert read(make("hermes"), pieces) == ("", "", calls)
+
+
+def test_a_repeated_call_that_is_cut_off_is_a_call() -> None:
+    """Whether it would have repeated the first is not known."""
+    text = HERMES + HERMES.partition(" 1")[0]
+    for pieces in ([text], list(text)):
+        assert read(make("hermes"), pieces) == ("", "", [ADD, ("add", '{"a":')])
 
 
 def test_text_is_content_without_tools() -> None:

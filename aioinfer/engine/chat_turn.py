@@ -9,6 +9,7 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -194,7 +195,13 @@ async def turn_with(
         settled, in_thought=in_thought, answer=params.grammar, thought_budget=thought_budget
     )
     shown = frozenset(tokenizer.marker_ids[text] for text in format.markers)
-    params = replace(params, grammar=grammar, shown_token_ids=shown)
+    may_repeat = use.choice in ("auto", "required") and use.parallel and grammar is not None
+    params = replace(
+        params,
+        grammar=grammar,
+        shown_token_ids=shown,
+        make_parser=partial(format.parser, use, in_thought=in_thought) if may_repeat else None,
+    )
     return Turn(prompt, params, use, True, in_thought, shows_thoughts)
 
 
@@ -202,6 +209,7 @@ class PlainParser:
     """A `MessageParser` of models and requests without thoughts and calls: all text is content."""
 
     num_calls = 0
+    repeats_call = False
 
     def feed(self, text: str) -> MessageDelta:
         """See `MessageParser.feed`."""
@@ -222,6 +230,11 @@ class ThoughtlessParser:
     def num_calls(self) -> int:
         """See `MessageParser.num_calls`."""
         return self._parser.num_calls
+
+    @property
+    def repeats_call(self) -> bool:
+        """See `MessageParser.repeats_call`."""
+        return self._parser.repeats_call
 
     def feed(self, text: str) -> MessageDelta:
         """See `MessageParser.feed`."""

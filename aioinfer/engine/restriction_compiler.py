@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from aioinfer.text.constraints import CompiledConstraint, Mask
 from aioinfer.text.grammar import CompiledGrammar, GrammarCompiler
-from aioinfer.text.restrictions import CompiledRestrictions
+from aioinfer.text.restrictions import CompiledRestrictions, RepeatedCalls
 from aioinfer.text.token_lists import (
     AllowedTokens,
     BadWords,
@@ -94,7 +94,16 @@ class RestrictionCompiler:
                 filters.insert(0, StopTokens(params.stop_token_ids, ends, self._vocab_size))
             if params.ignore_eos or not self._end_tokens:
                 filters.append(NoEndTokens(ends, self._vocab_size))
-        return CompiledRestrictions(grammar, filters, self._all_tokens)
+        return CompiledRestrictions(grammar, filters, self._all_tokens, self._search(params))
+
+    def _search(self, params: SamplingParams) -> Callable[[], RepeatedCalls] | None:
+        """Returns what makes the search for a repeated call in the output of a request."""
+        make_parser, tokenizer = params.make_parser, self._tokenizer
+        if make_parser is None or tokenizer is None:
+            return None
+        return lambda: RepeatedCalls(
+            tokenizer.detokenizer((), True, params.shown_token_ids), make_parser()
+        )
 
     @cached_property
     def _all_tokens(self) -> Mask:

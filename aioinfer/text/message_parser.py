@@ -51,6 +51,12 @@ class MessageParser(Protocol):
         """Tool calls that have begun; with one or more, the finish reason is "tool_calls"."""
         ...
 
+    @property
+    def repeats_call(self) -> bool:
+        """Whether a call has come that equals an earlier one, which completes the message: the call
+        is left out, and so is all that follows."""
+        ...
+
     def feed(self, text: str) -> MessageDelta:
         """Takes the next piece of text and returns what is certain of the message by now."""
         ...

@@ -5,19 +5,41 @@ sequences at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import llguidance
 
 from aioinfer.errors import GenerationError, NoTokenError
 from aioinfer.text.constraints import Constraint, Mask
+from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.grammar import CompiledGrammar, GrammarState, num_threads
+from aioinfer.text.message_parser import MessageParser
 from aioinfer.text.token_lists import TokenFilter
 
 #: Tokens that are taken in one after the other, in 3 us each (a JSON schema, 152 000 tokens):
 #: waking threads takes half a millisecond.
 _FEW_TOKENS = 128
+
+
+class RepeatedCalls:
+    """Looks for a tool call that equals an earlier one in a message, as its tokens come.
+
+    Attributes:
+        is_found: whether there is one.
+    """
+
+    __slots__ = ("_detokenizer", "_parser", "is_found")
+
+    def __init__(self, detokenizer: Detokenizer, parser: MessageParser):
+        """`detokenizer` shows the special tokens that `parser` looks at."""
+        self.is_found = False
+        self._detokenizer, self._parser = detokenizer, parser
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """Takes in the next tokens."""
+        self._parser.feed("".join(map(self._detokenizer.next, tokens)))
+        self.is_found = self._parser.repeats_call
 
 
 class RestrictedTokens:
@@ -27,13 +49,27 @@ class RestrictedTokens:
         grammar: the sequence's, or None.
     """
 
-    __slots__ = ("_all", "_context", "_filters", "_max_context", "_may_forbid_all", "grammar")
+    __slots__ = (
+        "_all", "_context", "_filters", "_max_context", "_may_forbid_all", "_repeated", "grammar",
+    )  # fmt: skip
 
     def __init__(
-        self, grammar: GrammarState | None, filters: Sequence[TokenFilter], all_tokens: Mask
+        self,
+        grammar: GrammarState | None,
+        filters: Sequence[TokenFilter],
+        all_tokens: Mask,
+        repeated: RepeatedCalls | None = None,
     ):
-        """`all_tokens` is the mask that allows everything."""
+        """Makes the state before any token.
+
+        Args:
+            grammar: the sequence's, or None.
+            filters: narrow its masks.
+            all_tokens: the mask that allows everything.
+            repeated: looks for the call that completes the output, or None.
+        """
         self.grammar = grammar
+        self._repeated = repeated
         self._filters = filters
         self._all = all_tokens
         self._context: list[int] = []
@@ -43,6 +79,8 @@ class RestrictedTokens:
     @property
     def is_finished(self) -> bool:
         """See `Constraint.is_finished`."""
+        if self._repeated is not None and self._repeated.is_found:
+            return True
         return self.grammar is not None and self.grammar.is_finished
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -56,6 +94,8 @@ class RestrictedTokens:
         if self._max_context:
             self._context.extend(tokens)
             del self._context[: -self._max_context]
+        if self._repeated is not None:
+            self._repeated.note(tokens)
 
     def fill(self, mask: Mask) -> None:
         """See `Constraint.fill`."""
@@ -87,20 +127,26 @@ class RestrictedTokens:
 class CompiledRestrictions:
     """Implements `text.constraints.CompiledConstraint`."""
 
-    __slots__ = ("_all", "_filters", "_grammar")
+    __slots__ = ("_all", "_filters", "_grammar", "_search")
 
     def __init__(
-        self, grammar: CompiledGrammar | None, filters: Iterable[TokenFilter], all_tokens: Mask
+        self,
+        grammar: CompiledGrammar | None,
+        filters: Iterable[TokenFilter],
+        all_tokens: Mask,
+        search: Callable[[], RepeatedCalls] | None = None,
     ):
-        """As of `RestrictedTokens`."""
+        """As of `RestrictedTokens`; `search` makes what looks for repeated calls."""
         self._grammar = grammar
         self._filters = tuple(filters)
         self._all = all_tokens
+        self._search = search
 
     def start(self) -> RestrictedTokens:
         """See `CompiledConstraint.start`."""
         grammar = None if self._grammar is None else self._grammar.start()
-        return RestrictedTokens(grammar, self._filters, self._all)
+        repeated = None if self._search is None else self._search()
+        return RestrictedTokens(grammar, self._filters, self._all, repeated)
 
 
 class ParallelFiller:

@@ -105,6 +105,32 @@ async def test_streamed_calls_are_those_of_the_whole_reply(client: openai.AsyncO
     check_calls(final.message.tool_calls)
 
 
+async def test_a_model_that_repeats_a_call_ends(served: Served) -> None:
+    """All calls of the only function are equal, and the model may not end by itself."""
+    stop = {"type": "function", "function": {"name": "stop"}}
+    ask = {
+        "messages": ASK,
+        "tools": [stop],
+        "tool_choice": "required",
+        "logit_bias": {"2": -100},
+        "max_tokens": 200,
+        "n": 2,
+    }
+    for choice in (await served.post(CHAT, **ask))["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["stop_reason"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {}
+    *events, last = await served.stream(CHAT, **ask | {"n": 1})
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = [event["choices"][0]["delta"] for event in events]
+    names = [c["function"].get("name") for d in deltas for c in d.get("tool_calls", ())]
+    assert [name for name in names if name] == ["stop"]
+    single = ask | {"n": 1, "parallel_tool_calls": False}
+    (choice,) = (await served.post(CHAT, **single))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("max_tokens", [1, 2])
 async def test_a_required_call_that_is_cut_in_its_marker_is_no_text(

@@ -60,14 +60,19 @@ def read_call(
             named, reader.record = True, None
             draft.begin_call(name)
             draft.arguments("".join(held))
+            if has_arguments:
+                draft.end_call()
         elif key in _ARGUMENTS and not has_arguments:
             has_arguments = True
             if not (yield from read_arguments(reader, emit, stop)):
                 return named
+            if named:
+                draft.end_call()
         elif not (yield from reader.value(ignore, stop)):
             return named
     if named and not has_arguments:
         draft.arguments("{}")
+        draft.end_call()
     return named
 
 

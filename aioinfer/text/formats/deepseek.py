@@ -78,7 +78,8 @@ class DeepSeekCalls:
         reader.record = None
         draft.begin_call(name)
         yield from reader.space()
-        yield from read_arguments(reader, draft.arguments, stop="<")
+        if (yield from read_arguments(reader, draft.arguments, stop="<")):
+            draft.end_call()
         return True
 
     def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
@@ -100,4 +101,6 @@ class DeepSeekCalls:
         each = lark.marker(_CALL) + lark.any_of(call(*item) for item in tools.items())
         between = lark.text("\n" if self._fenced else "")
         more = f"({between}{each})* " if parallel else ""
+        if self._fenced and parallel:  # behind a line break, another call need not follow
+            more += f"({between})? "
         return each + more + lark.marker(_END)

@@ -40,6 +40,8 @@ class HarmonyCalls:
             elif recipient := _RECIPIENT.search(header[0]):
                 draft.begin_call(recipient[1])
                 found = yield from reader.until(self._body_end, draft.arguments)
+                if found:
+                    draft.end_call()
             elif "analysis" in header[0]:
                 draft.cut()
                 found = yield from reader.until(self._body_end, draft.reasoning)

@@ -97,7 +97,8 @@ class HermesCalls:
             + f'{_SPACE}"}}" {_SPACE}{lark.text(_FENCE)}'
             for name, tool in tools.items()
         )
-        return f"({' | '.join(begins.values())})", each + (f"({each})* " if parallel else "")
+        more = f"({each})* {_SPACE}" if parallel else ""
+        return f"({' | '.join(begins.values())})", each + more
 
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""
@@ -108,5 +109,4 @@ class HermesCalls:
             + lark.marker(_CLOSE)
             for name, tool in tools.items()
         )
-        again = lark.text("\n") + lark.marker(_OPEN) + each
-        return each + (f"({again})*" if parallel else "")
+        return lark.lines_of(each, _OPEN) if parallel else each

@@ -82,6 +82,13 @@ class Lark:
         inside = [f" & ~(/(.|\\n)*/ {quote(text)} /(.|\\n)*/)" for text in without]
         return self.terminal(f"/(.|\\n)*/{''.join(inside)}{_unlike(but)}")
 
+    def lines_of(self, each: str, opening: str) -> str:
+        """Returns the term for one or more of `each`, of which all but the first come on lines that
+        begin with the marker `opening`. The last line may end with a line break, which does not
+        commit to another line."""
+        line_break = self.text("\n")
+        return f"{each}({line_break}{self.marker(opening)}{each})* ({line_break})? "
+
     def schema(self, tool: Tool) -> str:
         """Returns the term for the JSON of a tool's arguments."""
         return self.json_value(tool.schema)

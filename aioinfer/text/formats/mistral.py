@@ -74,7 +74,8 @@ class MistralCalls:
         if marker == "{":
             reader.unread()
         yield from reader.space()
-        yield from read_arguments(reader, draft.arguments)
+        if (yield from read_arguments(reader, draft.arguments)):
+            draft.end_call()
         draft.cut()
         return True
 

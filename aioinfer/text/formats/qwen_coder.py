@@ -61,6 +61,8 @@ class QwenCoderCalls:
             if end == _PARAMETER_END:
                 found = yield from reader.until(self._next, ignore)
         draft.arguments("{}" if before == "{" else "}")
+        if found in (_FUNCTION_END, _CLOSE):
+            draft.end_call()
         if found == _FUNCTION_END:
             yield from reader.space()
             yield from reader.comes(_CLOSE)
@@ -79,8 +81,7 @@ class QwenCoderCalls:
             + lark.marker(_CLOSE)
             for name, tool in tools.items()
         )
-        again = lark.text("\n") + lark.marker(_OPEN) + each
-        return each + (f"({again})*" if parallel else "")
+        return lark.lines_of(each, _OPEN) if parallel else each
 
 
 def _properties(tool: Tool | None) -> Mapping[str, Any]:

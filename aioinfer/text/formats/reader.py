@@ -269,6 +269,11 @@ class TextParser:
         """See `MessageParser.num_calls`."""
         return self._draft.num_calls
 
+    @property
+    def repeats_call(self) -> bool:
+        """See `MessageParser.repeats_call`."""
+        return self._draft.repeats_call
+
     def feed(self, text: str) -> MessageDelta:
         """See `MessageParser.feed`."""
         if text:
