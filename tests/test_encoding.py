@@ -35,12 +35,12 @@ async def threads() -> AsyncIterator[EncodingThreads]:
 
 
 def make_encoder(
-    tokenizer: Tokenizer, threads: EncodingThreads, max_prompt_len: int = 32_767
+    tokenizer: Tokenizer, threads: EncodingThreads, max_model_len: int = 32_768
 ) -> PromptEncoder:
     return PromptEncoder(
         tokenizer,
         threads,
-        max_prompt_len=max_prompt_len,
+        max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
         hash_block_size=16,
     )
@@ -75,7 +75,7 @@ async def test_a_text_that_cannot_fit_is_rejected_at_once(
 async def test_short_prompts_do_not_wait_for_long_ones(
     tokenizer: Tokenizer, threads: EncodingThreads
 ) -> None:
-    encoder = make_encoder(tokenizer, threads, max_prompt_len=10**7)
+    encoder = make_encoder(tokenizer, threads, max_model_len=10**7)
     long = [asyncio.ensure_future(encoder.encode(PROSE * 60_000)) for _ in range(2)]
     await asyncio.sleep(0.1)
     times = []
@@ -95,7 +95,7 @@ async def test_a_long_prompt_does_not_wait_for_a_longer_one_before_it(
     tokenizer: Tokenizer, threads: EncodingThreads
 ) -> None:
     """The shorter of two long ones is done long before the other, which came first."""
-    encoder = make_encoder(tokenizer, threads, max_prompt_len=10**7)
+    encoder = make_encoder(tokenizer, threads, max_model_len=10**7)
     longer = asyncio.ensure_future(encoder.encode(PROSE * 60_000))
     await asyncio.sleep(0)
     assert len(await encoder.encode(PROSE * 1000)) > 20_000
@@ -126,7 +126,7 @@ async def test_what_is_cancelled_before_it_begins_is_dropped(threads: EncodingTh
 async def test_a_cancelled_long_prompt_stops_after_a_piece(
     tokenizer: Tokenizer, threads: EncodingThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = make_encoder(tokenizer, threads, max_prompt_len=10**7)
+    encoder = make_encoder(tokenizer, threads, max_model_len=10**7)
     pieces, encode = [], tokenizer.encode
 
     def count(text: str, *args: object, **options: object) -> list[int]:

@@ -82,7 +82,8 @@ def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
             param="truncate_prompt_tokens",
         )
     if kept < 0:
-        output = body.sampling_fields().get("max_tokens") or 1
+        fields = body.sampling_fields()
+        output = 0 if "prompt_only" in fields else fields.get("max_tokens") or 1
         kept = max(1, frontend.max_model_len - output)
     return ids[:kept] if body.truncation_side == "right" else ids[-kept:]
 

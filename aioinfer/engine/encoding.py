@@ -84,7 +84,7 @@ class PromptEncoder:
     """Encodes texts and conversations for one model, and prepares token ids for the scheduler.
 
     Attributes:
-        max_prompt_len: the tokens that a prompt may have: one less than the longest sequence.
+        max_model_len: the tokens that a prompt may have: those of the longest sequence.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class PromptEncoder:
         tokenizer: Tokenizer | None,
         threads: EncodingThreads,
         *,
-        max_prompt_len: int,
+        max_model_len: int,
         vocab_size: int,
         hash_block_size: int | None,
     ):
         """`hash_block_size` is the number of tokens of a block in the prefix cache, or None without
         one; `vocab_size` that of the model. Without a tokenizer, prompts are token ids."""
-        self.max_prompt_len = max_prompt_len
+        self.max_model_len = max_model_len
         self._given_tokenizer = tokenizer
         self._threads = threads
         self._vocab_size = vocab_size
@@ -123,14 +123,14 @@ class PromptEncoder:
             text: any text.
             add_special_tokens: whether the tokenizer's BOS and the like are put around it.
             param: the parameter that the text came in, for errors.
-            max_tokens: the tokens that it may have; `max_prompt_len` if missing.
+            max_tokens: the tokens that it may have; `max_model_len` if missing.
 
         Raises:
             RequestError: the text is not valid Unicode, or a long text has more tokens
                 (`context_length_exceeded`). Short ones that have are left to the caller.
         """
         if len(text) > SHORT_TEXT:
-            limit = self.max_prompt_len if max_tokens is None else max_tokens
+            limit = self.max_model_len if max_tokens is None else max_tokens
             return await self._encode_long(ChatText(text), add_special_tokens, param, limit)
         return await self._threads.run(
             lambda: self._tokenizer.encode(text, add_special_tokens, param=param)
@@ -192,7 +192,7 @@ class PromptEncoder:
         found = await self._threads.run(encode_if_short, is_long=is_long)
         if isinstance(found, list):
             return found
-        limit = self.max_prompt_len if max_tokens is None else max_tokens
+        limit = self.max_model_len if max_tokens is None else max_tokens
         # the template writes BOS itself
         return await self._encode_long(found, False, "messages", limit)
 
@@ -209,7 +209,7 @@ class PromptEncoder:
         token_ids = (
             await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         )
-        self._check_length(len(token_ids), self.max_prompt_len, "prompt", is_exact=True)
+        self._check_length(len(token_ids), self.max_model_len, "prompt", is_exact=True)
         if len(token_ids) <= _FEW_TOKENS:
             return self._prepare(token_ids, cache_salt)
         return await self._threads.run(
@@ -224,12 +224,11 @@ class PromptEncoder:
         if num_tokens <= limit:
             return
         has = f"has {num_tokens if is_exact else f'at least {limit + 1}'} tokens"
-        if limit == self.max_prompt_len:
-            # clients look for the beginning, which is OpenAI's; one token is left for the answer
+        if limit == self.max_model_len:
+            # clients look for the beginning, which is OpenAI's
             message = (
-                f"This model's maximum context length is {limit + 1} tokens. However, the prompt "
-                f"{has}. Please reduce the length of the input "
-                "prompt."
+                f"This model's maximum context length is {limit} tokens. However, the prompt "
+                f"{has}. Please reduce the length of the input prompt."
             )
         else:
             message = f"the text {has}, and at most {limit} are accepted"

@@ -186,7 +186,7 @@ class Frontend:
         self._encoder = PromptEncoder(
             self.tokenizer,
             self._threads,
-            max_prompt_len=self.max_model_len - 1,
+            max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             hash_block_size=hash_block_size,
         )

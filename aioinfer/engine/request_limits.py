@@ -63,6 +63,14 @@ class RequestLimits:
         if params.prompt_only:
             return prompt_len + 1  # ends with the first sampled token, which is dropped
         room = self.max_model_len - prompt_len
+        if room < 1:  # the prompt itself may be as long as that, if nothing is generated
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the "
+                f"prompt has {prompt_len} tokens, which leave none for the output. Please reduce "
+                "the length of the input prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         if params.beam_search is not None:
             room = self._room_of_beams(prompt_len, params)
         max_tokens = params.max_tokens
