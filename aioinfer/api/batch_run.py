@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aioinfer.api.batch_lines import BatchLine, BatchReply, BatchResult, Requests
+from aioinfer.api.batch_lines import BatchError, BatchLine, BatchReply, BatchResult, Requests
 from aioinfer.api.dispatch import Dispatcher
 from aioinfer.api.limits import Account
 from aioinfer.errors import EngineDeadError
+
+_log = logging.getLogger(__name__)
 
 Results = AsyncGenerator[list[BatchResult], None]
 #: Results that may wait for an earlier one, for each request that is served at a time.
@@ -42,14 +45,22 @@ class BatchServer:
     concurrency: int
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Returns the result of a request. One that the server has no room for waits.
+        """Returns the result of a request. One that the server has no room for waits; one whose
+        handler fails has an error, and does not end the others.
 
-        Raises `EngineDeadError` where no answer will come; the request counts as not made then.
+        Raises `EngineDeadError` where no answer will come; the request counts as not made then; and
+        what `account` does.
         """
         name = f"batch_req_{secrets.token_hex(12)}"
         while True:
             async with self.places:
-                reply = await self.dispatcher.post(line.url, bytes(line.body), name, self.account())
+                account = self.account()
+                try:
+                    reply = await self.dispatcher.post(line.url, bytes(line.body), name, account)
+                except Exception as error:
+                    _log.exception("request %s of a batch failed", name)
+                    fault = BatchError(code="server_error", message=type(error).__name__)
+                    return BatchResult(id=name, custom_id=line.custom_id, error=fault)
             if reply.status not in (429, 503):
                 return BatchResult(
                     id=name,

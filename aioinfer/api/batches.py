@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.file_store import FILES, FileStore, require_store, write_record
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, Account, Accounts
 from aioinfer.api.paging import page_of
-from aioinfer.errors import AioinferError, RequestError
+from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,11 @@ class Batches:
             ),
         )
         self._records[record.batch.id] = record
-        await self._save(record)
+        try:
+            await self._save(record)
+        except OSError:  # it is none: it would be open for ever, and work for a start that reads it
+            del self._records[record.batch.id]
+            raise
         self._begin(record)
         return record.batch
 
@@ -156,9 +160,9 @@ class Batches:
             batch.enter("cancelling")
             record = self._records[batch_id]
             record.outcome = "cancelled"
-            await self._save(record)
             if (serving := self._serving.get(batch_id)) is not None:
                 serving.cancel()
+            await self._save(record)
         return batch
 
     # ---------------------------------------------------------------- the work
@@ -174,37 +178,54 @@ class Batches:
             await asyncio.to_thread(write_record, place, msgspec.to_builtins(record))
 
     async def _run(self, record: _Record) -> None:
-        """Takes a batch from the status that it has to its end."""
-        batch = record.batch
+        """Takes a batch from the status that it has to its end. One that meets an error has failed;
+        only if the server stops does it stay as it is, for the next start."""
         try:
-            if batch.status == "validating":
-                await self._validate(record)
-            if batch.status == "in_progress":
-                serving = asyncio.create_task(self._serve(record))
-                self._serving[batch.id] = serving
-                try:
-                    await asyncio.wait([serving])
-                finally:
-                    del self._serving[batch.id]
-                    serving.cancel()
-                    await asyncio.gather(serving, return_exceptions=True)
-                if not serving.cancelled():
-                    self._take_outcome(record, serving)
-            if batch.status in ("in_progress", "cancelling", "finalizing"):
-                await self._finalize(record)
-        except AioinferError as error:
-            _log.warning("batch %s stays as it is: %s", batch.id, error)
+            await self._advance(record)
+        except EngineDeadError as error:
+            _log.warning("batch %s goes on at the next start: %s", record.batch.id, error)
         except Exception as error:
-            _log.error("batch %s stays as it is: %r", batch.id, error)
+            await self._fail(record, error)
 
-    def _take_outcome(self, record: _Record, serving: asyncio.Task[None]) -> None:
-        """Raises the failure of the server itself; one that concerns this batch alone ends it."""
-        try:
-            serving.result()
-        except RequestError as error:
+    async def _advance(self, record: _Record) -> None:
+        """Does what is left of a batch. Raises whatever keeps it from its end."""
+        batch = record.batch
+        if batch.status == "validating":
+            await self._validate(record)
+        if batch.status == "in_progress":
+            serving = asyncio.create_task(self._serve(record))
+            self._serving[batch.id] = serving
+            try:
+                await asyncio.wait([serving])
+            finally:
+                del self._serving[batch.id]
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+            if not serving.cancelled():
+                serving.result()
+        if batch.status in ("in_progress", "cancelling", "finalizing"):
+            await self._finalize(record)
+
+    async def _fail(self, record: _Record, error: Exception) -> None:
+        """Ends a batch for an error; results that are written are kept, where that can be done."""
+        batch = record.batch
+        if isinstance(error, RequestError):
             fault = BatchFault(code=error.code or "failed", message=error.message)
-            record.batch.errors = BatchFaults(data=[fault])
-            record.outcome = "failed"
+        else:
+            _log.error("batch %s has failed: %r", batch.id, error)
+            kind = type(error).__name__  # its text may name files of the server
+            message = f"the server could not go on with the batch ({kind}); its log has more"
+            fault = BatchFault(code="server_error", message=message)
+        batch.errors = BatchFaults(data=[fault])
+        record.outcome = "failed"
+        try:
+            await self._finalize(record)
+        except Exception as again:
+            _log.error("batch %s has failed without files: %r", batch.id, again)
+            batch.output_file_id = batch.error_file_id = None
+            batch.enter("failed")
+            with suppress(OSError):
+                await self._save(record)
 
     async def _validate(self, record: _Record) -> None:
         batch = record.batch
@@ -257,13 +278,15 @@ class Batches:
             stack.callback(requests.close)
             try:
                 async with (
-                    asyncio.timeout(max(0.0, batch.expires_at - time.time())),
+                    asyncio.timeout(max(0.0, batch.expires_at - time.time())) as window,
                     aclosing(run_batch(requests, server)) as results,
                 ):
                     async for ready in results:
                         await self._write(batch, ready)
                         ids.update(result.custom_id for result in ready)
             except TimeoutError:
+                if not window.expired():
+                    raise
                 record.outcome = "expired"
                 await self._write_expired(batch, source, ids)
 
@@ -311,7 +334,7 @@ class Batches:
                 lambda: [
                     kind
                     for kind in ("output", "error")
-                    if store.batch_file(batch.id, kind).exists()
+                    if store.batch_file(batch.id, kind).is_file()
                 ]
             )
             if "output" in found:

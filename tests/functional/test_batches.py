@@ -39,6 +39,11 @@ def line(number: int, **body: Any) -> dict[str, Any]:
     }
 
 
+def folder_of(served: Served) -> Path:
+    """Returns the folder of a server's files."""
+    return Path(served.frontend.config.server.files_folder)
+
+
 def jsonl(lines: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
 
@@ -284,3 +289,91 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert (batch.request_counts.completed, batch.request_counts.failed) == (32, 0)
     assert data.startswith(written)
     assert [result["custom_id"] for result in parse(data)] == [r["custom_id"] for r in lines]
+
+
+async def test_a_batch_that_cannot_be_read_fails(
+    filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its input is gone from the disk."""
+    file_id = await upload(client, jsonl([line(1)]))
+    await asyncio.to_thread(folder_of(filed).joinpath("files", f"{file_id}.data").unlink)
+    created = await client.batches.create(
+        input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+    )
+    batch = await ended(client, created.id)
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert batch.failed_at is not None
+    (fault,) = batch.errors.data
+    assert fault.code == "server_error"
+    assert "FileNotFoundError" in fault.message
+    assert str(folder_of(filed)) not in fault.message
+    assert (await client.files.delete(file_id)).deleted
+    assert "has failed" in caplog.text
+    caplog.clear()
+
+
+async def test_a_batch_whose_results_cannot_be_written_fails(
+    filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was answered before is kept, and its files can be deleted."""
+    lines = [line(number) for number in range(8)] + [line(8, temperature=-1), line(9)]
+    batch_id = await begin(client, jsonl(lines))
+    # where the errors should be appended
+    await asyncio.to_thread(folder_of(filed).joinpath("batches", f"{batch_id}.error").mkdir)
+    batch = await ended(client, batch_id)
+    assert (batch.status, batch.error_file_id) == ("failed", None)
+    assert "IsADirectoryError" in batch.errors.data[0].message
+    results = parse((await client.files.content(batch.output_file_id)).content)
+    assert [r["custom_id"] for r in results] == [f"request-{n}" for n in range(len(results))]
+    assert len(results) >= batch.request_counts.completed > 0
+    for file_id in (batch.output_file_id, batch.input_file_id):
+        assert (await client.files.delete(file_id)).deleted
+    with pytest.raises(openai.ConflictError):
+        await client.batches.cancel(batch_id)
+    await until(lambda: filed.engine.scheduler.is_idle)
+    caplog.clear()
+
+
+async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A batch whose time is over while no server runs has expired, one that was being cancelled is
+    cancelled, and one whose results were overwritten has failed."""
+    settings = SETTINGS | {"server.files_folder": str(tmp_path)}
+    lines = [line(number, max_tokens=100, ignore_eos=True) for number in range(9)]
+    async with (
+        serve(**settings) as first,
+        openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
+    ):
+        late, left, broken = [await begin(client, jsonl(lines)) for _ in range(3)]
+        async with asyncio.timeout(60):
+            for batch_id in (late, left, broken):
+                while (  # noqa: ASYNC110  # the API has no events
+                    await client.batches.retrieve(batch_id)
+                ).status == "validating":
+                    await asyncio.sleep(0.02)
+
+    def change(batch_id: str, **fields: Any) -> None:
+        place = tmp_path / "batches" / f"{batch_id}.json"
+        record = json.loads(place.read_bytes())
+        assert record["batch"]["status"] == "in_progress"
+        record["batch"] |= {name: fields[name] for name in fields if name != "outcome"}
+        record["outcome"] = fields.get("outcome", record["outcome"])
+        place.write_text(json.dumps(record), "utf-8")
+
+    await asyncio.to_thread(change, late, expires_at=1)
+    await asyncio.to_thread(change, left, status="cancelling", outcome="cancelled")
+    await asyncio.to_thread((tmp_path / "batches" / f"{broken}.output").write_text, "no result\n")
+    async with (
+        serve(**settings) as second,
+        openai.AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client,
+    ):
+        found = {batch_id: await ended(client, batch_id) for batch_id in (late, left, broken)}
+        expired = parse((await client.files.content(found[late].error_file_id)).content)
+        for batch in found.values():
+            assert (await client.files.delete(batch.input_file_id)).deleted
+    assert [found[each].status for each in (late, left, broken)] == [
+        "expired", "cancelled", "failed",
+    ]  # fmt: skip
+    assert {each["error"]["code"] for each in expired} == {"batch_expired"}
+    assert found[late].request_counts.failed == len(expired) > 0
+    assert found[broken].errors.data[0].code == "server_error"
+    caplog.clear()
