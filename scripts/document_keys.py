@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the keys that aioinfer/config.py declares (`make docs`).
+"""Writes docs/configuration.md from the keys that aioinfer/config.py declares, and the tables of
+fields in docs/api.md from the bodies of requests and `api.fields` (`make docs`).
 
 python scripts/document_keys.py
 """
@@ -7,13 +8,24 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
+import msgspec
+
+from aioinfer.api.fields import NO_EFFECT_BY_REASON, REFUSED_BY_ORIGIN
+from aioinfer.api.openapi import OPERATIONS
+from aioinfer.api.protocol import Body, Ignored
 from aioinfer.config import Config, describe_keys
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = _DOCS / "configuration.md"
+API_PAGE = _DOCS / "api.md"
+#: What stands before and behind the tables of fields in docs/api.md.
+_BEGIN = "<!-- Made from the bodies and aioinfer/api/fields.py by `make docs`. -->\n"
+_END = "<!-- The end of what is made. -->\n"
 
 HEAD = """# Configuration
 
@@ -60,13 +72,57 @@ def _in_toml(default: str) -> str:
     return default if default in ("", "required") else f"`{json.dumps(ast.literal_eval(default))}`"
 
 
+def render_fields(page: str) -> str:
+    """Returns docs/api.md, which is `page` now, with the tables of fields as they should be."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, behind = rest.partition(_END)
+    lines = ["", "| endpoint | supported fields |", "|---|---|"]
+    lines += [f"| {_names(paths)} | {_names(found)} |" for found, paths in _by_fields().items()]
+    lines += ["", "| refused, of | fields, and values that are accepted beside null |", "|---|---|"]
+    for origin, refused in REFUSED_BY_ORIGIN.items():
+        cells = [
+            f"`{name}`" + "".join(f" ({_joined(values)})" for values in [neutral] if values)
+            for name, neutral in refused.items()
+        ]
+        lines.append(f"| {origin} | {', '.join(cells)} |")
+    lines += ["", "| accepted without effect, because | fields |", "|---|---|"]
+    lines += [f"| {why} | {_names(names)} |" for why, names in NO_EFFECT_BY_REASON.items()]
+    return before + _BEGIN + "\n".join(lines) + "\n\n" + _END + behind
+
+
+def supported_fields(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Yields the fields of a body that have an effect."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        if hints[field.name] != Ignored:
+            yield field.encode_name
+
+
+def _by_fields() -> dict[tuple[str, ...], list[str]]:
+    """Returns the paths of endpoints by the fields that they support."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for (_, path), operation in OPERATIONS.items():
+        if operation.body is not None and issubclass(operation.body, Body):
+            found.setdefault(tuple(supported_fields(operation.body)), []).append(path)
+    return found
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+
+
 def _first_line(doc: str | None) -> str:
     return (doc or "").partition("\n")[0]
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes both pages."""
     PAGE.write_text(render(), "utf-8")
+    API_PAGE.write_text(render_fields(API_PAGE.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ is the caller.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
+from msgspec import Struct
 
 from aioinfer.api.fields import check_undeclared
 from aioinfer.errors import RequestError
 
-B = TypeVar("B", bound=msgspec.Struct)
+B = TypeVar("B", bound=Struct)
 
 #: Longer bodies are not decoded once more for the value that an error quotes.
 _MAX_QUOTED_BODY = 64 * 1024
@@ -57,18 +58,45 @@ def decode_again(
         given: dict[str, msgspec.Raw] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise as_request_error(error, raw) from error
-    declared = kind.__struct_fields__
-    kept: dict[str, msgspec.Raw] = {}
-    for name, value in given.items():
-        if name in declared:
-            kept[name] = _without_fraction(value)
-        elif kind.__struct_config__.forbid_unknown_fields:
-            check_undeclared(name, _small_value(value), declared, ignores_unknown=ignores_unknown)
-    repaired = msgspec.json.encode(kept)
+    repaired = msgspec.json.encode(_repaired(given, kind, "", ignores_unknown))
     try:
         return msgspec.json.decode(repaired, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as again:
         raise as_request_error(again, repaired) from again
+
+
+def _repaired(
+    given: dict[str, msgspec.Raw], kind: type[Struct], place: str, ignores_unknown: bool
+) -> dict[str, msgspec.Raw]:
+    """Returns the members of an object at `place` (such as `options.`) that its type declares, with
+    integers for integral numbers. Raises `RequestError` for others that are not ignored."""
+    declared = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    kept: dict[str, msgspec.Raw] = {}
+    for name, value in given.items():
+        if name not in declared:
+            if kind.__struct_config__.forbid_unknown_fields:
+                check_undeclared(
+                    place + name, _small_value(value), declared, ignores_unknown=ignores_unknown
+                )
+            continue
+        kept[name] = _without_fraction(value)
+        inner = _strict_type(declared[name])
+        if inner is not None and bytes(value).lstrip()[:1] == b"{":
+            try:
+                members = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue  # the decoder will say what is wrong
+            members = _repaired(members, inner, f"{place}{name}.", ignores_unknown)
+            kept[name] = msgspec.Raw(msgspec.json.encode(members))
+    return kept
+
+
+def _strict_type(annotation: Any) -> type[Struct] | None:
+    """Returns the type of an object that knows all of its members, if a field may hold one."""
+    for each in get_args(annotation) or (annotation,):
+        if isinstance(each, type) and issubclass(each, Struct):
+            return each if each.__struct_config__.forbid_unknown_fields else None
+    return None
 
 
 def _small_value(value: msgspec.Raw) -> Any:

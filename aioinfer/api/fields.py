@@ -1,107 +1,237 @@
-"""Fields that other servers' clients send and that are refused here.
+"""What happens to each field of a request: one table for all dialects of the API.
 
-A field that is declared in `protocol` is supported, or ignored since it changes nothing in the
-text. Of the others, those that would change the answer are refused by name. So are names that
-nobody knows, in OpenAI's words: a misspelt `temperature` must not be answered as if it had counted
-(`server.unknown_fields` = "ignore" has them ignored, as vLLM does). `decoding` looks names up here;
-docs/api.md shows the tables.
+A field that the body of an endpoint declares is supported there. `REFUSED` has the published fields
+of other servers and clients that would change the answer: they are answered 400 by name, unless
+their value changes nothing. `NO_EFFECT` has those that cannot change it here, each with the reason:
+they are accepted. Any other name is refused in OpenAI's words: a misspelt `temperature` must not be
+answered as if it had counted (`server.unknown_fields` = "ignore" has such names ignored, as vLLM
+does). `decoding` looks names up here; docs/api.md shows both tables.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from aioinfer.errors import RequestError
 
-#: Fields that would change the answer, and the values with which they do not, beside null.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"], []),
-    "moderation": (),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    # vLLM
-    "chat_template": (),
-    "detokenize": (True,),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "structural_tag": (),
-    "vllm_xargs": ({},),
-    # llama.cpp, SGLang and others
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "ebnf": (),
-    "enable_thinking": (),
-    "input_ids": (),
-    "lora": ([],),
-    "lora_path": (),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "regex": (),
-    "repeat_penalty": (1,),
-    "return_hidden_states": (False,),
-    "samplers": (),
-    "session_params": (),
-    "t_max_predict_ms": (0,),
-    "tfs_z": (1,),
-    "thinking": (),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical": (1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-    # of completions or of chat alone, where the other does not have them
-    "add_special_tokens": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
+#: By origin: fields that would change the answer, and the values with which they do not, beside
+#: null.
+REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "OpenAI": {
+        "add_special_tokens": (False,),  # vLLM's for completions: chats have the template's
+        "audio": (),
+        "best_of": (1,),
+        "context_management": (
+            [],
+            {},
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+        "conversation": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"], []),
+        "moderation": (),
+        "output_expires_after": (),
+        "personality": (),
+        "prediction": (),
+        "stream": (False,),
+        "suffix": ("",),
+        "truncation": ("disabled", False),  # of Responses, and Voyage's embeddings
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    },
+    "vLLM": {
+        "activation": (True,),
+        "cache_salt": (),
+        "chat_template": (),
+        "detokenize": (True,),
+        "ec_transfer_params": ({},),
+        "enable_response_messages": (False,),
+        "kv_transfer_params": ({},),
+        "logits_processors": ([],),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "previous_input_messages": ([],),
+        "previous_response": (),
+        "prompt_embeds": (),
+        "repetition_detection": (),
+        "return_prompt_text": (False,),
+        "return_token_offsets": (False,),
+        "routed_experts_prompt_start": (0,),
+        "softmax": (True,),
+        "structural_tag": (),
+        "thinking_token_budget": (-1,),
+        "use_activation": (True,),
+        "vllm_xargs": ({},),
+        "watermarking": (False,),
+    },
+    "Anthropic": {
+        "compaction": (),
+        "container": (),
+        "diagnostics": ({},),
+        "mcp_servers": ([],),
+        "output_format": (),
+        "thinking": (),
+        "thread": (),
+    },
+    "Ollama": {
+        "context": ([],),
+        "images": ([],),
+        "logprobs": (False, 0),
+        "penalize_newline": (True,),
+        "shift": (False,),
+        "template": ("",),
+        "top_logprobs": (0,),
+    },
+    "Cohere, Jina, Voyage, text-embeddings-inference": {
+        "embedding_type": ("float",),
+        "embedding_types": (["float"],),
+        "input_type": (),
+        "instruction": ("",),
+        "late_chunking": (False,),
+        "max_chunks_per_doc": (),
+        "normalized": (True,),
+        "output_dimension": (),
+        "output_dtype": ("float",),
+        "rank_fields": ([],),
+        "raw_scores": (False,),
+        "return_embeddings": (False,),
+        "return_multivector": (False,),
+        "task": (),
+        "truncate": (False, "NONE"),
+        "truncation_direction": ("left", "Left"),
+    },
+    "llama.cpp, SGLang and others": {
+        "custom_logit_processor": (),
+        "custom_params": ({},),
+        "dry_multiplier": (0,),
+        "dynatemp_range": (0,),
+        "ebnf": (),
+        "enable_thinking": (),
+        "image_data": ([],),
+        "input_ids": (),
+        "lora": ([],),
+        "lora_path": (),
+        "mirostat": (0,),
+        "mirostat_mode": (0,),
+        "n_indent": (0,),
+        "n_keep": (0,),
+        "n_probs": (0,),
+        "no_stop_trim": (False,),
+        "reasoning_format": ("auto",),
+        "regex": (),
+        "repeat_penalty": (1,),
+        "return_hidden_states": (False,),
+        "samplers": (),
+        "session_params": (),
+        "stop_regex": (),
+        "t_max_predict_ms": (0,),
+        "tfs_z": (1,),
+        "top_a": (0,),
+        "top_n_sigma": (-1,),
+        "typical": (1,),
+        "typical_p": (1,),
+        "xtc_probability": (0,),
+    },
 }
 
-#: What to use in place of a field.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    name: neutral for fields in REFUSED_BY_ORIGIN.values() for name, neutral in fields.items()
+}
+
+#: Fields that are accepted and cannot change an answer here, by the reason.
+NO_EFFECT_BY_REASON: dict[str, tuple[str, ...]] = {
+    "it says who asks, or how that is billed": (
+        "access_programs", "billing_policy", "fallback_credit_token", "safety_identifier", "user",
+        "user_profile_id", "workspace_id",
+    ),
+    "it says where or how fast an operator's servers compute": (
+        "background_options", "data_parallel_rank", "inference_geo", "service_tier", "speed",
+    ),
+    "it is a label for an operator's records": (
+        "metadata", "request_id", "rid", "session_id", "store",
+    ),
+    "the prefix cache works by itself, for all requests": (
+        "cache_control", "cache_prompt", "extra_key", "id_slot", "n_cache_reuse", "n_discard",
+        "num_keep", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    ),
+    "it is for loading a model, which the server has done": (
+        "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx",
+        "num_gpu", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
+    ),
+    "it belongs to a method of sampling that is off": (
+        "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",
+        "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "xtc_threshold",
+    ),
+    "it says how events are grouped or what they hold beside the text, where they can": (
+        "return_mm_kwargs", "return_progress", "stream_interval", "stream_options",
+        "timings_per_token",
+    ),
+    "every feature that it names has a field of its own": ("betas",),
+    "it is for tools that an operator's servers run, and there are none": ("max_tool_calls",),
+    "it is for a request that an operator's servers decline": ("fallbacks",),
+    "it is for images, which are refused themselves": ("image",),
+    "there is one kind of grammars": ("guided_decoding_backend",),
+    "a text has no spaces between special tokens that could be left out": (
+        "spaces_between_special_tokens",
+    ),
+}  # fmt: skip
+
+NO_EFFECT: Mapping[str, str] = {
+    name: reason for reason, names in NO_EFFECT_BY_REASON.items() for name in names
+}
+
+#: Fields that have another name here, where the body declares that.
+_RENAMED = {
+    "input_type": "prompt_name",
+    "instruction": "prompt_name",
+    "normalized": "normalize",
+    "output_dimension": "dimensions",
+    "repeat_penalty": "repetition_penalty",
+    "truncate": "truncate_prompt_tokens",
+    "truncation": "truncate_prompt_tokens",
+    "truncation_direction": "truncation_side",
+}
+#: What else to use in place of a field.
 _INSTEAD = {
     "enable_thinking": 'chat_template_kwargs, as in {"enable_thinking": false}',
+    "input_ids": "completions with token ids as the prompt",
     "lora": "the adapter's name as the model",
     "lora_path": "the adapter's name as the model",
-    "repeat_penalty": "repetition_penalty",
-    "input_ids": "completions with token ids as the prompt",
+    "return_multivector": "/pooling with pooling_type all",
 }
 
 
 def check_undeclared(
-    name: str, value: Any, declared: Iterable[str], *, ignores_unknown: bool
+    name: str, value: Any, declared: Collection[str], *, ignores_unknown: bool
 ) -> None:
-    """Raises `RequestError` naming a field that is not one of those that are `declared`, unless its
-    value changes nothing. With `ignores_unknown` names that nobody knows are ignored."""
-    if value is None:
+    """Raises `RequestError` naming a field that is not one of those that are `declared`, unless it
+    or its value has no effect. With `ignores_unknown` names without an entry are ignored.
+
+    A field of an object within the body has its path as the `name`, such as `options.tfs_z`.
+    """
+    field = name.rpartition(".")[2]
+    if value is None or field in NO_EFFECT:
         return
-    if name in REFUSED:
+    if field in REFUSED:
         # for Python 0 is False
         if any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in REFUSED[name]
+            for neutral in REFUSED[field]
         ):
             return
-        instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        renamed = _RENAMED.get(field)
+        instead = renamed if renamed in declared else _INSTEAD.get(field)
+        hint = f"; use {instead}" if instead else ""
         raise RequestError(
-            f"{name} is not supported here{instead}", param=name, code="unsupported_parameter"
+            f"{name} is not supported here{hint}", param=name, code="unsupported_parameter"
         )
     if ignores_unknown:
         return
-    near = difflib.get_close_matches(name, declared, 1) if len(name) < 64 else []
+    near = difflib.get_close_matches(field, declared, 1) if len(field) < 64 else []
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise RequestError(
         f"Unrecognized request argument supplied: {name}{hint}",

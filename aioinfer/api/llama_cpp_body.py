@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from aioinfer.api.mixed_prompts import Prompt, Prompts, is_single, split_prompts
-from aioinfer.api.protocol import IgnoredFields, Int32, Int64, Length, Seconds
+from aioinfer.api.protocol import Ignored, IgnoredFields, Int32, Int64, Length, Seconds
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import (
@@ -19,18 +19,13 @@ from aioinfer.sampling_params import (
     SamplingParams,
 )
 
-_Unused = Annotated[
-    float | list[str] | bool | None,
-    Meta(description="It belongs to a method of sampling that is off, and has no effect."),
-]
-
 
 class Sampling(IgnoredFields, kw_only=True):
     """How `/completion` and `/infill` sample, and what their replies hold.
 
     Fields of methods that are not supported (`dry_multiplier`, `mirostat`, `xtc_probability` and
-    the like) are refused unless they switch their method off; the other parameters of these methods
-    are taken and have no effect.
+    the like) are refused unless they switch their method off (`fields.REFUSED`); the other
+    parameters of these methods are taken and have no effect.
     """
 
     n_predict: Int32 | None = None
@@ -59,17 +54,17 @@ class Sampling(IgnoredFields, kw_only=True):
     response_fields: list[str] | None = None
     timeout_s: Seconds | None = None
     # of what is off
-    dry_allowed_length: _Unused = None
-    dry_base: _Unused = None
-    dry_penalty_last_n: _Unused = None
-    dry_sequence_breakers: _Unused = None
-    dynatemp_exponent: _Unused = None
-    mirostat_eta: _Unused = None
-    mirostat_tau: _Unused = None
-    xtc_threshold: _Unused = None
+    dry_allowed_length: Ignored = None
+    dry_base: Ignored = None
+    dry_penalty_last_n: Ignored = None
+    dry_sequence_breakers: Ignored = None
+    dynatemp_exponent: Ignored = None
+    mirostat_eta: Ignored = None
+    mirostat_tau: Ignored = None
+    xtc_threshold: Ignored = None
     # of how prompts are cached
-    n_cache_reuse: _Unused = None
-    n_discard: _Unused = None
+    n_cache_reuse: Ignored = None
+    n_discard: Ignored = None
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -180,7 +175,7 @@ class Sampling(IgnoredFields, kw_only=True):
         }
 
 
-class LlamaCompletion(Sampling, kw_only=True, forbid_unknown_fields=True):
+class LlamaCompletion(Sampling, kw_only=True):
     """`POST /completion`."""
 
     prompt: Prompts
@@ -207,7 +202,7 @@ class ExtraFile(Struct, kw_only=True):
     filename: str | None = None
 
 
-class InfillRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+class InfillRequest(Sampling, kw_only=True):
     """`POST /infill`. The gap is behind `prompt`, which goes on with `input_prefix`."""
 
     input_prefix: str

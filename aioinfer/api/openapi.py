@@ -1,8 +1,8 @@
 """`/openapi.json`: a description of all endpoints (OpenAPI 3.1), and `/docs`, a page that shows it.
 
 Request bodies are described by the types that check them, so they cannot disagree with the server;
-replies by `replies`. A route without an entry in `OPERATIONS` appears with the first line of its
-handler's docstring.
+replies by `replies`. `OPERATIONS` has an entry for every route (a test compares them), `EXAMPLES`
+a body for most types of bodies, with which the page lets its reader try a call.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from aioinfer.api.responses_body import ResponseRequest
 
 #: llama.cpp's: one prompt has one reply, several have a list.
 _LlamaReplies = replies.LlamaCompletionReply | list[replies.LlamaCompletionReply]
+#: With `texts` the reply is a list.
+_Reranked = replies.Reranked | list[replies.RerankedText]
 _REF = "#/components/schemas/{name}"
 
 
@@ -96,25 +98,30 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=True,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     ),
+    ("DELETE", "/v1/responses/{id}"): Operation(),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(),
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
-    ("POST", "/api/embed"): Operation(OllamaEmbedRequest),
-    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest),
-    ("POST", "/v1/embeddings"): Operation(EmbeddingRequest),
-    ("POST", "/pooling"): Operation(PoolingRequest),
-    ("POST", "/classify"): Operation(ClassifyRequest),
-    ("POST", "/score"): Operation(ScoreRequest),
-    ("POST", "/v1/score"): Operation(ScoreRequest),
-    ("POST", "/rerank"): Operation(RerankRequest),
-    ("POST", "/v1/rerank"): Operation(RerankRequest),
-    ("POST", "/v2/rerank"): Operation(RerankRequest),
+    ("GET", "/api/tags"): Operation(),
+    ("GET", "/api/version"): Operation(reply=replies.Version),
+    ("POST", "/api/embed"): Operation(OllamaEmbedRequest, replies.OllamaEmbeddings),
+    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest, replies.OllamaEmbedding),
+    ("POST", "/v1/embeddings"): Operation(EmbeddingRequest, replies.Embeddings),
+    ("POST", "/pooling"): Operation(PoolingRequest, replies.PooledStates),
+    ("POST", "/classify"): Operation(ClassifyRequest, replies.Classes),
+    ("POST", "/score"): Operation(ScoreRequest, replies.Scores),
+    ("POST", "/v1/score"): Operation(ScoreRequest, replies.Scores),
+    ("POST", "/rerank"): Operation(RerankRequest, _Reranked),
+    ("POST", "/v1/rerank"): Operation(RerankRequest, _Reranked),
+    ("POST", "/v2/rerank"): Operation(RerankRequest, _Reranked),
     ("POST", "/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
     ("POST", "/completion"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/completions"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/infill"): Operation(InfillRequest, _LlamaReplies, streams=True),
     ("POST", "/embedding"): Operation(LlamaEmbedding, list[replies.LlamaEmbeddingReply]),
     ("POST", "/apply-template"): Operation(ChatRequest, replies.TemplateReply),
+    ("GET", "/props"): Operation(),
     ("GET", "/slots"): Operation(reply=list[replies.LlamaSlot]),
     ("GET", "/models"): Operation(reply=replies.ModelList),
     ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
@@ -128,6 +135,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/ping"): Operation(reply=replies.Status),
     ("GET", "/version"): Operation(reply=replies.Version),
     ("GET", "/load"): Operation(reply=replies.Load),
+    ("GET", "/server_info"): Operation(),
+    ("GET", "/tokenizer_info"): Operation(),
+    ("GET", "/openapi.json"): Operation(),
+    ("GET", "/page/info"): Operation(),
     ("GET", "/metrics"): Operation(content_type="text/plain"),
     ("GET", "/page/live"): Operation(content_type="text/event-stream"),
     ("POST", "/pause"): Operation(reply=replies.Status),
@@ -161,6 +172,42 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/batches/{batch_id}"): Operation(reply=BatchObject),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation(reply=BatchObject),
+}
+
+
+_PROMPT = "The capital of France is"
+_MESSAGES = [{"role": "user", "content": "Name a river."}]
+
+#: By type of a body: one that the server answers.
+EXAMPLES: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"prompt": _PROMPT, "max_tokens": 16, "temperature": 0},
+    ChatRequest: {"messages": _MESSAGES, "max_tokens": 32},
+    BatchChatRequest: {"messages": [_MESSAGES, _MESSAGES], "max_tokens": 16},
+    MessagesRequest: {"messages": _MESSAGES, "max_tokens": 32},
+    CountTokensRequest: {"messages": _MESSAGES},
+    ResponseRequest: {"input": "Name a river.", "max_output_tokens": 32},
+    OllamaChat: {"messages": _MESSAGES, "options": {"num_predict": 32}},
+    OllamaGenerate: {"prompt": "Name a river.", "options": {"num_predict": 32}},
+    ShowRequest: {},
+    OllamaEmbedRequest: {"input": ["a river", "a stream"], "dimensions": 8},
+    OllamaEmbeddingsRequest: {"prompt": "a river"},
+    EmbeddingRequest: {"input": ["a river", "a stream"], "dimensions": 8},
+    PoolingRequest: {"input": "a river", "pooling_type": "mean"},
+    ClassifyRequest: {"input": "a river"},
+    ScoreRequest: {"text_1": "a river", "text_2": ["a stream", "the price of a loaf of bread"]},
+    RerankRequest: {"query": "a river", "documents": ["the price of a loaf of bread", "a stream"]},
+    LlamaCompletion: {"prompt": _PROMPT, "n_predict": 16},
+    InfillRequest: {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 16},
+    LlamaEmbedding: {"content": "a river"},
+    TokenizeRequest: {"prompt": "Hello, world!", "return_token_strs": True},
+    DetokenizeRequest: {"tokens": [1, 2, 3]},
+    dict: {"prompt": _PROMPT, "max_tokens": 16},
+    AbortRequest: {"request_id": "cmpl-…"},
+    CreateBatch: {
+        "input_file_id": "file-…",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    },
 }
 
 
@@ -253,8 +300,8 @@ def _describe(
     if parameters := _parameters(path, operation):
         found["parameters"] = parameters
     if operation.body is not None:
-        body = {"application/json": {"schema": schema_of[operation.body]}}
-        found["requestBody"] = {"required": True, "content": body}
+        body = {"schema": schema_of[operation.body], "example": EXAMPLES[operation.body]}
+        found["requestBody"] = {"required": True, "content": {"application/json": body}}
     elif (method, path) == ("POST", "/v1/files"):
         form = {"multipart/form-data": {"schema": _FORM}}
         found["requestBody"] = {"required": True, "content": form}

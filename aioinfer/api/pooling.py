@@ -22,6 +22,7 @@ from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
+    EmbeddingBody,
     EmbeddingRequest,
     InputBody,
     OllamaEmbeddingsRequest,
@@ -30,6 +31,7 @@ from aioinfer.api.pooling_bodies import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    ScoringBody,
 )
 from aioinfer.engine.pooling import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
@@ -158,9 +160,9 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
     and for `texts` in that of text-embeddings-inference."""
     body = await read_body(request, RerankRequest)
-    texts, cut = body.contents(), body.max_tokens_per_doc
+    texts = body.contents()
     param = "documents" if body.texts is None else "texts"
-    scores, num_tokens = await _similarities(request, body, [body.query], texts, param, cut)
+    scores, num_tokens = await _similarities(request, body, [body.query], texts, param)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     if body.texts is not None:
         return json_response(
@@ -190,7 +192,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
 
 
 async def _pool_inputs(
-    request: web.Request, body: EmbeddingRequest, params: SamplingParams, prefix: str
+    request: web.Request, body: EmbeddingBody, params: SamplingParams, prefix: str
 ) -> Pooled:
     frontend = request.app[FRONTEND]
     if body.dimensions is not None and body.dimensions > frontend.hidden_size:
@@ -238,9 +240,8 @@ async def _encode(
         for each in inputs:
             ids = await encode_prompt(frontend, each, special, max_tokens=longest)
             if limit is not None:
-                room = frontend.max_model_len - 1
-                most = min(room, limit if limit > 0 else room)
-                ids = ids[:most] if body.keeps_beginning else ids[-most:]
+                most = limit if limit > 0 else frontend.max_model_len
+                ids = ids[:most] if body.truncation_side == "right" else ids[-most:]
             found.append(ids)
     return found
 
@@ -270,15 +271,15 @@ async def _pool(
 
 async def _similarities(
     request: web.Request,
-    body: PoolingBody,
+    body: ScoringBody,
     first: list[str],
     second: list[str],
     param: str,
-    cut: int | None = None,
 ) -> tuple[list[float], int]:
     """Returns the score of each pair of texts, of which `first` may be one for all, and the tokens
     that it took: by the classification head of a cross-encoder, else the cosine of the angle
-    between their embeddings. Of the second texts only `cut` tokens count, if that is given."""
+    between their embeddings. Of the texts only `max_tokens_per_query` and `max_tokens_per_doc`
+    tokens count, if they are given and not 0."""
     pooling = request.app[FRONTEND].pooling
     head = pooling.head
     is_cross_encoder = head is not None and len(head.labels) == 1
@@ -287,8 +288,10 @@ async def _similarities(
     )  # fmt: skip
     beginnings = await _encode(request, body, [query + text for text in first], param)
     endings = await _encode(request, body, [document + text for text in second], param)
-    if cut is not None:
-        endings = [ids[:cut] for ids in endings]
+    if body.max_tokens_per_query:
+        beginnings = [ids[: body.max_tokens_per_query] for ids in beginnings]
+    if body.max_tokens_per_doc:
+        endings = [ids[: body.max_tokens_per_doc] for ids in endings]
     if head is not None and is_cross_encoder:
         beginnings *= len(endings) if len(beginnings) == 1 else 1
         pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]

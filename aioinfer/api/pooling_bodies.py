@@ -3,7 +3,7 @@ names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,7 +15,9 @@ from aioinfer.api.protocol import (
     MAX_PROMPTS,
     Body,
     Count,
+    Ignored,
     Int32,
+    Length,
     Seconds,
     check_messages,
 )
@@ -24,14 +26,14 @@ from aioinfer.errors import RequestError
 
 class PoolingBody(Body, kw_only=True):
     """What all of these bodies have in common. `truncate_prompt_tokens` keeps the end of a text, as
-    in vLLM, unless `keeps_beginning`."""
+    in vLLM, unless `truncation_side` is "right"."""
 
-    keeps_beginning: ClassVar[bool] = False
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
-    user: str | None = None
+    user: Ignored = None
 
     def check(self) -> None:
         limit = self.truncate_prompt_tokens
@@ -59,6 +61,11 @@ class InputBody(PoolingBody, kw_only=True):
         if self.messages is not None and self.input is not None:
             raise RequestError("input and messages cannot be combined", param="messages")
         if self.messages is not None:
+            if self.add_special_tokens:
+                raise RequestError(
+                    "add_special_tokens goes with input: the chat template has its own",
+                    param="add_special_tokens",
+                )
             check_messages(self.messages)
         elif self.input is None:
             raise RequestError("input is missing", param="input", code="missing_required_parameter")
@@ -78,16 +85,30 @@ class InputBody(PoolingBody, kw_only=True):
         }
 
 
-class EmbeddingRequest(InputBody, kw_only=True):
+class EmbeddingBody(InputBody, kw_only=True):
+    """A body whose inputs are embedded."""
+
+    dimensions: Count | None = None
+    prompt_name: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.messages is not None and self.prompt_name is not None:
+            raise RequestError(
+                "prompt_name goes with input: messages are embedded as the chat template writes "
+                "them",
+                param="prompt_name",
+            )
+
+
+class EmbeddingRequest(EmbeddingBody, kw_only=True):
     """`POST /v1/embeddings`."""
 
     encoding_format: EncodingFormat | None = None
     embed_dtype: EmbedDtype | None = None
     endianness: Endianness | None = None
-    dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-    prompt_name: str | None = None
 
     @property
     def normalizes(self) -> bool | None:
@@ -130,16 +151,18 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
         return True if found is None and self.task is not None else found
 
 
-class OllamaEmbedRequest(EmbeddingRequest, kw_only=True):
+class OllamaEmbedRequest(EmbeddingBody, kw_only=True):
     """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
-    is false."""
+    is false. `options` are those of sampling and loading."""
 
-    keeps_beginning: ClassVar[bool] = True
+    options: Ignored = None
     truncate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.model is not None:
             self.model = self.model.removesuffix(":latest")
+        if self.truncation_side is None:
+            self.truncation_side = "right"
         if self.truncate is not False and self.truncate_prompt_tokens is None:
             self.truncate_prompt_tokens = -1
 
@@ -157,11 +180,19 @@ class ClassifyRequest(InputBody, kw_only=True):
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
+class ScoringBody(PoolingBody, kw_only=True):
+    """What scoring and reranking have in common: how many tokens of each text count; 0 stands for
+    all."""
+
+    max_tokens_per_query: Length | None = None
+    max_tokens_per_doc: Length | None = None
+
+
 #: Names of the two sides of `ScoreRequest`.
 _SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
 
 
-class ScoreRequest(PoolingBody, kw_only=True):
+class ScoreRequest(ScoringBody, kw_only=True):
     """`POST /score`: the similarity of each pair of texts, or of one text to many. The sides have
     several names in vLLM: `text_1` and `text_2`, `queries` and `documents` or `items`, `data_1` and
     `data_2`."""
@@ -213,7 +244,7 @@ class Document(Struct, kw_only=True):
 _Documents = Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_PROMPTS - 1)]
 
 
-class RerankRequest(PoolingBody, kw_only=True):
+class RerankRequest(ScoringBody, kw_only=True):
     """`POST /rerank`: documents in the order of their relevance to a query. With `texts` in the
     place of `documents`, the reply has the form of Hugging Face's text-embeddings-inference."""
 
@@ -223,12 +254,14 @@ class RerankRequest(PoolingBody, kw_only=True):
     top_n: Int32 | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
-    max_tokens_per_doc: Count | None = None
 
     def check(self) -> None:
         super().check()
         if (self.documents is None) == (self.texts is None):
             raise RequestError("either documents or texts must be given", param="documents")
+        for name, goes_with in (("return_documents", "documents"), ("return_text", "texts")):
+            if getattr(self, name) and getattr(self, goes_with) is None:
+                raise RequestError(f"{name} goes with {goes_with}", param=name)
         if self.top_n is not None and self.top_n < 1:
             raise RequestError(f"top_n must be at least 1, not {self.top_n}", param="top_n")
 

@@ -49,8 +49,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class Body(Struct, kw_only=True):
-    """What all bodies have in common."""
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What all bodies have in common. Names that a body does not declare are looked up in
+    `fields`."""
 
     model: str | None = None
 
@@ -66,40 +67,39 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class _Skipped(Struct):
-    """An object whose members are not decoded."""
+class AnyObject(Struct):
+    """An object whose members are not read."""
 
 
-_Ignored = Annotated[
-    _Skipped | list[Any] | str | float | bool | None, Meta(description="It has no effect.")
+#: The type of a field that has no effect; `fields.NO_EFFECT` has the reason.
+Ignored = Annotated[
+    AnyObject | list[Any] | str | float | bool | None, Meta(description="It has no effect.")
 ]
 
 
 class IgnoredFields(Body, kw_only=True):
-    """Fields of other servers that change nothing in the text: who asks, how it is billed and
-    stored, how fast it comes. Being declared, they do not have a body decoded again."""
+    """The fields without effect that clients send often: being declared, they do not have a body
+    decoded again."""
 
     # OpenAI
-    metadata: _Ignored = None
-    prompt_cache_key: _Ignored = None
-    prompt_cache_options: _Ignored = None
-    prompt_cache_retention: _Ignored = None
-    safety_identifier: _Ignored = None
-    service_tier: _Ignored = None
-    store: _Ignored = None
+    metadata: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    service_tier: Ignored = None
+    store: Ignored = None
+    user: Ignored = None
     # vLLM
-    request_id: _Ignored = None
-    spaces_between_special_tokens: _Ignored = None
+    guided_decoding_backend: Ignored = None
+    request_id: Ignored = None
+    spaces_between_special_tokens: Ignored = None
     # llama.cpp and SGLang
-    cache_prompt: _Ignored = None
-    id_slot: _Ignored = None
-    return_progress: _Ignored = None
-    rid: _Ignored = None
-    timings_per_token: _Ignored = None
-
-
-#: Their names. `return_progress` is more than that in completions and chat.
-IGNORED = frozenset(IgnoredFields.__struct_fields__) - {"model", "return_progress"}
+    cache_prompt: Ignored = None
+    id_slot: Ignored = None
+    return_progress: Ignored = None
+    rid: Ignored = None
+    timings_per_token: Ignored = None
 
 
 class SamplingBody(IgnoredFields, kw_only=True):
@@ -134,7 +134,6 @@ class SamplingBody(IgnoredFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None
     guided_whitespace_pattern: str | None = None
     grammar: str | None = None
     json_schema: msgspec.Raw = NOT_GIVEN
@@ -142,7 +141,6 @@ class SamplingBody(IgnoredFields, kw_only=True):
     timeout_s: Seconds | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     return_progress: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Int32 | None = None
@@ -244,7 +242,7 @@ _SAMPLING_FIELDS = (
 )  # fmt: skip
 
 
-class CompletionRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(SamplingBody, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -328,7 +326,7 @@ def _check_prompts(prompt: list[Any]) -> None:
         )
 
 
-class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -403,7 +401,7 @@ class ChatRequest(SamplingBody, kw_only=True, forbid_unknown_fields=True):
         return fields
 
 
-class BatchChatRequest(ChatRequest, kw_only=True, forbid_unknown_fields=True):
+class BatchChatRequest(ChatRequest, kw_only=True):
     """`POST /v1/chat/completions/batch`: several conversations, with one choice for each."""
 
     messages: Annotated[list[list[Message]], Meta(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]

@@ -199,6 +199,132 @@ class LlamaEmbeddingReply(Struct, kw_only=True):
     embedding: list[list[float]]
 
 
+class EmbeddingUsage(Struct, kw_only=True):
+    """Tokens of a request without an output."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+
+
+class EmbeddingItem(Struct, kw_only=True):
+    """The vector of an input: numbers, or their base64; with pooling "all" one for each token."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float | list[float]] | str
+
+
+class Embeddings(Struct, kw_only=True):
+    """The reply of `/v1/embeddings`; in bytes for an `encoding_format` of bytes."""
+
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingItem]
+    usage: EmbeddingUsage
+
+
+class PooledItem(Struct, kw_only=True):
+    """The pooled state of an input, or those of its tokens."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float | list[float]] | str
+
+
+class PooledStates(Struct, kw_only=True):
+    """The reply of `/pooling`; in bytes for an `encoding_format` of bytes."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledItem]
+    usage: EmbeddingUsage
+
+
+class ClassifiedItem(Struct, kw_only=True):
+    """The classes of an input: the likeliest, and the probability of each."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(Struct, kw_only=True):
+    """The reply of `/classify`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedItem]
+    usage: EmbeddingUsage
+
+
+class ScoreItem(Struct, kw_only=True):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Struct, kw_only=True):
+    """The reply of `/score`."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: EmbeddingUsage
+
+
+class RerankedDocument(Struct, kw_only=True):
+    """A document of a request, by its place, with its relevance to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | UnsetType = UNSET
+
+
+class Reranked(Struct, kw_only=True):
+    """The reply of `/rerank` to `documents`, the most relevant first; `meta` is Cohere's, below
+    `/v2`, which has neither `model` nor `usage`."""
+
+    id: str
+    results: list[RerankedDocument]
+    model: str | UnsetType = UNSET
+    usage: EmbeddingUsage | UnsetType = UNSET
+    meta: dict[str, Any] | UnsetType = UNSET
+
+
+class RerankedText(Struct, kw_only=True):
+    """An item of the reply of `/rerank` to `texts`, as text-embeddings-inference has it."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class OllamaEmbeddings(Struct, kw_only=True):
+    """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct, kw_only=True):
+    """The reply of `/api/embeddings`."""
+
+    embedding: list[float]
+
+
 class TemplateReply(Struct, kw_only=True):
     """What the chat template makes of a conversation."""
 

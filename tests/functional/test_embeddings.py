@@ -144,9 +144,58 @@ async def test_wrong_bodies(served: Served, path: str, body: dict[str, Any], par
 async def test_a_truncated_input(served: Served) -> None:
     await served.post("/v1/embeddings", 400, input=LONG * 4)
     reply = await served.post("/v1/embeddings", input=LONG * 4, truncate_prompt_tokens=-1)
-    assert reply["usage"]["prompt_tokens"] == 511
+    assert reply["usage"]["prompt_tokens"] == 512
     short = await served.post("/v1/embeddings", input=LONG, truncate_prompt_tokens=5)
     assert short["usage"]["prompt_tokens"] == 5
+    ids = [5, 6, 7, 8]
+    for side, kept in ((None, ids[2:]), ("left", ids[2:]), ("right", ids[:2])):
+        fields = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        cut = await served.post("/v1/embeddings", input=ids, **fields)
+        alone = await served.post("/v1/embeddings", input=kept)
+        assert np.allclose(cut["data"][0]["embedding"], alone["data"][0]["embedding"], atol=1e-4)
+    cut = await served.post(
+        "/score", text_1=LONG, text_2=LONG, max_tokens_per_query=4, max_tokens_per_doc=5
+    )
+    assert cut["usage"]["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {}),
+        ("/pooling", {"pooling_type": "mean"}),
+        ("/v1/embeddings", {"truncate_prompt_tokens": 512}),
+        ("/api/embed", {"truncate": False}),
+        ("/v1/completions", {"echo": True, "max_tokens": 0}),
+        ("/v1/completions", {"echo": True, "max_tokens": 0, "logprobs": 0}),
+        ("/completion", {"n_predict": 0}),
+    ],
+)
+async def test_a_prompt_without_an_answer_may_fill_the_context(
+    served: Served, path: str, fields: dict[str, Any]
+) -> None:
+    name = "prompt" if "completion" in path else "input"
+    for length, status in ((512, 200), (513, 400)):
+        prompt = [5] * (length - 1) + [7]
+        if "truncate_prompt_tokens" in fields:
+            status = 200
+        reply = await served.post(path, status, **fields, **{name: prompt})
+        if status == 400:
+            assert "maximum context length is 512 tokens" in str(reply)
+            continue
+        usage = reply.get("usage") or {}
+        counts = (usage.get("prompt_tokens"), reply.get("prompt_eval_count"))
+        assert 512 in (*counts, reply.get("tokens_evaluated"))
+        if "logprobs" in fields:
+            whole = reply["choices"][0]["logprobs"]["token_logprobs"]
+            shorter = await served.post(path, **fields, prompt=prompt[:300])
+            first = shorter["choices"][0]["logprobs"]["token_logprobs"]
+            assert len(whole) == 512
+            assert np.allclose(whole[1:300], first[1:], atol=1e-3)
+    await served.post("/v1/completions", prompt=[5] * 511, max_tokens=1)
+    reply = await served.post("/v1/completions", 400, prompt=[5] * 512, max_tokens=1)
+    assert reply["error"]["code"] == "context_length_exceeded"
+    assert served.engine.is_idle
 
 
 # ------------------------------------------------------------------ prompts' log-probabilities

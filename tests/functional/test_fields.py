@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import pytest_asyncio
 import tokenizers
 
+from aioinfer.api.admin import AbortRequest
+from aioinfer.api.batch_objects import CreateBatch
+from aioinfer.api.fields import NO_EFFECT, REFUSED
+from aioinfer.api.openapi import EXAMPLES, OPERATIONS
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import GenerationError
+from document_keys import supported_fields
 from tests.functional.conftest import Served, serve
 from tests.tiny_models import tiny_model
 
@@ -213,6 +220,149 @@ class TestReplies:
             f"token_id:{token}" for token in choice["token_ids"]
         ]
         assert {len(entry["top_logprobs"]) for entry in content} == {20}
+
+
+#: Bodies by path, one of each kind that is answered without an admin key or a folder.
+BODIES = {
+    path: operation.body
+    for (_, path), operation in OPERATIONS.items()
+    if operation.body not in (None, dict, AbortRequest, CreateBatch)
+    and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/infill", "/r"))
+    and path not in ("/v1/score", "/v1/rerank", "/responses")
+}
+WRONG_TYPES = ({"_": 1}, [{"_": 1}], [[0.5]], True, "\0", 0.5, -(2**70))
+
+
+class TestTable:
+    """`api.fields`, and what the bodies declare: each field of each endpoint is supported, refused
+    by name, or changes nothing."""
+
+    @pytest.fixture(autouse=True)
+    def only_one_is_answered(self, served: Served) -> None:
+        assert served.engine.is_idle
+
+    @pytest.mark.parametrize("path", BODIES)
+    async def test_what_is_refused(self, served: Served, path: str) -> None:
+        example = EXAMPLES[BODIES[path]]
+        steps = served.frontend.stats()["steps"]
+        for name in REFUSED.keys() - set(supported_fields(BODIES[path])):
+            reply = await served.post(path, 400, **example | {name: {"other": [1]}})
+            assert f"{name} is not supported here" in str(reply)
+        reply = await served.post(path, 400, **example, sonnets=1)
+        assert "Unrecognized request argument supplied: sonnets" in str(reply)
+        assert served.frontend.stats()["steps"] == steps
+
+    @pytest.mark.parametrize("path", BODIES.keys() - {"/classify", "/infill"})
+    async def test_what_changes_nothing(self, served: Served, path: str) -> None:
+        supported = set(supported_fields(BODIES[path]))
+        length = "n_predict" if "n_predict" in supported else "max_tokens"
+        few: dict[str, Any] = {"temperature": 0, "stream": False, length: 2}
+        few |= {"max_output_tokens": 2, "options": {"num_predict": 2, "temperature": 0}}
+        body = EXAMPLES[BODIES[path]] | {name: few[name] for name in few if name in supported}
+        same = {name: {"deep": [1, {"x": None}]} for name in NO_EFFECT}
+        same |= {name: neutral[0] for name, neutral in REFUSED.items() if neutral}
+        same = {name: value for name, value in same.items() if name not in supported}
+        assert len(same) > 80
+        replies = [await served.post(path, **body | more) for more in ({}, same)]
+        plain, other = [reply if isinstance(reply, list) else [reply] for reply in replies]
+        for one, another in zip(plain, other, strict=True):
+            assert one.keys() == another.keys()
+            for name in ("choices", "content", "message", "response", "tokens", "input_tokens"):
+                assert one.get(name) == another.get(name)
+
+    @pytest.mark.parametrize("path", BODIES)
+    async def test_wrong_types_of_what_is_supported(self, served: Served, path: str) -> None:
+        kind = BODIES[path]
+        for field in msgspec.structs.fields(kind):
+            if field.encode_name not in supported_fields(kind):
+                continue
+            wrong = [value for value in WRONG_TYPES if not _converts(value, field.type)]
+            if field.type is msgspec.Raw:  # a JSON schema
+                if path == "/infill" or path.endswith("/render"):  # which do not compile it
+                    continue
+                wrong = [0.5]
+            for value in wrong[:1] or WRONG_TYPES:
+                body = EXAMPLES[kind] | {field.encode_name: value}
+                async with served.http.post(path, json=body) as response:
+                    text = await response.text()
+                    if response.status == 400:
+                        assert field.encode_name in text
+                        break
+            else:
+                raise AssertionError(f"{field.encode_name} may be anything")
+
+    async def test_what_is_supported_reaches_the_sampling_parameters(self, served: Served) -> None:
+        for kind, path, more, elsewhere in (
+            (CompletionRequest, COMPLETIONS, OF_COMPLETIONS, COMPLETIONS_ELSEWHERE),
+            (ChatRequest, CHAT, OF_CHATS, CHATS_ELSEWHERE),
+        ):
+            values = OF_BOTH | more
+            needs = NEEDS | {"logprob_token_ids": {"logprobs": more["logprobs"]}}
+            assert {*values, *elsewhere, *ELSEWHERE} == set(supported_fields(kind))
+            for name, value in values.items():
+                body = EXAMPLES[kind] | needs.get(name, {})
+                rendered = [
+                    await served.post(f"{path}/render", **each)
+                    for each in (body, body | {name: value})
+                ]
+                before, after = [str(_without_id(each)) for each in rendered]
+                assert before != after, name
+
+
+#: What sampling fields other than their defaults are.
+OF_BOTH: dict[str, Any] = {
+    "n": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 7,
+    "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1}, "max_tokens": 9, "n_predict": 9, "logprob_token_ids": [5],
+    "prompt_logprobs": 1, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [5],
+    "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "allowed_token_ids": [5, 6], "bad_words": ["x"], "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "x"}, "guided_json": {"type": "null"}, "guided_regex": "x",
+    "guided_choice": ["x"], "guided_grammar": 'root ::= "x"', "guided_whitespace_pattern": " ?",
+    "grammar": 'root ::= "x"', "json_schema": {"type": "null"}, "use_beam_search": True,
+    "length_penalty": 2, "early_stopping": True, "truncate_prompt_tokens": 2,
+    "truncation_side": "right", "priority": 1, "cache_salt": "x", "stream": True,
+    "stream_options": {"include_usage": True}, "return_progress": True,
+}  # fmt: skip
+OF_COMPLETIONS = {"prompt": "x", "logprobs": 1}
+OF_CHATS = {
+    "messages": QUESTION, "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9,
+    "add_generation_prompt": False, "parse_special": True,
+}  # fmt: skip
+#: Other fields that a field needs.
+NEEDS: dict[str, Any] = {
+    "guided_whitespace_pattern": {"guided_json": {"type": "null"}},
+    "length_penalty": {"use_beam_search": True, "temperature": 0},
+    "early_stopping": {"use_beam_search": True, "temperature": 0},
+    "use_beam_search": {"temperature": 0},
+    "n_predict": {"max_tokens": None},
+    "truncation_side": {"truncate_prompt_tokens": 2},
+    "stream_options": {"stream": True},
+    "return_progress": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "parse_special": {"messages": [{"role": "user", "content": "<|im_start|>"}]},
+}
+#: Fields whose effect other tests look at: most of them here.
+ELSEWHERE = {"model", "timeout_s", "return_token_ids", "return_tokens_as_token_ids", "echo"}
+COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "suffix"}
+CHATS_ELSEWHERE = {
+    "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
+    "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message",
+}  # fmt: skip
+
+
+def _converts(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError):
+        return False
+    return True
+
+
+def _without_id(rendered: Any) -> Any:
+    if isinstance(rendered, list):
+        return [_without_id(each) for each in rendered]
+    return {name: value for name, value in rendered.items() if name != "request_id"}
 
 
 class TestForms:
