@@ -575,11 +575,13 @@ class LoggingConfig:
     """The log on stderr."""
 
     format: Literal["text", "json"] = key(
-        "Form of the lines: `text` for people, `json` for programs (an object a line).", "text"
+        "Form of the lines: `text` for people, `json` for programs (an object a line, also in "
+        "place of the start-up table).",
+        "text",
     )
     requests: bool = key(
-        "Log a line for each request when it ends: its id, its API key's name, status, tokens and "
-        "times. GET requests are logged if they fail, `/health` and `/metrics` never.",
+        "Log a line for each request when it ends: its id, the client's address, its API key's "
+        "name, status, tokens and times, and why it was refused if it was. GET requests are logged if they fail, `/health` and `/metrics` never.",
         True,
     )
     prompts: bool = key("Log the text of prompts with these lines.", False)

@@ -18,13 +18,21 @@ class RequestError(AioinferError, ValueError):
         param: the request's parameter that is wrong (`"temperature"`), if one can be named.
         status: the HTTP status to answer with (400 unless something more exact fits).
         code: a machine-readable reason (`"context_length_exceeded"`), if there is one.
+        logged: the message as logs have it: without the text of a value that may be a prompt.
     """
 
     def __init__(
-        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        logged: str | None = None,
     ):
         super().__init__(message)
         self.message = message
+        self.logged = message if logged is None else logged
         self.param = param
         self.status = status
         self.code = code

@@ -60,37 +60,46 @@ class StartupDisplay:
         """Prints what the workers made, a report for each engine, and how long each phase took on
         the slowest of them."""
         table = Table(title=f"aioinfer: {names[0]}", title_justify="left", show_header=False)
-        shortest = min(reports, key=lambda report: report.max_model_len)
-        rows = {
-            "device": reports[0].device,
-            "arithmetic": reports[0].dtype,
-            "model": reports[0].implementation,
-            "weights": f"{_size(reports[0].weights_bytes)} a worker",
-        }
-        if reports[0].stages:
-            rows["pipeline"] = "\n".join(
-                _stage_text(*each) for each in enumerate(reports[0].stages)
-            )
-        if len(reports) == 1:
-            rows["KV cache"] = _cache_text(reports[0])
-        else:
-            rows["engines"] = f"{len(reports)}, each with its KV cache"
-            rows |= {
-                f"engine {number}": _cache_text(report) for number, report in enumerate(reports)
-            }
-        if any(not group.keeps_tokens for group in reports[0].groups):
-            rows["prefix cache"] = "off: layers keep a state, which requests cannot share"
-        rows["longest request"] = f"{shortest.max_model_len} tokens"
-        if shortest.max_model_len_reason:
-            rows["longest request"] += f" ({shortest.max_model_len_reason})"
-        if reports[0].graph_bytes:
-            rows["CUDA graphs"] = f"{_size(reports[0].graph_bytes)} a worker"
-        for name, value in rows.items():
+        for name, value in describe_workers(reports).items():
             table.add_row(name, value)
         table.add_section()
-        for phases in zip(*(report.phases for report in reports), strict=True):
-            table.add_row(phases[0][0], f"{max(seconds for _, seconds in phases):.2f} s")
+        for name, seconds in longest_phases(reports).items():
+            table.add_row(name, f"{seconds:.2f} s")
         self.console.print(table)
+
+
+def describe_workers(reports: Sequence[WorkerReport]) -> dict[str, str]:
+    """Returns what the workers made, by name, from a report for each engine."""
+    shortest = min(reports, key=lambda report: report.max_model_len)
+    rows = {
+        "device": reports[0].device,
+        "arithmetic": reports[0].dtype,
+        "model": reports[0].implementation,
+        "weights": f"{_size(reports[0].weights_bytes)} a worker",
+    }
+    if reports[0].stages:
+        rows["pipeline"] = "\n".join(_stage_text(*each) for each in enumerate(reports[0].stages))
+    if len(reports) == 1:
+        rows["KV cache"] = _cache_text(reports[0])
+    else:
+        rows["engines"] = f"{len(reports)}, each with its KV cache"
+        rows |= {f"engine {number}": _cache_text(report) for number, report in enumerate(reports)}
+    if any(not group.keeps_tokens for group in reports[0].groups):
+        rows["prefix cache"] = "off: layers keep a state, which requests cannot share"
+    rows["longest request"] = f"{shortest.max_model_len} tokens"
+    if shortest.max_model_len_reason:
+        rows["longest request"] += f" ({shortest.max_model_len_reason})"
+    if reports[0].graph_bytes:
+        rows["CUDA graphs"] = f"{_size(reports[0].graph_bytes)} a worker"
+    return rows
+
+
+def longest_phases(reports: Sequence[WorkerReport]) -> dict[str, float]:
+    """Returns the seconds that each phase of the start took on the slowest of the engines."""
+    return {
+        phases[0][0]: max(seconds for _, seconds in phases)
+        for phases in zip(*(report.phases for report in reports), strict=True)
+    }
 
 
 def _stage_text(number: int, stage: tuple[range, int]) -> str:

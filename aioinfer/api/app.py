@@ -8,22 +8,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvloop
 
-from aioinfer.api.logs import LogWriter
+from aioinfer.api.logs import FieldsMessage, LogWriter
 from aioinfer.api.loop_errors import LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model
+from aioinfer.executor.base import WorkerReport
 from aioinfer.executor.torchrun import follow
-from aioinfer.startup import StartupDisplay
+from aioinfer.startup import StartupDisplay, describe_workers, longest_phases
+
+_log = logging.getLogger(__name__)
 
 #: When the engine has died, `/health` reports the reason for this long before the socket closes.
 _DEATH_NOTICE_S = 1.0
@@ -96,15 +101,37 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
 
 async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
     """Returns the engine, or None if a signal came before it was ready."""
-    with StartupDisplay() as display:
+    logs_json = config.logging.format == "json"
+    with StartupDisplay(quiet=logs_json) as display:
         launching = asyncio.ensure_future(Frontend.launch(config, display.on_progress))
         await _first(launching, stop.first.wait())
     if launching.cancelled():
         return None
     frontend = launching.result()
-    display.show([engine.report for engine in frontend.engines], config.served_model_names)
+    reports = [engine.report for engine in frontend.engines]
+    if logs_json:
+        _log.info(_started_message(reports, config.served_model_names[0]))
+    else:
+        display.show(reports, config.served_model_names)
     settle_process()
     return frontend
+
+
+def _started_message(reports: Sequence[WorkerReport], name: str) -> FieldsMessage:
+    """Returns the start-up table as a log message. Times are in seconds."""
+    described = describe_workers(reports)
+    fields: dict[str, str | float | None] = {
+        "model": name,
+        "implementation": described.pop("model"),
+        **{_field_name(key): value for key, value in described.items()},
+    }
+    for phase, seconds in longest_phases(reports).items():
+        fields[f"{_field_name(phase)}_s"] = round(seconds, 2)
+    return FieldsMessage("started", fields)
+
+
+def _field_name(text: str) -> str:
+    return re.sub(r"\W+", "_", text.lower())
 
 
 def settle_process() -> None:
@@ -131,7 +158,7 @@ async def _run(server: HttpServer, frontend: Frontend, stop: _StopSignals) -> in
         await _first(drained, stop.second.wait(), frontend.wait_dead())
     if frontend.is_healthy():
         return 0
-    sys.stderr.write(f"aioinfer: the engine has died: {frontend.dead_reason}\n")
+    _log.error("the engine has died: %s", frontend.dead_reason)
     await asyncio.sleep(_DEATH_NOTICE_S)
     return 1
 

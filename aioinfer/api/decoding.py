@@ -145,15 +145,14 @@ def _wrong_field(message: str, raw: bytes) -> RequestError:
     value = "" if found["key"] or not path else _quoted_at(raw, full_path)
     if wrong := _WRONG_TYPE.fullmatch(what):
         text = f"{place} must be {_expected(wrong[1])}, not {_NAMES.get(wrong[2], wrong[2])}"
-        return RequestError(
-            text + (f": {value}" if value else ""), param=path or None, code="invalid_type"
-        )
-    if wrong := _WRONG_VALUE.fullmatch(what):
+        quoted, code = f": {value}" if value else "", "invalid_type"
+    elif wrong := _WRONG_VALUE.fullmatch(what):
         text = f"{place} must be {_expected(wrong[1])} {wrong[2]}"
-        what = text + (f", not {value}" if value else "")
+        quoted, code = f", not {value}" if value else "", "invalid_value"
     else:
-        what = f"{place}: {what[:1].lower()}{what[1:]}"
-    return RequestError(what, param=path or None, code="invalid_value")
+        text = f"{place}: {what[:1].lower()}{what[1:]}"
+        quoted, code = "", "invalid_value"
+    return RequestError(text + quoted, param=path or None, code=code, logged=text)
 
 
 def _expected(types: str) -> str:

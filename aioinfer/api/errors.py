@@ -35,6 +35,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SERVER_NAME = "aioinfer"
 #: The code in the body of an error response.
 ERROR_CODE = web.ResponseKey("error_code", str)
+#: The message of an error response, as the request log has it.
+ERROR_REASON = web.ResponseKey("error_reason", str)
 
 #: Messages may quote what a client sent, and the client may have sent megabytes.
 _MAX_MESSAGE_CHARS = 400
@@ -222,6 +224,8 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     response = json_response(shown, status=status, headers=_headers(status, error))
     if code := body["error"]["code"]:
         response[ERROR_CODE] = code
+    is_request = isinstance(error, RequestError)
+    response[ERROR_REASON] = shorten(error.logged) if is_request else body["error"]["message"]
     return response
 
 

@@ -31,6 +31,7 @@ class RequestRecord:
         submitted: when its prompts were encoded.
         ended: when its last byte was written, or its client had gone.
         status: the HTTP status; 499 if its client went away.
+        code, reason: of the error that answers it, where there is one.
         outputs: one for each prompt that was queued.
         prompts: their text, under `logging.prompts`.
         model: the model that its body names, if it does.
@@ -41,6 +42,8 @@ class RequestRecord:
     submitted: float = 0.0
     ended: float = 0.0
     status: int = CLIENT_GONE
+    code: str | None = None
+    reason: str | None = None
     outputs: Sequence[RequestOutput] = ()
     prompts: list[str] = field(default_factory=list)
     model: str | None = None

@@ -5,7 +5,9 @@ traced.
 which `context` and `delivery` note what happens; at the end the middleware writes the line.
 Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics`
 neither logged nor traced. Requests without a valid API key, which anybody can send as often as they
-like, leave one line in ten seconds with their number. No line holds text of a prompt, unless
+like, leave one line in ten seconds with their number. A line names the address of the client (that
+of the proxy, behind one), and of a request that was refused the code and the message of the error,
+which may name a model or a role that the request named. No line holds text of a prompt, unless
 `logging.prompts` says so; no span does.
 """
 
@@ -18,7 +20,7 @@ import time
 from aiohttp import web
 
 from aioinfer.api.access import request_id
-from aioinfer.api.errors import Handler
+from aioinfer.api.errors import ERROR_CODE, ERROR_REASON, Handler
 from aioinfer.api.limited_log import LimitedLog
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logs import FieldsMessage
@@ -49,6 +51,7 @@ class RequestLog:
         try:
             response = await handler(request)
             record.status = response.status
+            record.code, record.reason = response.get(ERROR_CODE), response.get(ERROR_REASON)
             return response
         except (asyncio.CancelledError, ConnectionError):
             raise  # the client is gone
@@ -74,10 +77,13 @@ class RequestLog:
         fields: dict[str, str | float | None] = {
             "id": request_id(request),
             "trace_id": trace_id,
+            "client": request.remote or None,
             "key": None if account is None else account.key.name,
             "method": request.method,
             "path": request.path[:_MAX_PATH],
             "status": record.status,
+            "code": record.code,
+            "reason": record.reason,
             "total_ms": _ms(record.arrived, record.ended),
         }
         stages = record.stages()

@@ -151,7 +151,9 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program, and may raise anything
             raise RequestError(
-                f"the chat template cannot render these messages: {error}", param="messages"
+                f"the chat template cannot render these messages: {error}",
+                param="messages",
+                logged="the chat template cannot render these messages",
             ) from error
 
     def _compile(self, text: BoundedText) -> None:

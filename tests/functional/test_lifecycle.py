@@ -161,9 +161,10 @@ def watch_start(port: int) -> list[tuple[int, int]]:
 SECRET = b"sk-very-secret"
 
 
+@pytest.mark.parametrize("process", ["inline logging.format=json"], indirect=True)
 def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
     """Malformed requests, errors and clients that reset: neither keys nor prompts get to stderr,
-    and no traceback."""
+    and no traceback. Every line is an object, what the start reports too."""
     hostile = [
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\x01\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer\n%s\r\n\r\n",
@@ -174,6 +175,8 @@ def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
         b'Content-Length: 38\r\n\r\n{"prompt": "%s", "n": "x"}',
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b'Transfer-Encoding: chunked\r\n\r\n2\r\n{"\r\n%s\r\n',
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b'Content-Type: application/json\r\nContent-Length: 30\r\n\r\n{"messages": "%s"}',
         b"%s\r\n\r\n",
     ]
     for raw in hostile * 5:
@@ -192,6 +195,14 @@ def test_nothing_that_clients_sent_is_logged(process: Process) -> None:
     assert "secret" not in errors
     assert "Traceback" not in errors
     assert 1 <= sum("malformed requests" in line for line in errors.splitlines()) <= 5
+    started, *others = map(json.loads, errors.splitlines())
+    assert started["event"] == "started"
+    assert started["arithmetic"].startswith("float32")
+    assert started["in_all_s"] > 0
+    refused = [line for line in others if line.get("path") == "/v1/chat/completions"]
+    assert {(line["client"], line["code"], line["reason"]) for line in refused} == {
+        ("127.0.0.1", "invalid_type", "messages must be an array, not a string")
+    }
 
 
 def test_kept_connections_are_refused_while_streams_end(process: Process) -> None:

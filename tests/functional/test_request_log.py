@@ -91,6 +91,12 @@ async def test_what_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ("alice", 404),
         ("alice", 400),
     ]
+    assert [(line["client"], line["code"]) for line in found] == [
+        ("127.0.0.1", "not_found"),
+        ("127.0.0.1", "invalid_json"),
+    ]
+    assert found[0]["reason"].startswith("there is nothing at the path /no")
+    assert found[1]["reason"].startswith("the body is not valid JSON")
     assert len(found[0]["path"]) == 200
     assert "model" not in found[1]
     assert len(caplog.text.splitlines()) == 3
