@@ -25,3 +25,9 @@ def test_results_alone_are_no_text_of_the_user() -> None:
     assert conversation({"role": "user", "content": [result]}) == [
         {"role": "tool", "tool_call_id": "a", "content": "sun"}
     ]
+
+
+def test_all_thoughts_of_an_answer_stay_in_it() -> None:
+    thoughts = [{"type": "thinking", "thinking": text} for text in ("One.", "Two.")]
+    (message,) = conversation({"role": "assistant", "content": thoughts})
+    assert message["reasoning_content"] == "One.\nTwo."

@@ -21,9 +21,9 @@ def tool_call(arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_roles(role: str) -> None:
-    # templates know no developer, which is the newer name of the system's role
+    # templates do not know the newer name of the system's role, and the older one of the tool's
     assert message(role=role).for_template() == {
-        "role": {"developer": "system"}.get(role, role),
+        "role": {"developer": "system", "function": "tool"}.get(role, role),
         "content": "x",
     }
 
@@ -57,11 +57,32 @@ def test_a_call_without_arguments(arguments: str | None) -> None:
     assert rendered["tool_calls"][0]["function"]["arguments"] == {}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "5", '{"a":' * 100_000])
-def test_arguments_that_are_no_object(arguments: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        message(role="assistant", tool_calls=[tool_call(arguments)])
-    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+@pytest.mark.parametrize("arguments", ["{", '{"city": "Par', "[1]", "5", '{"a":' * 100_000])
+def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) -> None:
+    """A call that `max_tokens` has cut off comes back in the history."""
+    made = message(role="assistant", tool_calls=[tool_call(arguments)])
+    assert made.for_template()["tool_calls"] == [tool_call({"invalid_json": arguments})]
+
+
+def test_a_refusal_is_what_the_assistant_has_said() -> None:
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    assert message(role="assistant", content=parts).for_template()["content"] == "Well.\nNo."
+    alone = message(role="assistant", content=None, refusal="No.")
+    assert alone.for_template() == {"role": "assistant", "content": "No."}
+    for role, part in (("user", parts[1]), ("assistant", {"type": "refusal"})):
+        with pytest.raises(RequestError) as caught:
+            message(role=role, content=[part])
+        assert caught.value.param == "messages[0].content[0]"
+
+
+def test_the_older_form_of_calls() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = message(role="assistant", content=None, function_call=function).for_template()
+    assert call["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ]
+    result = message(role="function", name="add", content=None).for_template()
+    assert result == {"role": "tool", "name": "add", "content": ""}
 
 
 def test_the_answer_of_a_tool() -> None:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.protocol import Body, Count, Int32, Seconds
+from aioinfer.engine.chat_turn import join_thoughts
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
@@ -204,7 +205,7 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
                 call = {"type": "function", "id": block.id or "", "function": function}
                 extra.setdefault("tool_calls", []).append(call)
             case "thinking", "assistant":
-                extra["reasoning_content"] = block.thinking or ""
+                join_thoughts(extra, block.thinking or "")
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":

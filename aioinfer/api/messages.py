@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.json_members import count_values
+from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import RequestError
 
 #: Shorter texts are not searched for JSON values: they cannot hold many.
@@ -22,22 +22,30 @@ _FEW_PARTS = 16
 #: Characters of a role.
 _MAX_ROLE = 64
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+#: The names by which chat templates know roles whose names are newer or older than theirs.
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 #: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
-PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
 
 
 class ContentPart(Struct, kw_only=True):
-    """A part of a message's content; only text is understood."""
+    """A part of a message's content: text, or the text with which an assistant has refused."""
 
     type: PartType
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """The text that the model sees; None if there is none."""
+        return {"text": self.text, "refusal": self.refusal}.get(self.type)
 
 
 class FunctionCall(Struct, kw_only=True):
-    """The call that a model requested; `arguments` is an object, or JSON text of one as OpenAI has
-    it."""
+    """The call that a model requested; `arguments` is an object, or text as OpenAI has it: JSON of
+    one, unless the call was cut off or the model made a mistake."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -59,6 +67,8 @@ class Message(Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -71,49 +81,54 @@ class Message(Struct, kw_only=True):
                 f"{where}.role must be one of {', '.join(ROLES)}, not {self.role!r}",
                 param=f"{where}.role",
             )
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "function"):
             raise RequestError(f"{where}.content is missing", param=f"{where}.content")
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if part.type != "text" or part.text is None:
+            if part.shown is None or (part.type == "refusal" and self.role != "assistant"):
                 place = f"{where}.content[{index}]"
                 raise RequestError(
                     f"{place} must be of type 'text' and hold a text: other parts "
                     f"are not supported",
                     param=place,
                 )
-        for index, call in enumerate(self.tool_calls or ()):
-            _object(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments")
 
     @property
     def is_short(self) -> bool:
         """Whether `for_template` takes microseconds: it has to parse the arguments of calls."""
-        return not self.tool_calls and (
+        return not self._functions and (
             not isinstance(self.content, list) or len(self.content) <= _FEW_PARTS
         )
 
     def count_argument_values(self) -> int:
         """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""
         return sum(
-            _max_values(call.function.arguments)
-            for call in self.tool_calls or ()
-            if isinstance(call.function.arguments, str)
+            _max_values(function.arguments)
+            for function in self._functions
+            if isinstance(function.arguments, str)
         )
+
+    @property
+    def _functions(self) -> list[FunctionCall]:
+        """What is called: `function_call` is the older form of a single call."""
+        older = [] if self.function_call is None else [self.function_call]
+        return older + [call.function for call in self.tool_calls or ()]
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates read it.
 
-        Text parts are joined by newlines and missing content is empty. The developer's role becomes
-        the system's, whose newer name it is: templates do not know it, and some drop what they do
-        not know. Arguments of tool calls are objects, as transformers requires in messages.
+        Parts are joined by newlines; missing content is empty, or the refusal that stands for it.
+        The developer's role becomes the system's, whose newer name it is, and a function's the
+        tool's, whose older name it is: templates do not know them, and some drop what they do not
+        know. Arguments of tool calls are objects, as transformers requires in messages.
         """
         text = (
             self.content
             if isinstance(self.content, str)
-            else "\n".join(part.text or "" for part in self.content or ())
+            else "\n".join(part.shown or "" for part in self.content or ())
         )
         message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": text,
+            "role": _TEMPLATE_ROLES.get(self.role, self.role),
+            "content": text or self.refusal or "",
         }
         if self.name is not None:
             message["name"] = self.name
@@ -121,16 +136,17 @@ class Message(Struct, kw_only=True):
             message["tool_call_id"] = self.tool_call_id
         if (thought := self.reasoning_content or self.reasoning) is not None:
             message["reasoning_content"] = thought
-        if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        older = [] if self.function_call is None else [ToolCall(function=self.function_call)]
+        if calls := [*older, *(self.tool_calls or ())]:
+            message["tool_calls"] = [_call_for_template(call) for call in calls]
         return message
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    function = {
-        "name": call.function.name,
-        "arguments": _object(call.function.arguments, "arguments"),
-    }
+    arguments = call.function.arguments
+    if not isinstance(arguments, dict):
+        arguments = dict(call_input(arguments or ""))
+    function = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
 
 
@@ -138,18 +154,3 @@ def _max_values(text: str) -> int:
     if len(text) > _SHORT_ARGUMENTS:
         return count_values(text.encode("utf-8", "replace"))
     return text.count(",") + text.count("[") + text.count("{")
-
-
-def _object(arguments: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
-    """Returns the arguments of a call as an object.
-
-    Raises `RequestError` where text is not JSON of one.
-    """
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(
-            f"{where} must be the JSON of an object: {error}", param=where
-        ) from error

@@ -15,7 +15,13 @@ from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.errors import describe
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.turn_stream import BlockEvents, named_event
-from aioinfer.engine.chat_turn import Turn, call_input, new_call_id, num_thought_tokens
+from aioinfer.engine.chat_turn import (
+    Turn,
+    call_input,
+    join_thoughts,
+    new_call_id,
+    num_thought_tokens,
+)
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ def answer(blocks: Sequence[Block]) -> dict[str, Any]:
         if block.kind == "text":
             message["content"] += block.text
         elif block.kind == "reasoning":
-            message["reasoning_content"] = block.text
+            join_thoughts(message, block.text)
         else:
             function = {"name": block.name, "arguments": call_input(block.text)}
             call = {"type": "function", "id": block.id, "function": function}

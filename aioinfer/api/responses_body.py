@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from aioinfer.api.protocol import Body, Count, Int32, Int64, Seconds
+from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import make_use, read_choice
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
@@ -172,7 +173,7 @@ def to_messages(items: str | Iterable[Item]) -> list[dict[str, Any]]:
                     role = "user" if item.role == "user" else "system"
                     messages.append({"role": role, "content": text})
             case "function_call" if item.name:
-                _add(messages, {"call": _call(item, place)})
+                _add(messages, {"call": _call(item)})
             case "function_call_output" if item.call_id is not None:
                 text = _text(item.output, f"{place}.output")
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
@@ -199,18 +200,14 @@ def _add(messages: list[dict[str, Any]], new: Mapping[str, Any]) -> None:
         messages.append(last)
     if "call" in new:
         last.setdefault("tool_calls", []).append(new["call"])
+    elif "reasoning_content" in new:
+        join_thoughts(last, new["reasoning_content"])
     else:
         last.update(new)
 
 
-def _call(item: Item, place: str) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(
-            f"{place}.arguments must be the JSON of an object: {error}", param=f"{place}.arguments"
-        ) from error
-    function = {"name": item.name, "arguments": arguments}
+def _call(item: Item) -> dict[str, Any]:
+    function = {"name": item.name, "arguments": call_input(item.arguments or "")}
     return {"type": "function", "id": item.call_id or item.id or "", "function": function}
 
 

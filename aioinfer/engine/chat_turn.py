@@ -300,6 +300,14 @@ def call_input(arguments: str) -> Mapping[str, Any]:
         return {"invalid_json": arguments}
 
 
+def join_thoughts(message: dict[str, Any], thought: str) -> None:
+    """Adds a thought to a message as chat templates read it, behind those that it has."""
+    before = message.get("reasoning_content")
+    message["reasoning_content"] = (
+        f"{before}\n{thought}" if before and thought else before or thought
+    )
+
+
 @dataclass(slots=True)
 class ChatMessage:
     """A message that a model has generated."""

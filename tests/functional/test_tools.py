@@ -233,6 +233,24 @@ async def test_results_of_tools_are_rendered(served: Served) -> None:
     assert reply["usage"]["completion_tokens"] == 2
 
 
+async def test_a_call_that_was_cut_off_may_be_in_the_history(served: Served) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string", "minLength": 400}}}
+    schema |= {"required": ["text"]}
+    tools = [{"type": "function", "function": {"name": "note", "parameters": schema}}]
+    ask = {"messages": ASK, "tools": tools, "tool_choice": "required", "max_tokens": 40}
+    (choice,) = (await served.post(CHAT, **ask))["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    with pytest.raises(ValueError):
+        json.loads(call["function"]["arguments"])
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "the arguments are no JSON"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    older = {"role": "function", "name": "add", "content": "42"}
+    history = [*ASK, choice["message"], result, refused, older]
+    await served.post(CHAT, messages=history, tools=TOOLS, max_tokens=2)
+    item = {"type": "function_call", "call_id": call["id"], **call["function"]}
+    await served.post("/v1/responses", input=[*ASK, item], max_output_tokens=2)
+
+
 async def test_a_thought_that_the_prompt_opens() -> None:
     messages = [*ASK, {"role": "assistant", "content": "<think>"}]
     ask = {
