@@ -581,7 +581,8 @@ class LoggingConfig:
     )
     requests: bool = key(
         "Log a line for each request when it ends: its id, the client's address, its API key's "
-        "name, status, tokens and times, and why it was refused if it was. GET requests are logged if they fail, `/health` and `/metrics` never.",
+        "name, status, tokens and times, and why it was refused if it was. GET requests are logged "
+        "if they fail, `/health` and `/metrics` never.",
         True,
     )
     prompts: bool = key("Log the text of prompts with these lines.", False)
