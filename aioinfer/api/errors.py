@@ -224,8 +224,8 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     response = json_response(shown, status=status, headers=_headers(status, error))
     if code := body["error"]["code"]:
         response[ERROR_CODE] = code
-    is_request = isinstance(error, RequestError)
-    response[ERROR_REASON] = shorten(error.logged) if is_request else body["error"]["message"]
+    logged = error.logged if isinstance(error, RequestError) else body["error"]["message"]
+    response[ERROR_REASON] = shorten(logged)
     return response
 
 
