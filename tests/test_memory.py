@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +14,15 @@ import psutil
 import pytest
 import torch
 
-from aioinfer.config import CacheConfig, Config, ModelConfig
+from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.placement import RankSpec
+from aioinfer.worker import memory
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.memory import (
     available_bytes,
+    available_memory,
     count_blocks,
     machine_memory,
     make_kv,
@@ -127,13 +133,93 @@ def test_a_cpu_cache_takes_memory_only_as_it_is_used(dtype: torch.dtype) -> None
 
 def test_memory_that_the_machine_does_not_have_is_refused() -> None:
     machine = machine_memory()
-    assert machine == psutil.virtual_memory().total
-    with pytest.raises(ConfigError, match=r"cache.cpu_memory_gib = 1e\+06, and the machine has "):
-        count(make_config(cpu_memory_gib=1e6))
+    assert machine <= psutil.virtual_memory().total
+    assert 0 < available_memory() <= machine
     most = machine // (3 * MIB)
     assert count(make_config(num_blocks=most, cpu_memory_gib=1e6)) == (most,)
     with pytest.raises(ConfigError, match=f"set it to less than {most + 1}$"):
         count(make_config(num_blocks=most + 1))
+
+
+def checked(
+    monkeypatch: pytest.MonkeyPatch, config: Config, weights_gib: float, dtype: str, free_gib: float
+) -> str:
+    """Returns what is said about weights on a machine of 16 GiB."""
+    monkeypatch.setattr(memory, "machine_memory", lambda: 16 * memory.GIB)
+    monkeypatch.setattr(memory, "available_memory", lambda: int(free_gib * memory.GIB))
+    try:
+        memory.check_weights(
+            config, int(weights_gib * memory.GIB), getattr(torch, dtype), RankSpec()
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_and_cache_are_compared_with_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each setting that a message names makes it fit."""
+    config = make_config(cpu_memory_gib=4)
+    assert checked(monkeypatch, config, 8, "float32", 12) == ""
+    assert checked(monkeypatch, make_config(num_blocks=1), 12, "float32", 12) == ""
+    text = checked(monkeypatch, config, 8, "float32", 11.517)
+    assert text == (
+        "on the CPU, as torch finds no GPU, the weights take 8.00 GiB and the KV cache 4.00 GiB "
+        "(cache.cpu_memory_gib), and 11.52 GiB of memory are free: set cache.cpu_memory_gib to at "
+        "most 3.51"
+    )
+    assert checked(monkeypatch, make_config(cpu_memory_gib=3.51), 8, "float32", 11.517) == ""
+    text = checked(monkeypatch, config, 20, "float32", 13)
+    assert "the weights take 20.00 GiB and" in text
+    assert "and the machine has 16.00 GiB of memory: set model.path to a smaller model" in text
+    assert text.endswith(
+        "or model.dtype to 'bfloat16' and cache.cpu_memory_gib to at most 3 (slower on most CPUs)"
+    )
+    assert checked(monkeypatch, make_config(cpu_memory_gib=3), 10, "bfloat16", 13) == ""
+    assert "bfloat16" not in checked(monkeypatch, config, 40, "float32", 13)
+    assert "bfloat16" not in checked(monkeypatch, config, 20, "bfloat16", 13)
+
+
+def test_workers_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(make_config(cpu_memory_gib=1), parallel=ParallelConfig(data_parallel_size=2))
+    assert checked(monkeypatch, config, 7, "float32", 8) == ""
+    text = checked(monkeypatch, config, 7.5, "float32", 16)
+    assert "take 15.00 GiB and the KV cache 2.00 GiB (cache.cpu_memory_gib) in 2 workers" in text
+    assert text.endswith("set cache.cpu_memory_gib to at most 0.5")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_limit_of_a_control_group_holds(tmp_path: Path, version: int) -> None:
+    """By files as the kernel writes them: a group with a limit in one with a lower limit, and one
+    without."""
+    names, path, prefix = ("memory.max", "memory.current"), "", ""
+    memberships = "0::/outer/inner/own\n"
+    if version == 1:
+        names, path = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "memory"
+        prefix = "total_"
+        memberships = "5:cpu,cpuacct:/\n4:memory:/outer/inner/own\n0::/\n"
+    root = tmp_path / "mount" / path
+    for group, limit, used in (("outer", "3000", 2500), ("outer/inner", "4000", 2500)):
+        folder = root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(
+            f"anon 1200\n{prefix}active_file 800\n{prefix}inactive_file 500\n"
+        )
+    own = root / "outer" / "inner" / "own"
+    own.mkdir()
+    (own / names[0]).write_text("max\n")
+    (own / names[1]).write_text("1\n")
+    (tmp_path / "cgroup").write_text(memberships)
+    found = list(memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
+    assert found == [(4000, 1200), (3000, 1200)]
+    # in a container the group's path is the host's, and the root has the limit
+    (tmp_path / "cgroup").write_text(memberships.replace("/outer", "/elsewhere"))
+    for file in (root / "outer").glob("memory.*"):
+        shutil.copy(file, root)
+    found = list(memory._control_groups(tmp_path / "cgroup", tmp_path / "mount"))
+    assert found == [(3000, 1200)]
+    assert list(memory._control_groups(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(

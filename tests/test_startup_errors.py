@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -76,7 +77,8 @@ def test_a_cache_beyond_the_machine(capsys: pytest.CaptureFixture[str], model: P
     arguments = [part for setting in sizes for part in ("--set", setting)]
     assert main(["--config", str(config), *arguments]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("aioinfer: cache.cpu_memory_gib = 100000, and the machine has ")
+    assert "the KV cache 100000.00 GiB (cache.cpu_memory_gib), and the machine has " in last
+    assert re.search(r": set cache.cpu_memory_gib to at most [\d.]+$", last)
 
 
 def truncate(folder: Path) -> None:

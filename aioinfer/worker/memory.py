@@ -1,8 +1,8 @@
 """A worker's memory: how much of it the KV cache may have, the cache's tensors, and what the C
 library does with freed memory on a CPU.
 
-The worker calls `available_bytes` once its weights are loaded, then `count_blocks`, and when all
-ranks agree on the numbers of blocks, `make_kv`.
+The worker calls `check_weights` on a CPU before it loads its weights, `available_bytes` once it
+has, then `count_blocks`, and when all ranks agree on the numbers of blocks, `make_kv`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.placement import RankSpec
 from aioinfer.worker.kv_division import CacheDemand, divide_memory
 
 GIB = 2**30
@@ -35,26 +37,17 @@ def available_bytes(
     """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for
     it.
 
-    On a CPU that is configured, and no more than the machine's memory. On a GPU it is the fraction
-    that may be used, less what is in use already (weights, and whatever else is on the GPU) and
-    what the largest step adds, which is found by running it. Graphs have memory of their own.
+    On a CPU that is configured (see `check_weights`), and no more than the machine's memory, also
+    where `cache.num_blocks` is given. On a GPU it is the fraction that may be used, less what is in
+    use already (weights, and whatever else is on the GPU) and what the largest step adds, which is
+    found by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
         captured: the fraction of these tokens that the largest graph computes.
-
-    Raises:
-        ConfigError: `cache.cpu_memory_gib` exceeds the machine's memory.
     """
     if device.type == "cpu":
-        wanted, machine = config.cache.cpu_memory_gib * GIB, machine_memory()
-        # with cache.num_blocks the setting has no effect
-        if wanted > machine and config.cache.num_blocks is None:
-            raise ConfigError(
-                f"cache.cpu_memory_gib = {config.cache.cpu_memory_gib:g}, and the machine has "
-                f"{machine / GIB:.1f} GiB of memory: set it to less"
-            )
-        return min(int(wanted), machine)
+        return min(int(config.cache.cpu_memory_gib * GIB), machine_memory())
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     largest_step()
@@ -149,9 +142,115 @@ def _configured_blocks(
     return blocks_of(configured)
 
 
+def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: RankSpec) -> None:
+    """Compares what a CPU worker is about to load, with its KV cache, with the memory that there
+    is: beyond it, the kernel would end some process without a word.
+
+    Workers that start together all see the same free memory, and one that is started anew sees the
+    others' in use. So one worker alone is compared with what is free, and all of them with what the
+    machine has.
+
+    Args:
+        config: the whole configuration.
+        weights_bytes: of this worker.
+        dtype: of its arithmetic.
+        rank: this worker's.
+
+    Raises:
+        ConfigError: memory is too short. The message states what takes how much, and which setting
+            to change.
+    """
+    # with cache.num_blocks the size of the cache is not known yet
+    cache = 0 if config.cache.num_blocks else int(config.cache.cpu_memory_gib * GIB)
+    parallel = config.parallel
+    on_one_host = rank.master_port == 0 and parallel.executor != "ray"
+    num_workers = parallel.world_size * parallel.data_parallel_size if on_one_host else 1
+    machine, free = machine_memory(), available_memory()
+    for count, memory, what in (
+        (num_workers, machine, f"the machine has {_gib(machine)} of memory"),
+        (1, free, f"{_gib(free)} of memory are free"),
+    ):
+        if count * (weights_bytes + cache) <= memory:
+            continue
+        parts = f"the weights take {_gib(count * weights_bytes)}"
+        if cache:
+            parts += f" and the KV cache {_gib(count * cache)} (cache.cpu_memory_gib)"
+        if count > 1:
+            parts += f" in {count} workers"
+        place = ", as torch finds no GPU" if parallel.device == "auto" else ""
+        raise ConfigError(
+            f"on the CPU{place}, {parts}, and {what}: set "
+            f"{_smaller(weights_bytes, cache, min(machine // num_workers, free), dtype)}"
+        )
+
+
+def _smaller(weights: int, cache: int, memory: int, dtype: torch.dtype) -> str:
+    """Returns which setting would make a worker's weights and KV cache fit, and its value."""
+    # the cache of a few thousand tokens, at least
+    if cache and memory - weights >= min(cache, GIB // 8):
+        return f"cache.cpu_memory_gib to at most {(memory - weights) * 100 // GIB / 100:g}"
+    path = "model.path to a smaller model, or to a GGUF file, whose weights stay quantized"
+    if dtype == torch.float32 and weights // 2 + min(cache, GIB // 8) <= memory:
+        room = (memory - weights // 2) * 100 // GIB / 100
+        lower = f" and cache.cpu_memory_gib to at most {room:g}" if cache > room * GIB else ""
+        return f"{path}, or model.dtype to 'bfloat16'{lower} (slower on most CPUs)"
+    return path
+
+
 def machine_memory() -> int:
-    """Returns the bytes of memory that the machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the bytes of memory that the machine has, or that its control groups (a container's
+    limit, say) let this process have."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in _control_groups())])
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that this process can still take, in the machine and in its
+    control groups, where cached files give way."""
+    free = [limit - used for limit, used in _control_groups()]
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return max(0, min([machine_memory(), *free]))
+
+
+def _control_groups(
+    memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Yields (limit, use without cached files) of each control group that bounds the memory of this
+    process, in bytes: its own and those above, by version 2 or version 1 of the interface."""
+    try:
+        lines = memberships.read_text("utf-8").splitlines()
+    except OSError:  # no such thing in this kernel
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = mount, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            root = mount / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        # in a container the path may be the host's, of which only the root is here
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root) and (found := _read_group(folder, *names)):
+                yield found
+
+
+def _read_group(folder: Path, limit: str, use: str, prefix: str) -> tuple[int, int] | None:
+    """Returns limit and use of a control group, None for one that has no limit or cannot be read.
+    `prefix` marks the figures that include the groups below."""
+    try:
+        # version 2 writes "max" where there is no limit
+        bound, used = (int((folder / name).read_text("ascii")) for name in (limit, use))
+        figures = dict(
+            line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines()
+        )
+    except (OSError, ValueError):
+        return None
+    cached = sum(int(figures.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return bound, max(0, used - cached)
 
 
 @contextmanager
@@ -204,6 +303,10 @@ def _memory_remedy(config: Config, device: torch.device, missing: int) -> str:
     if fraction < 1:
         return f"cache.gpu_memory_utilization to at least {fraction}"
     return "scheduler.max_num_batched_tokens lower, or parallel.tensor_parallel_size higher"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
 
 
 def _mib(nbytes: int) -> str:

@@ -29,6 +29,7 @@ from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.masks import MaskSource
 from aioinfer.worker.memory import (
     available_bytes,
+    check_weights,
     count_blocks,
     keep_freed_memory,
     report_shortage,
@@ -168,6 +169,8 @@ class Worker:
                 trust_remote_code=trusted,
                 quantization=quantization,
             )
+        if self.device.type == "cpu":
+            check_weights(config, self._model.weights_bytes, dtype, peers.groups.spec)
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
         cache = select_cache_dtype(config, self._folder, self._model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
