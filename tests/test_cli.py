@@ -164,6 +164,8 @@ async def test_a_chat_over_pipes(
 
     async def answer(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
+        if bodies[-1]["model"] == "locked":
+            return web.json_response({"error": {"message": "a key is needed"}}, status=401)
         events = [chunk(role="assistant"), chunk(content="**Hel"), chunk(content="lo**")]
         return await stream(request, sse(*events, USAGE_EVENT, "[DONE]"))
 
@@ -183,6 +185,11 @@ async def test_a_chat_over_pipes(
         assert bodies[1]["model"] == "known-model", "OpenAI's API needs one"
         await chat(monkeypatch, capsys, "one\n", "other-model", "--url", url)
         assert bodies[2]["model"] == "other-model"
+        status, _, errors = await chat(monkeypatch, capsys, "one\n", "locked", "--url", url)
+        assert status == 1
+        assert (
+            errors == f"aioinfer: {url}: a key is needed; --api-key-file names a file with a key\n"
+        )
         status, _, errors = await chat(monkeypatch, capsys, "", "--url", f"{url}/nowhere")
         assert status == 2
         assert "404 Not Found is no answer of an OpenAI-compatible server" in errors

@@ -129,13 +129,17 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):
             f"for words in {[words for words, _ in cases]}:\n"
             "    assert main(words) == 2, words\n"
             "    assert 'torch' not in sys.modules, words\n"
+            "sys.modules['torch'] = None  # importing it fails\n"
+            f"try: main(['serve', {model!r}, '--name', 'x', '--port', '0'])\n"
+            "except ImportError: pass\n"
         )
         ended = subprocess.run(
             [sys.executable, "-c", code],
             cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    lines = ended.stderr.splitlines()
+    *lines, last = ended.stderr.splitlines()
+    assert last.endswith(" starts x at a free port (PyTorch is imported first) ...")
     for (words, message), line in zip(cases, lines, strict=True):
         assert line.startswith("aioinfer: "), words
         assert message in line, words

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aioinfer.checkpoint.source import check_files
-from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.config import Config, LimitsConfig
 from aioinfer.errors import ConfigError, EngineDeadError
 
@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         written = take_up(options.output)
         if len(written.custom_ids) < report.total:
             check_files(config.model)
+            announce(f"loads {config.served_model_names[0]}")
+
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aioinfer.checkpoint.source import check_files
-from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.cli.terminal import AnswerView, MessageReader, make_view, write
 from aioinfer.config import Config, ServerConfig
 from aioinfer.errors import AioinferError, ConfigError
@@ -35,6 +35,8 @@ HELP = """\
 /quit           end (Ctrl-D does, too); Ctrl-C stops an answer
 Several lines that are pasted are one message.
 """
+#: Listing its models takes a server no time, unless it is something else.
+_LIST_TIMEOUT_S = 10.0
 COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
 #: Events of a stream of chat completions, decoded.
@@ -82,7 +84,9 @@ class ChatServer:
     url: str
     key: str | None = None
 
-    def _request(self, method: str, path: str, body: Any = None) -> HTTPResponse:
+    def _request(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = None
+    ) -> HTTPResponse:
         """Returns the response, which must have status 200. Raises `ChatError`; its cause is a
         `ConnectionRefusedError` where nothing listens."""
         place = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
@@ -91,10 +95,10 @@ class ChatServer:
         if place.scheme == "https":
             context = ssl.create_default_context()
             connection: HTTPConnection = HTTPSConnection(
-                place.hostname, place.port, context=context
+                place.hostname, place.port, timeout=timeout_s, context=context
             )
         else:
-            connection = HTTPConnection(place.hostname, place.port)
+            connection = HTTPConnection(place.hostname, place.port, timeout=timeout_s)
         # closing: then the end of the response is that of the socket, and of the request
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.key is not None:
@@ -113,7 +117,7 @@ class ChatServer:
 
     def model(self) -> str:
         """Returns the first model that the server lists. Raises `ChatError`."""
-        with self._request("GET", "/v1/models") as response:
+        with self._request("GET", "/v1/models", timeout_s=_LIST_TIMEOUT_S) as response:
             try:
                 return str(json.load(response)["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
@@ -139,8 +143,9 @@ class ChatServer:
 
 def _message(response: HTTPResponse) -> str:
     data = response.read()
+    hint = "; --api-key-file names a file with a key" if response.status == 401 else ""
     try:
-        return str(json.loads(data)["error"]["message"])
+        return str(json.loads(data)["error"]["message"]) + hint
     except (ValueError, KeyError, TypeError):
         return (
             f"{response.status} {response.reason} is no answer of an OpenAI-compatible server: "
@@ -284,8 +289,7 @@ def _server(options: argparse.Namespace) -> Iterator[ChatServer]:
     key = secrets.token_urlsafe(32)
     config = _private(load(options), key)
     check_files(config.model)
-    sys.stderr.write(f"aioinfer loads {config.served_model_names[0]} ...\n")
-    sys.stderr.flush()
+    announce(f"loads {config.served_model_names[0]}")
 
     from aioinfer.api.server import HttpServer  # imports PyTorch, which takes seconds
     from aioinfer.llm import LLM

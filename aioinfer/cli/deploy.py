@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 
 from aioinfer.checkpoint.source import check_files
-from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.errors import ConfigError
 
 
@@ -46,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     config = load(options)
     if options.address is None:  # the replicas run on this machine
         check_files(config.model)
+    announce(f"deploys {config.served_model_names[0]} under Ray Serve")
+
     try:
         import ray
         from ray import serve

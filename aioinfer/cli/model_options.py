@@ -1,12 +1,15 @@
-"""The options that say which model to run and how: those of `serve`, `batch` and `chat`."""
+"""The options that say which model to run and how, and the line with which a command that runs one
+begins: for `serve`, `batch`, `chat` and `deploy`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from aioinfer import __version__
 from aioinfer.config import Config, load_config
 from aioinfer.errors import ConfigError
 
@@ -28,6 +31,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Tru
         default=[],
         help="lay a value over the file's (repeatable)",
     )
+
+
+def announce(work: str) -> None:
+    """Writes to stderr what a command does, before it imports PyTorch and is silent for seconds."""
+    sys.stderr.write(f"aioinfer {__version__} {work} (PyTorch is imported first) ...\n")
 
 
 def load(options: argparse.Namespace, more: Mapping[str, Any] | None = None) -> Config:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import Any
 
-from aioinfer import __version__
 from aioinfer.checkpoint.source import check_files
-from aioinfer.cli.model_options import add_model_options, load
+from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.config import Config
 
 
@@ -48,11 +46,7 @@ def start(config: Config) -> int:
         _check_server(config)
         address = f"{config.server.host}:{config.server.port}"
         place = config.server.unix_socket or (address if config.server.port else "a free port")
-        sys.stderr.write(
-            f"aioinfer {__version__} starts {config.served_model_names[0]} at {place} "
-            f"(first PyTorch is imported, which takes some seconds) ...\n"
-        )
-        sys.stderr.flush()
+        announce(f"starts {config.served_model_names[0]} at {place}")
 
     from aioinfer.api.app import run as serve  # imports PyTorch
 
