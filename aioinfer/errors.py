@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 
 class AioinferError(Exception):
     """The base of every error that aioinfer raises on purpose."""
@@ -91,3 +93,21 @@ class GenerationError(AioinferError):
 
 class NoTokenError(GenerationError):
     """What a request allows and forbids excluded every token at some place of its output."""
+
+
+def no_answer(url: str, error: Exception) -> str:
+    """Returns the sentence that says that a connection to the server at `url` failed or broke off.
+
+    Args:
+        url: as the user knows it.
+        error: of the system, or of an HTTP client that wraps one as its `os_error`.
+    """
+    cause = getattr(error, "os_error", error)
+    number = getattr(cause, "errno", None)
+    if (tls := getattr(cause, "reason", None)) is not None:  # of `ssl.SSLError`
+        reason = f"TLS fails ({getattr(cause, 'verify_message', '') or tls})"
+    elif number is not None and number > 0:
+        reason = os.strerror(number).lower()
+    else:  # of a name, which has numbers of its own
+        reason = (getattr(cause, "strerror", None) or "").lower()
+    return f"nothing answers at {url}{f': {reason}' if reason else ''}"

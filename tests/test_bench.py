@@ -237,7 +237,7 @@ async def test_failures_are_counted_by_kind_with_an_example() -> None:
     assert errors["error event"]["example"] == "worker died"
     assert "after 2 chunks" in errors["incomplete stream"]["example"]
     assert "{nonsense" in errors["bad reply"]["example"]
-    assert {"ClientPayloadError", "empty reply"} <= errors.keys()
+    assert {"connection lost", "empty reply"} <= errors.keys()
     assert figures["tokens"]["output"] == USAGE["completion_tokens"]  # what failed counts nowhere
     assert figures["latency_ms"]["ttft"] is not None
 
@@ -262,9 +262,27 @@ async def test_no_server() -> None:
         pass
     async with Client(url) as client:
         record = await client.send(SHAPE, CALL)
-        assert record.error == "ClientConnectorError"
-        with pytest.raises(ReplyError, match="connect"):
+        sentence = f"nothing answers at {url}: connection refused"
+        assert (record.error, record.example) == ("no connection", sentence)
+        with pytest.raises(ReplyError) as failure:
             await client.first_model()
+        assert str(failure.value) == sentence
+    async with Client("http://no-such-host.invalid") as client:
+        record = await client.send(SHAPE, CALL)
+    assert record.error == "no connection"
+    assert record.example.startswith("nothing answers at http://no-such-host.invalid: ")
+
+
+async def test_a_server_that_hangs_up_is_described() -> None:
+    async def hang_up(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with serving(hang_up) as url, Client(url) as client:
+        record = await client.send(SHAPE, CALL)
+    assert record.error == "connection lost"
+    assert record.example == f"{url} closed the connection before its reply was complete"
 
 
 def test_events_are_the_same_however_the_stream_is_cut() -> None:

@@ -7,8 +7,10 @@ import io
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from aiohttp import web
 from aioinfer.__main__ import main
 from aioinfer.api.batch_lines import Requests, check_input, take_up
 from aioinfer.cli.bench import find_bench
-from aioinfer.cli.chat import _Pace
+from aioinfer.cli.chat import ChatError, ChatServer, _Pace
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.errors import ConfigError
 from tests.scripted_server import USAGE_EVENT, serving, sse, stream
@@ -211,3 +213,32 @@ async def test_the_pace_of_an_answer_is_shown_on_a_terminal() -> None:
     assert found
     assert 0 < float(found[1]) <= 3 / 0.05
     assert float(found[2]) >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:9", "connection refused"),
+        ("https://127.0.0.1:9/v1", "connection refused"),
+        ("http://no-such-host.invalid", "[a-z ]+"),
+    ],
+)
+def test_a_chat_with_no_server_says_so_in_one_sentence(url: str, reason: str) -> None:
+    with pytest.raises(ChatError, match=f"^nothing answers at {re.escape(url)}: {reason}$"):
+        ChatServer(url).model()
+
+
+def test_a_chat_with_what_is_no_http_server_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def greet() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"220 mail ESMTP\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(ChatError, match=f"^what answers at {url} does not speak HTTP$"):
+            ChatServer(url).model()
+        thread.join()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from aiohttp import web
 
 import aioinfer
 import lock
@@ -28,6 +32,28 @@ def test_every_package_of_the_tree_is_listed() -> None:
     assert {".".join(folder.parts) for folder in folders} | elsewhere == set(
         PROJECT["tool"]["setuptools"]["packages"]
     )
+
+
+def test_aiohttp_is_pinned_to_a_version_that_has_the_private_members_that_are_used() -> None:
+    """`api.connections` reads the queue of parsed heads, and `api.dispatch` calls the handler of an
+    application that may be inside another. Neither has a public name."""
+    (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("aiohttp"))
+    bounds = re.fullmatch(r"aiohttp>=3\.(\d+),<3\.(\d+)", requirement)
+    assert bounds is not None
+    assert int(bounds[2]) == int(bounds[1]) + 1
+    installed = version("aiohttp").split(".")
+    assert (
+        installed[:2] == locked("requirements.lock")["aiohttp"].split(".")[:2] == ["3", bounds[1]]
+    )
+    assert "_messages" in web.RequestHandler.__slots__
+    assert list(inspect.signature(web.Application._handle).parameters) == ["self", "request"]
+    private = re.compile(r"\bapp\._handle\b|\bself\._messages\b")
+    files = {
+        file.name
+        for file in (ROOT / "aioinfer").rglob("*.py")
+        if "aiohttp" in (text := file.read_text("utf-8")) and private.search(text)
+    }
+    assert files == {"connections.py", "dispatch.py"}
 
 
 def test_every_data_file_of_the_tree_is_listed() -> None:

@@ -76,6 +76,7 @@ class Connection(web.RequestHandler):
         body = self.body
         if body is not None and not body.is_eof():
             super().data_received(data)
+            # aiohttp's own queue of parsed heads: pyproject.toml pins the version for it
             if self._messages and not body.is_eof() and not body.exception():
                 # a request behind a body that has not ended: the parser gave up in its midst, and
                 # aiohttp leaves the body's reader waiting
@@ -217,7 +218,7 @@ class ConnectionServer(web.Server):
 
     def __call__(self) -> Connection:
         """Returns the protocol object of a connection that has been accepted."""
-        connection = Connection(self, self._loop)
+        connection = Connection(self, asyncio.get_running_loop())
         self.open.add(connection)
         self.receiving.add(connection)
         return connection

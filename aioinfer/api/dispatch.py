@@ -34,6 +34,8 @@ class Dispatcher:
 
     def __init__(self, app: web.Application):
         self._app = app
+        # aiohttp's public handlers belong to runners, which an application inside another has none
+        # of; pyproject.toml pins the version for `_handle`
         loop = asyncio.get_running_loop()
         # a connection without a transport: requests need one to ask for their peer, which is nobody
         self._protocol = web.RequestHandler(web.Server(app._handle), loop=loop, access_log=None)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.cli.terminal import AnswerView, MessageReader, make_view, write
 from aioinfer.config import Config, ServerConfig
-from aioinfer.errors import AioinferError, ConfigError
+from aioinfer.errors import AioinferError, ConfigError, no_answer
 
 HELP = """\
 /clear          forget the conversation
@@ -111,9 +111,14 @@ class ChatServer:
             response = connection.getresponse()
             if response.status == 200:
                 return response
-            raise ChatError(f"{self.url}: {_message(response)}")
-        except (OSError, HTTPException) as error:
-            raise ChatError(f"{self.url}: {error}") from error
+            reason = _message(response)
+        except OSError as error:
+            connection.close()
+            raise ChatError(no_answer(self.url, error)) from error
+        except HTTPException as error:
+            connection.close()
+            raise ChatError(f"what answers at {self.url} does not speak HTTP") from error
+        raise ChatError(f"{self.url}: {reason}")
 
     def model(self) -> str:
         """Returns the first model that the server lists. Raises `ChatError`."""
@@ -196,7 +201,9 @@ class Chat:
         except (ChatError, OSError, HTTPException) as error:
             if answer:
                 view.end("")
-            sys.stderr.write(f"aioinfer: {error}\n")
+            is_ours = isinstance(error, ChatError)
+            message = str(error) if is_ours else f"{self.server.url} broke off its answer"
+            sys.stderr.write(f"aioinfer: {message}\n")
             return False
         view.end(figures)
         self.messages = [*asked, {"role": "assistant", "content": answer}]

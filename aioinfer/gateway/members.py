@@ -17,6 +17,7 @@ import aiohttp
 
 from aioinfer.cluster.reports import ReportReader
 from aioinfer.cluster.router import ClusterRouter
+from aioinfer.errors import no_answer
 from aioinfer.gateway.replica import Address
 
 _log = logging.getLogger(__name__)
@@ -90,7 +91,12 @@ class Members:
             except TimeoutError:  # of connecting, or of a report
                 _log.warning("replica %s is silent", address.name)
                 self._on_silence(address.name)
-            except (aiohttp.ClientError, ValueError) as error:
+            except aiohttp.ClientResponseError as error:
+                _log.warning("replica %s answers %d instead of reports", address.name, error.status)
+            except aiohttp.ClientError as error:
+                reason = no_answer(address.reports_url, error)
+                _log.warning("replica %s reports no more: %s", address.name, reason)
+            except ValueError as error:
                 _log.warning("replica %s reports no more: %r", address.name, error)
             finally:
                 self._router.leave(address.name)

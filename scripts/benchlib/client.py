@@ -9,6 +9,7 @@ broken one is noticed. Both packages are used where installed.
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -135,9 +136,8 @@ class Client:
                 await _raise_for_status(response)
                 return str(loads(await response.read())["data"][0]["id"])
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ReplyError(
-                type(error).__name__, f"{self.base_url}: {error or 'no answer'}"
-            ) from error
+            kind, example = _describe(error, self.base_url)
+            raise ReplyError(kind, example) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ReplyError(
                 "no model", f"{self.base_url}/v1/models lists no model: name one with --model"
@@ -165,9 +165,27 @@ class Client:
                 f"no complete reply within {self._timeout_s:g} s",
             )
         except (aiohttp.ClientError, OSError) as error:
-            record.error, record.example = type(error).__name__, str(error)[:MAX_EXAMPLE]
+            record.error, record.example = _describe(error, self.base_url)
         record.e2e = perf_counter() - record.sent
         return record
+
+
+def _describe(error: Exception, url: str) -> tuple[str, str]:
+    """Returns the kind of a failed connection to `url`, and a sentence about it."""
+    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
+        return "timeout", f"{url} does not answer in time"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return "no connection", f"the certificate of {url} is not trusted"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "no connection", f"TLS with {url} fails"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        cause = error.os_error
+        is_system = cause.errno is not None and cause.errno > 0  # else a name that is not known
+        reason = os.strerror(cause.errno) if is_system else cause.strerror or "no such name"
+        return "no connection", f"nothing answers at {url}: {reason.lower()}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "no connection", f"{url} is not the URL of a server"
+    return "connection lost", f"{url} closed the connection before its reply was complete"
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
