@@ -180,8 +180,8 @@ def _describe(error: Exception, url: str) -> tuple[str, str]:
         return "no connection", f"TLS with {url} fails"
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
-        is_system = cause.errno is not None and cause.errno > 0  # else a name that is not known
-        reason = os.strerror(cause.errno) if is_system else cause.strerror or "no such name"
+        number = cause.errno or 0  # the system's are above 0, those of unknown names below
+        reason = os.strerror(number) if number > 0 else cause.strerror or "no such name"
         return "no connection", f"nothing answers at {url}: {reason.lower()}"
     if isinstance(error, aiohttp.InvalidURL):
         return "no connection", f"{url} is not the URL of a server"
