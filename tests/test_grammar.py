@@ -86,6 +86,43 @@ def test_kinds(
     assert [text for text in wrong if follows(compiler, tokenizer, spec, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": 2**53 + 2}, [2**53 + 2], [2**53, 2**53 + 1, 2**53 + 4]),
+        ({"type": "integer", "maximum": 2**53 + 1}, [2**53, -(10**30)], [2**53 + 1, 2**53 + 2]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [2**53 + 2, 2**60], [2**53, 10**30]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+         [0, 2**63 - 1024, -(2**63) + 1024], [2**63, -(2**63) - 1]),
+        ({"type": "number", "maximum": 2**60 + 256}, [2**60, 1.5], [2**60 + 257]),
+        # of the float64 below 2^63, llguidance prints the digits 9223372036854775000
+        ({"type": "number", "maximum": 2**63 - 1024}, [2**62, 1.5], [9223372036854775000]),
+        ({"type": "number", "exclusiveMinimum": 2**60}, [2**60 + 1024], [2**60, 2**60 - 1]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1, 2**64]),
+    ],
+)  # fmt: skip
+def test_integers_beyond_float64(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    schema: dict[str, object],
+    right: list[float],
+    wrong: list[float],
+) -> None:
+    spec = GrammarSpec("json_schema", json.dumps(schema))
+    assert [each for each in right if not follows(compiler, tokenizer, spec, str(each))] == []
+    assert [each for each in wrong if follows(compiler, tokenizer, spec, str(each))] == []
+
+
+@pytest.mark.parametrize("levels", [60, 130, 450])
+def test_a_deep_schema_is_enforced(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, levels: int
+) -> None:
+    source = '{"prefixItems":[' * levels + '{"const": "x"}' + "]}" * levels
+    spec = GrammarSpec("json_schema", source)
+    assert follows(compiler, tokenizer, spec, "[" * levels + '"x"' + "]" * levels)
+    assert not follows(compiler, tokenizer, spec, "[" * levels + '"y"' + "]" * levels)
+
+
 def test_white_space_of_json_is_bounded(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     usual = GrammarSpec("json_object")
     for text, is_right in (('{ "a": 1 }', True), ('{\n  "a": 1\n}', True), ('{     "a":1}', False)):
@@ -109,6 +146,15 @@ def test_white_space_of_json_is_bounded(compiler: GrammarCompiler, tokenizer: To
         ("json_schema", '{"$ref": "https://example.org/schema"}', "https://example.org/schema"),
         ("json_schema", '{"type": "nonsense"}', "Invalid type: nonsense"),
         ("json_schema", "[1", "not valid JSON"),
+        ("json_schema", '{"const": NaN}', "not valid JSON: NaN"),
+        ("json_schema", '{"items": {"const": 9007199254740993}}', "9007199254740993 cannot be"),
+        ("json_schema", '{"enum": [-9223372036854775808]}', "cannot be enforced exactly"),
+        ("json_schema", '{"minimum": 12345678901234567890}', "only numbers beyond 2^63"),
+        ("json_schema", '{"default": 1e400}', "beyond float64"),
+        ("json_schema", '{"pattern": "\\ud800"}', "surrogate pair"),
+        ("json_schema", '{"const": ' + "[" * 200 + "]" * 200 + "}", "at most 50 levels"),
+        ("json_schema", '{"items":' * 1200 + "{}" + "}" * 1200, "nested too deeply"),
+        ("json_schema", '{"$defs": [], "items":' + '{"items":' * 99 + "{}" + "}" * 100, "$defs"),
         ("json_schema", "3", "must be an object or a boolean"),
         ("json_schema", "false", "Unsatisfiable"),
         ("json_schema", '{"$ref": "#"}', "allows nothing"),
@@ -121,6 +167,10 @@ def test_white_space_of_json_is_bounded(compiler: GrammarCompiler, tokenizer: To
         ("lark", "start: foo", "foo"),
         ("lark", 'start: a\na[temperature=0.5]: "b"', "temperature"),
         ("lark", 'start: %json {"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+        ("lark", 'start: %json {"const": 9007199254740993}', "cannot be enforced exactly"),
+        ("lark", 'start: %json {"const": -9223372036854775808}', "cannot be enforced exactly"),
+        ("structural_tag", '{"triggers": ["<f"], "structures": [{"begin": "<f", "schema": '
+         '{"const": -9223372036854775808}}]}', "cannot be enforced exactly"),
         ("lark", 'start: %json {"not": {}}', "keyword 'not' is not supported"),
         ("lark", 'root ::= "a', "not valid GBNF"),
         ("structural_tag", '{"triggers": ["<f"], "structures": []}', "1 to 64"),

@@ -49,6 +49,8 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
 _PLACE = re.compile(r"^at (\d+)\((\d+)\): ")
 _MAX_MESSAGE = 300
+#: In errors of what is too large or too deep.
+_TOO_COMPLEX = ("panic", "too large", "limits.", "Too many", "LexerError", "recursion limit")
 #: A grammar gets another parser for each so many sequences, if it was compiled within `_QUICK_S`
 #: seconds (a usual JSON schema: 1 ms).
 _SEQUENCES_A_PARSER, _QUICK_S = 2, 0.02
@@ -206,6 +208,8 @@ class GrammarCompiler:
             return self._compile(spec)
         except RequestError as error:
             raise RequestError(error.message, param=spec.param) from error
+        except ValueError as error:  # llguidance's parsers of JSON and of its own options
+            raise RequestError(describe(str(error)), param=spec.param) from error
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         self.prepare()
@@ -255,7 +259,7 @@ def describe(message: str) -> str:
         return "the model's vocabulary cannot spell its text"
     if message.startswith("NoExtension"):
         return "it allows nothing"
-    if any(word in message for word in ("panic", "too large", "limits.", "Too many", "LexerError")):
+    if any(word in message for word in _TOO_COMPLEX):
         return "it is too large or too complex"
     line = message.partition("\n<")[0].strip()
     line = _PLACE.sub(r"line \1, column \2: ", line)

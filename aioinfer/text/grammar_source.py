@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.json_schema import MAX_PATTERN_CHARS, check_schema
-from aioinfer.text.schema_rewriting import rewrite, rewrite_text
+from aioinfer.text.schema_rewriting import rewrite
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -31,6 +31,7 @@ MAX_LARK_CHARS = 32 * 1024
 MAX_LARK_LEVELS = 500
 MAX_TAGS = 64
 _GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+_JSON_DIRECTIVE = re.compile(r"%json\s*(?=\{)")
 _LARK_OPTION = re.compile(r"\[[^\]\n]*\b(temperature|max_tokens)\b")
 
 
@@ -42,13 +43,9 @@ def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
     whitespace = _whitespace(spec.whitespace)
     match spec.kind:
         case "json_object":
-            return _schema_text({"type": "object"}, '{"type": "object"}', whitespace)
+            return _schema_text({"type": "object"}, whitespace)
         case "json_schema":
-            schema = check_schema(_parse(spec.source))
-            source = rewrite_text(spec.source, schema)
-            if source is not spec.source:
-                check_schema(_parse(source))
-            return _schema_text(schema, source, whitespace)
+            return _schema_text(_schema(_parse(spec.source)), whitespace)
         case "regex":
             _check_pattern(spec.source, "a regular expression")
             return llguidance.LLMatcher.grammar_from_regex(spec.source)
@@ -66,9 +63,15 @@ def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
 
 def _parse(source: str) -> Any:
     try:
-        return json.loads(source)
-    except (ValueError, RecursionError) as error:
+        return json.loads(source, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise RequestError("its JSON is nested too deeply") from error
+    except ValueError as error:
         raise RequestError(f"it is not valid JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _whitespace(pattern: str | None) -> JsonCompileOptions:
@@ -86,12 +89,30 @@ def _check_pattern(pattern: str, what: str) -> None:
         )
 
 
-def _schema_text(schema: Any, source: str, options: JsonCompileOptions) -> str:
+def _schema(value: Any) -> Any:
+    """Returns a schema, checked and rewritten for llguidance."""
+    schema = check_schema(value)
+    rewritten = rewrite(schema)
+    return rewritten if rewritten is schema else check_schema(rewritten)
+
+
+def _schema_text(schema: Any, options: JsonCompileOptions) -> str:
     if isinstance(schema, bool):
-        source = "{}" if schema else '{"enum": []}'
-    # the source, not what Python made of it: numbers stay as they are written
+        schema = {} if schema else {"enum": []}
     strict: JsonCompileOptions = {**options, "lenient": False, "coerce_one_of": False}
-    return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=strict)
+    return llguidance.LLMatcher.grammar_from_json_schema(_dump(schema), overrides=strict)
+
+
+def _dump(schema: Any) -> str:
+    """Returns the JSON of a schema as llguidance's parser takes it."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError("a text in the JSON schema holds half of a surrogate pair") from error
+    except ValueError as error:
+        raise RequestError("a number in the JSON schema is beyond float64") from error
+    return text
 
 
 def _choice(choices: Any) -> str:
@@ -131,7 +152,23 @@ def _lark(source: str) -> str:
         raise RequestError(f"the attribute {found[1]} of a rule is not supported")
     if "x-guidance" in source:
         raise RequestError("x-guidance is not supported")
-    return source
+    return _with_schemas(source)
+
+
+def _with_schemas(source: str) -> str:
+    """Returns a grammar with the JSON schemas within it checked and rewritten."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    parts, end = [], 0
+    for found in _JSON_DIRECTIVE.finditer(source):
+        if found.end() < end:
+            continue
+        try:
+            value, after = decoder.raw_decode(source, found.end())
+        except (ValueError, RecursionError):
+            continue  # no directive, or one that llguidance refuses
+        parts += [source[end : found.end()], _dump(_schema(value))]
+        end = after
+    return "".join([*parts, source[end:]])
 
 
 def _max_open(line: str) -> int:
@@ -168,7 +205,7 @@ def _structural_tag(
         if head.startswith("head"):
             rules.append(f"{head}[lazy]: TEXT {_quote(trigger)}")
         options = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
-        inner = json.dumps({"x-guidance": dict(whitespace), **options})
+        inner = _dump({"x-guidance": dict(whitespace), **options})
         rest = begin[len(trigger) :]
         parts = [head, _quote(rest) if rest else "", f"%json {inner}", _quote(end) if end else ""]
         rules.append(f"tag_{number}: {' '.join(filter(None, parts))}")
@@ -195,6 +232,5 @@ def _read_tag(tag: Any) -> tuple[list[str], list[tuple[str, Any, str]]]:
         end = each.get("end", "")
         if not isinstance(end, str):
             raise RequestError(f"structures[{number}].end must be a text")
-        schema = rewrite(check_schema(each.get("schema", True)))
-        read.append((each["begin"], check_schema(schema), end))
+        read.append((each["begin"], _schema(each.get("schema", True)), end))
     return triggers, read

@@ -8,11 +8,13 @@ llguidance itself refuses the keywords that it does not know to be annotations (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from aioinfer.errors import RequestError
+
+Schema = dict[str, Any]
 
 #: JSON values of a schema, at all depths.
 MAX_SCHEMA_VALUES = 8_192
@@ -32,10 +34,50 @@ MAX_MULTIPLE = 2_000
 #: llguidance descends them on the stack of the thread (see `engine.restriction_compiler`).
 MAX_LEVELS = 2_000
 
-#: Keywords whose value is a schema, a list of schemas, or an object of schemas by name.
-_ONE = frozenset(["items", "additionalProperties", "contains", "not", "additionalItems"])
+#: Keywords whose value is a schema, a list of schemas, or an object of schemas by name. (Some are
+#: a list or a schema, and members of `dependencies` may be no schemas.)
+_ONE = frozenset(
+    ["items", "additionalItems", "additionalProperties", "contains", "not", "propertyNames",
+     "unevaluatedProperties", "unevaluatedItems", "if", "then", "else"]
+)  # fmt: skip
 _MANY = frozenset(["anyOf", "allOf", "oneOf", "prefixItems", "items"])
-_NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+_NAMED = frozenset(
+    ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"]
+)
+
+
+def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields the schemas right within a schema, each behind its place: a keyword, and the name or
+    the number where it has several."""
+    for keyword, value in schema.items():
+        if keyword in _MANY and isinstance(value, list):
+            for number, each in enumerate(value):
+                yield (keyword, number), each
+        elif keyword in _NAMED and isinstance(value, dict):
+            for name, each in value.items():
+                if isinstance(each, dict | bool):
+                    yield (keyword, name), each
+        elif keyword in _ONE and isinstance(value, dict | bool):
+            yield (keyword,), value
+
+
+def map_inner(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns a schema with each of the schemas right within it changed; the same object where
+    all of these stay the same objects."""
+    found: dict[str, Any] = {}
+    for place, inner in inner_schemas(schema):
+        after = change(inner)
+        if after is inner:
+            continue
+        keyword = place[0]
+        assert isinstance(keyword, str)
+        if len(place) == 1:
+            found[keyword] = after
+            continue
+        if keyword not in found:
+            found[keyword] = schema[keyword].copy()
+        found[keyword][place[1]] = after
+    return {**schema, **found} if found else schema
 
 
 def check_schema(schema: Any) -> Any:
@@ -101,10 +143,10 @@ def _count_levels(schema: Any) -> int:
         if isinstance(item, dict) and isinstance(reference := item.get("$ref"), str):
             targets.add(reference)
     whole = depths[id(schema)]
-    return whole + sum(depths.get(id(_find(schema, each)), whole) for each in targets)
+    return whole + sum(depths.get(id(find_target(schema, each)), whole) for each in targets)
 
 
-def _find(schema: Any, reference: str) -> Any:
+def find_target(schema: Any, reference: str) -> Any:
     """Returns what a reference such as `#/$defs/name` points at, or None where that is not plain to
     see."""
     if not reference.startswith("#/"):
@@ -125,16 +167,9 @@ def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     pending = [schema]
     while pending:
         item = pending.pop()
-        if not isinstance(item, dict):
-            continue
-        yield item
-        for keyword, value in item.items():
-            if keyword in _MANY and isinstance(value, list):
-                pending.extend(value)
-            elif keyword in _NAMED and isinstance(value, dict):
-                pending.extend(value.values())
-            elif keyword in _ONE:
-                pending.append(value)
+        if isinstance(item, dict):
+            yield item
+            pending.extend(inner for _, inner in inner_schemas(item))
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:

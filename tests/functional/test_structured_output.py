@@ -173,6 +173,41 @@ async def test_random_schemas(served: Served) -> None:
     assert num_valid >= 4
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ('{"const": 9007199254740993}', "cannot be enforced exactly"),
+        ('{"const": -9223372036854775808}', "cannot be enforced exactly"),
+        ('{"minimum": 12345678901234567890}', "beyond 2^63"),
+        ('{"pattern": "\\ud800"}', "surrogate pair"),
+        ('{"const": ' + "[" * 130 + "]" * 130 + "}", "at most 50 levels"),
+        ('{"items":' * 3000 + "{}" + "}" * 3000, ""),
+    ],
+)
+async def test_a_schema_that_cannot_be_enforced(served: Served, schema: str, message: str) -> None:
+    """It is answered 400; llguidance by itself would round the number, or end the process."""
+    for field in ("guided_json", "json_schema"):
+        body = f'{{"prompt": "x", "max_tokens": 5, "{field}": {schema}}}'
+        async with served.http.post(
+            COMPLETIONS, data=body, headers={"Content-Type": "application/json"}
+        ) as response:
+            assert response.status == 400
+            assert message in (await response.json())["error"]["message"]
+
+
+async def test_a_deep_schema(served: Served) -> None:
+    """More levels than llguidance's parser of JSON takes."""
+    schema: dict[str, Any] = {"const": "x"}
+    for _ in range(60):
+        schema = {"type": "array", "prefixItems": [schema], "minItems": 1, "items": False}
+    schema = {"properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    choice = await served.complete(
+        prompt="x", max_tokens=200, guided_json={"type": "object"} | schema
+    )
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["text"]), schema)
+
+
 async def test_without_a_tokenizer() -> None:
     async with serve(model__skip_tokenizer=True, model__load_format="dummy") as served:
         for fields, param in (

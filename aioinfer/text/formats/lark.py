@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.text.schema_rewriting import rewrite_text
+from aioinfer.text.schema_rewriting import rewrite
 
 #: Between the tokens of JSON: a model that may write endless white space sooner or later does.
 _WHITESPACE = {"whitespace_pattern": r" |\n{1,2} {0,20}"}
@@ -98,7 +98,7 @@ class Lark:
         if not isinstance(schema, Mapping):
             schema = {} if schema else {"enum": []}
         options = {**schema, "x-guidance": _WHITESPACE}
-        return f"%json {rewrite_text(json.dumps(options), options)} "
+        return f"%json {json.dumps(rewrite(options))} "
 
     def json(self, value: Any) -> str:
         """Returns the JSON of a value as models write it."""

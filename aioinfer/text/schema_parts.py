@@ -1,0 +1,155 @@
+"""Moves parts of a JSON schema into `$defs`, behind references.
+
+llguidance's parser of JSON takes 127 levels; and what a reference points at outside of the keywords
+that hold schemas would not be rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+from urllib.parse import quote, unquote
+
+from aioinfer.errors import RequestError
+from aioinfer.text.json_schema import Schema, find_target, inner_schemas, map_inner
+
+#: Levels of JSON that a part has before it is parted again, and of values within it that are no
+#: schemas.
+_MAX_LEVELS, _MAX_VALUE_LEVELS = 40, 50
+#: Keywords that change what a reference within them is relative to.
+_IDS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
+
+
+def with_parts(schema: Schema) -> Schema:
+    """Returns a schema of which no part has more levels than llguidance's parser takes, and whose
+    references within the schema lead to members of `$defs`, or to other places that hold schemas.
+    The same object where nothing has to be moved; the argument is not changed.
+
+    Raises `RequestError` for levels that cannot be parted: of constants, or beside an `$id`.
+    """
+    parts = _Parts(schema)
+    if not parts.names:
+        return schema
+    if parts.has_ids:
+        if parts.is_deep:
+            raise RequestError(
+                "a JSON schema with an '$id' or an '$anchor' in it may not be nested this deeply"
+            )
+        return schema
+    if not isinstance(schema.get("$defs", {}), dict):
+        raise RequestError("'$defs' of a JSON schema must be an object")
+    return parts.build()
+
+
+class _Parts:
+    """The parts that a schema is divided into, and their names."""
+
+    def __init__(self, root: Schema):
+        self._root = root
+        self._known: dict[int, Schema] = {}
+        self._levels: dict[int, int] = {}  # at most, of an object that is there several times
+        self.names: dict[int, str] = {}
+        self.has_ids = self.is_deep = False
+        self._visit(root)
+        pending = self._references()
+        while pending:
+            target = find_target(root, pending.pop())
+            if isinstance(target, dict) and id(target) not in self._known:
+                before = self._known.keys() | set()
+                self._visit(target)
+                self._name(target)
+                pending += self._references(before)
+
+    def _references(self, but: Set[int] = frozenset()) -> list[str]:
+        """Returns the references of the schemas that were looked at, but for some."""
+        return [
+            each["$ref"]
+            for number, each in self._known.items()
+            if number not in but and isinstance(each.get("$ref"), str)
+        ]
+
+    def _name(self, schema: Schema) -> None:
+        taken = self._root.get("$defs", {})
+        name = f"part-{len(self.names)}"
+        while name in taken:
+            name += "-"
+        self.names[id(schema)] = name
+
+    def _visit(self, schema: Schema) -> None:
+        """Looks at a schema and those within it, and names the ones that are too deep."""
+        pending: list[tuple[Schema, int]] = [(schema, 1)]
+        while pending:
+            item, level = pending.pop()
+            if id(item) in self.names or level <= self._levels.get(id(item), 0):
+                continue
+            self._known[id(item)] = item
+            self._levels[id(item)] = level
+            if level > _MAX_LEVELS and any(True for _ in inner_schemas(item)):
+                self._name(item)
+                self.is_deep, level = True, 1
+            inner = list(inner_schemas(item))
+            self.has_ids |= item is not self._root and any(
+                isinstance(item.get(each), str) for each in _IDS
+            )
+            _check_values(item, {id(each) for _, each in inner})
+            pending += [
+                (each, level + len(place)) for place, each in inner if isinstance(each, dict)
+            ]
+
+    def build(self) -> Schema:
+        """Returns the schema with its parts in `$defs`."""
+        whole = self._copy(self._root)
+        named = {name: self._copy(self._known[number]) for number, name in self.names.items()}
+        return {**whole, "$defs": {**whole.get("$defs", {}), **named}}
+
+    def _copy(self, schema: Schema) -> Schema:
+        """Returns a schema with references to the parts within it."""
+        copied = map_inner(schema, self._refer)
+        reference = copied.get("$ref")
+        if isinstance(reference, str) and (moved := self._moved(reference)) != reference:
+            copied = {**copied, "$ref": moved}
+        return copied
+
+    def _refer(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if (name := self.names.get(id(schema))) is not None:
+            return {"$ref": f"#/$defs/{name}"}
+        return self._copy(schema)
+
+    def _moved(self, reference: str) -> str:
+        """Returns what a reference within the schema has become."""
+        if not reference.startswith("#/"):
+            return reference
+        item: Any = self._root
+        moved = "#"
+        for place in unquote(reference[2:]).split("/"):
+            name = place.replace("~1", "/").replace("~0", "~")
+            if isinstance(item, dict):
+                item = item.get(name)
+            elif isinstance(item, list) and name.isdecimal() and int(name) < len(item):
+                item = item[int(name)]
+            else:
+                return reference  # it leads nowhere
+            part = self.names.get(id(item))
+            moved = f"{moved}/{quote(place)}" if part is None else f"#/$defs/{quote(part)}"
+        return moved
+
+
+def _check_values(schema: Schema, inner: set[int]) -> None:
+    """Raises `RequestError` for a value in a schema, such as a constant, that is nested too
+    deeply. `inner` are the schemas within it."""
+    pending: list[tuple[Any, int]] = [(schema, 0)]
+    while pending:
+        item, level = pending.pop()
+        if level > _MAX_VALUE_LEVELS:
+            raise RequestError(
+                f"a value in a JSON schema that is no schema, such as a constant, may be nested "
+                f"through at most {_MAX_VALUE_LEVELS} levels"
+            )
+        children = item.values() if isinstance(item, dict) else item
+        pending += [
+            (each, level + 1)
+            for each in children
+            if isinstance(each, dict | list) and id(each) not in inner
+        ]

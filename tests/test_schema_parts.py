@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from aioinfer.errors import RequestError
+from aioinfer.text.schema_parts import with_parts
+
+
+def levels(value: Any) -> int:
+    most, pending = 0, [(value, 1)]
+    while pending:
+        item, level = pending.pop()
+        most = max(most, level)
+        if isinstance(item, dict | list):
+            children = item.values() if isinstance(item, dict) else item
+            pending += [(each, level + 1) for each in children]
+    return most
+
+
+def nested(count: int, innermost: Any, value: Any = 3) -> Any:
+    """Returns a schema of objects within arrays, and a value that follows it."""
+    schema = innermost
+    for _ in range(count):
+        schema = {"properties": {"a": {"items": schema}}, "required": ["a"]}
+        value = {"a": [value]}
+    return schema, value
+
+
+def test_a_deep_schema_has_parts_of_few_levels() -> None:
+    schema, value = nested(90, {"type": "integer"})
+    parted = with_parts(schema)
+    assert levels(schema) > 250
+    assert levels(parted) < 100
+    validator = jsonschema.Draft202012Validator(parted)
+    validator.validate(value)
+    assert not validator.is_valid(nested(90, {}, "text")[1])
+    assert not validator.is_valid(nested(50, {}, {"b": 1})[1])
+
+
+def test_references_into_parts() -> None:
+    schema, _ = nested(40, {"properties": {"b": {"type": "string"}}})
+    place = "/properties/a/items"
+    whole = {"anyOf": [schema, {"$ref": f"#/anyOf/0{place * 40}/properties/b"}]}
+    whole["$defs"] = {"part-0": {"type": "integer"}, "x": {"$ref": "#/$defs/part-0"}}
+    parted = with_parts(whole)
+    assert parted["$defs"]["part-0"] == {"type": "integer"}
+    validator = jsonschema.Draft202012Validator(parted)
+    assert validator.is_valid("text")
+    assert not validator.is_valid({})
+
+
+@pytest.mark.parametrize(
+    "schema", [{}, nested(9, {})[0], {"$ref": "#/$defs/a", "$defs": {"a": {}}}]
+)
+def test_what_stays(schema: Any) -> None:
+    assert with_parts(schema) is schema
+
+
+def test_what_cannot_be_parted() -> None:
+    value: Any = 1
+    for _ in range(60):
+        value = [value]
+    with pytest.raises(RequestError, match="such as a constant"):
+        with_parts({"items": {"const": value}})
+    with pytest.raises(RequestError, match="may not be nested this deeply"):
+        with_parts(nested(90, {"$id": "x"})[0])
