@@ -139,11 +139,12 @@ def test_running_requests_fit_into_a_result() -> None:
 
 
 def test_a_model_of_several_widths(tmp_path: Path) -> None:
-    """Beside each other, of an output and of a prompt, equal where they overlap."""
+    """Beside each other, of an output and of a prompt, equal where they overlap. The vocabulary has
+    512 tokens: all of them are as many as the server permits."""
     folder = tiny_model("llama", tmp_path / "model", eos_token_id=511)
     settings = {
         "model.skip_tokenizer": True, "model.max_model_len": 64, "cache.num_blocks": 64,
-        "scheduler.max_logprobs": -1, "scheduler.max_num_batched_tokens": 64,
+        "scheduler.max_logprobs": 512, "scheduler.max_num_batched_tokens": 64,
     }  # fmt: skip
     greedy = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
     fields: list[dict[str, Any]] = [
@@ -156,6 +157,8 @@ def test_a_model_of_several_widths(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="may ask for") as caught:
             llm.generate([[3]], SamplingParams(n=128, logprobs=-1, max_tokens=60))
         assert caught.value.param == "logprobs"
+        with pytest.raises(RequestError, match=r"in \[0, 512\], not 513; .* = 513 permits it"):
+            llm.generate([[3]], SamplingParams(logprobs=513, max_tokens=1))
         with pytest.raises(RequestError, match="logprob_token_ids"):
             llm.generate([[3]], SamplingParams(logprob_token_ids=[512]))
     assert len({tuple(output.token_ids) for output in found}) == 1

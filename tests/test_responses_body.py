@@ -6,13 +6,11 @@ from typing import Any
 
 import msgspec
 
-from aioinfer.api.blocks import Block
-from aioinfer.api.response_events import answer
-from aioinfer.api.responses_body import Item, to_messages
+from aioinfer.api.responses_body import Item, input_items, to_messages
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    return to_messages(msgspec.convert(items, list[Item]))
+    return to_messages(input_items(msgspec.convert(items, list[Item])))
 
 
 def thought(text: str) -> dict[str, Any]:
@@ -30,13 +28,20 @@ def test_all_thoughts_of_an_answer_stay_in_it() -> None:
 
 
 def test_all_thoughts_of_a_generated_message_are_stored() -> None:
-    kinds: Any = [("reasoning", "One."), ("text", "Hi"), ("reasoning", "Two.")]
-    blocks = [Block(place, kind, "", parts=[text]) for place, (kind, text) in enumerate(kinds)]
-    assert answer(blocks) == {
-        "role": "assistant",
-        "content": "Hi",
-        "reasoning_content": "One.\nTwo.",
-    }
+    said = {"type": "message", "role": "assistant", "content": "Hi"}
+    assert messages(thought("One."), said, thought("Two.")) == [
+        {"role": "assistant", "content": "Hi", "reasoning_content": "One.\nTwo."}
+    ]
+
+
+def test_each_item_has_an_id_of_its_own() -> None:
+    said = {"id": "msg_1", "role": "user", "content": "Hi"}
+    items = input_items(msgspec.convert([said, said, CALL], list[Item]), {"msg_2"})
+    assert items[0]["id"] == "msg_1"
+    assert len({item["id"] for item in items}) == 3
+    (other,) = input_items(msgspec.convert([said], list[Item]), {"msg_1"})
+    assert other["id"] != "msg_1"
+    assert other["content"] == [{"type": "input_text", "text": "Hi"}]
 
 
 def test_arguments_that_were_cut_off_do_not_end_a_conversation() -> None:

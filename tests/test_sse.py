@@ -7,13 +7,16 @@ import pytest
 
 from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event, role_event
 
-COMPLETION = Envelope("cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name')
-CHAT = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m")
+COMPLETION = Envelope(
+    "cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name', fingerprint="fp_1"
+)
+CHAT = Envelope("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m", fingerprint="fp_1")
 SHARED = {
     "id": "chatcmpl-1",
     "object": "chat.completion.chunk",
     "created": 1_700_000_000,
     "model": "m",
+    "system_fingerprint": "fp_1",
 }
 
 TEXTS = [
@@ -45,6 +48,7 @@ def test_the_text_of_a_completion_survives(text: str) -> None:
         "object": "text_completion",
         "created": 1_700_000_000,
         "model": 'a "quoted" name',
+        "system_fingerprint": "fp_1",
         "choices": [{"index": 3, "text": text, "logprobs": None, "finish_reason": None}],
     }
 
@@ -110,7 +114,12 @@ def test_a_chat_opens_with_the_role() -> None:
 
 def test_with_usage_every_chunk_has_the_field() -> None:
     envelope = Envelope(
-        "chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m", include_usage=True
+        "chatcmpl-1",
+        "chat.completion.chunk",
+        1_700_000_000,
+        "m",
+        include_usage=True,
+        fingerprint="fp_1",
     )
     template = ChunkTemplate.for_chat(envelope, 0)
     for event in (

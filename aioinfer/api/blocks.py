@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from aioinfer.text.message_parser import MessageDelta
 
@@ -24,6 +24,7 @@ class Block:
         id: made when it begins.
         name: of a call, the function.
         parts: its text in pieces; of a call, the arguments.
+        logprobs: of a text, the log-probabilities of its tokens, if they are wanted.
     """
 
     index: int
@@ -31,11 +32,66 @@ class Block:
     id: str
     name: str = ""
     parts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """All of its text so far."""
         return "".join(self.parts)
+
+
+@dataclass(slots=True)
+class _PendingToken:
+    """A token that has come, and those of its bytes that are in no block's text yet. `is_noted`:
+    its log-probability is in a block, whose text ended within it."""
+
+    logprob: dict[str, Any]
+    rest: bytes
+    is_noted: bool = False
+
+
+class _TokensOfText:
+    """The tokens that have come and are in no block's text yet: text is held back while it may
+    become a marker, and markers are no text."""
+
+    def __init__(self) -> None:
+        self._tokens: list[_PendingToken] = []
+
+    def add(self, logprob: dict[str, Any]) -> None:
+        """Adds the next token, whose `bytes` say what of a text it is."""
+        self._tokens.append(_PendingToken(logprob, bytes(logprob["bytes"])))
+
+    def take(self, text: str, *, notes: bool) -> list[dict[str, Any]]:
+        """Returns the log-probabilities of the tokens that the next text of a block consists of,
+        and forgets what came up to its end. `notes`: the block holds them."""
+        if not self._tokens:
+            return []
+        start, end = self._place(text.encode("utf-8", "replace"))
+        found: list[dict[str, Any]] = []
+        place = 0
+        for count, token in enumerate(self._tokens):
+            if place >= end:
+                del self._tokens[:count]
+                return found
+            length = len(token.rest)
+            if place + length > start and not token.is_noted:
+                found.append(token.logprob)
+                token.is_noted = notes
+            if place + length > end:
+                token.rest = token.rest[end - place :]
+                del self._tokens[:count]
+                return found
+            place += length
+        self._tokens.clear()
+        return found
+
+    def _place(self, text: bytes) -> tuple[int, int]:
+        """Returns where a text begins and ends in the bytes that have come. Before it may stand a
+        marker, behind it what is still held back; where its bytes were replaced, since they are no
+        characters, all are the text's."""
+        whole = b"".join(token.rest for token in self._tokens)
+        start = 0 if whole.startswith(text) else whole.rfind(text)
+        return (0, len(whole)) if start < 0 else (start, start + len(text))
 
 
 class Blocks:
@@ -50,9 +106,15 @@ class Blocks:
         self.all: list[Block] = []
         self._new_id = new_id
         self._open: Block | None = None
+        self._tokens = _TokensOfText()
 
-    def take(self, delta: MessageDelta) -> Iterator[BlockChange]:
-        """Yields what a delta changes."""
+    def take(
+        self, delta: MessageDelta, logprob: dict[str, Any] | None = None
+    ) -> Iterator[BlockChange]:
+        """Yields what a delta changes. `logprob` is the log-probability of the token that brought
+        it, as OpenAI has it, for the text that the token becomes part of."""
+        if logprob is not None:
+            self._tokens.add(logprob)
         if delta.reasoning:
             yield from self._append("reasoning", delta.reasoning)
         if delta.content:
@@ -62,6 +124,7 @@ class Blocks:
                 yield from self._begin("call", call.name)
             if call.arguments and self._open is not None:
                 self._open.parts.append(call.arguments)
+                self._tokens.take(call.arguments, notes=False)
                 yield "delta", self._open, call.arguments
 
     def end(self) -> Iterator[BlockChange]:
@@ -75,6 +138,10 @@ class Blocks:
             yield from self._begin(kind)
         assert self._open is not None
         self._open.parts.append(text)
+        is_text = kind == "text"
+        tokens = self._tokens.take(text, notes=is_text)
+        if is_text:
+            self._open.logprobs += tokens
         yield "delta", self._open, text
 
     def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockChange]:

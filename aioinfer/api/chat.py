@@ -82,28 +82,16 @@ async def _answer(
                 with_timings=bool(body.timings_per_token),
             )
         reply = await collect(outputs, count_thought)
-    scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, {}
+    scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, None
     if num_top is not None and scores is not None:
-        found = await prompt_logprobs(names, scores, num_top)
-        of_prompt = {"prompt_logprobs": found}
+        of_prompt = await prompt_logprobs(names, scores, num_top)
     with_ids = {} if shown_ids is None else {"prompt_token_ids": shown_ids}
-    return json_response(
-        {
-            "id": envelope.id,
-            "object": envelope.object,
-            "created": envelope.created,
-            "model": envelope.model,
-            "choices": [
-                await choice_of(
-                    frontend, names, turn, index, delta, body.echoed(), with_ids=bool(with_ids)
-                )
-                for index, delta in enumerate(reply.choices)
-            ],
-            "usage": reply.usage,
-        }
-        | of_prompt
-        | with_ids
-    )
+    found = [
+        await choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=bool(with_ids))
+        for index, delta in enumerate(reply.choices)
+    ]
+    whole = {"choices": found, "usage": reply.usage, "prompt_logprobs": of_prompt}
+    return json_response(envelope.fields() | whole | with_ids)
 
 
 async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:

@@ -56,12 +56,5 @@ async def create_chat_batch(request: web.Request) -> web.StreamResponse:
         for choice, turn in zip(choices, turns, strict=True):
             choice["prompt_token_ids"] = turn.prompt
     return json_response(
-        {
-            "id": envelope.id,
-            "object": envelope.object,
-            "created": envelope.created,
-            "model": envelope.model,
-            "choices": choices,
-            "usage": reply.usage,
-        }
+        envelope.fields() | {"choices": choices, "usage": reply.usage, "prompt_logprobs": None}
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from aiohttp import web
 
 from aioinfer.api.admission import admit
@@ -93,15 +94,14 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
         await _logprobs(names, body, of_prompts[i // n] if of_prompts else None, delta)
         for i, delta in enumerate(found)
     ]
-    more = [await _of_prompt(names, body, output) for output in of_prompts] or [{}] * len(prompts)
+    of_prompt = [await _of_prompt(names, body, output) for output in of_prompts]
+    of_prompt = of_prompt or [None] * len(prompts)
     return json_response(
-        {
-            "id": envelope.id,
-            "object": envelope.object,
-            "created": envelope.created,
-            "model": envelope.model,
+        envelope.fields()
+        | {
             "choices": [
-                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n]) | more[i // n]
+                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n])
+                | {"prompt_logprobs": of_prompt[i // n]}
                 for i, delta in enumerate(found)
             ],
             "usage": reply.usage,
@@ -230,12 +230,12 @@ async def _logprobs(
 
 async def _of_prompt(
     tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
-) -> dict[str, Any]:
-    """Returns vLLM's `prompt_logprobs` as a field of a choice, if the request has it."""
+) -> orjson.Fragment | None:
+    """Returns vLLM's `prompt_logprobs`, if the request has it."""
     scores, num_top = output.prompt_scores, body.prompt_logprobs
     if num_top is None or scores is None:
-        return {}
-    return {"prompt_logprobs": await prompt_logprobs(tokenizer, scores, num_top)}
+        return None
+    return await prompt_logprobs(tokenizer, scores, num_top)
 
 
 def _choice(

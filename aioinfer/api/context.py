@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
+#: The `system_fingerprint` of OpenAI's replies.
+FINGERPRINT = web.AppKey("fingerprint", str)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
 #: run meanwhile: it takes 1.5 ms for a MiB of text; see `token_list` for many small values.
 _SMALL_BODY = 64 * 1024

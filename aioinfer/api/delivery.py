@@ -20,7 +20,7 @@ from aiohttp import web
 
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import FINGERPRINT, FRONTEND
 from aioinfer.api.errors import describe
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.logprobs import formatted
@@ -63,6 +63,7 @@ def new_envelope(
         config.served_model_names[0],
         include_usage,
         include_usage and continuous_usage,
+        request.app[FINGERPRINT],
     )
 
 

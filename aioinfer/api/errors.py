@@ -70,7 +70,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        error.param = names.get(error.param or "", error.param)
+        known, name = error.param or "", names.get(error.param or "")
+        if name is not None:
+            error.param = name
+            if error.message.startswith(f"{known} "):
+                error.message = f"{name}{error.message.removeprefix(known)}"
         raise
 
 

@@ -152,7 +152,7 @@ NO_EFFECT_BY_REASON: dict[str, tuple[str, ...]] = {
         "background_options", "data_parallel_rank", "inference_geo", "service_tier", "speed",
     ),
     "it is a label for an operator's records": (
-        "metadata", "request_id", "rid", "session_id", "store",
+        "client_metadata", "metadata", "request_id", "rid", "session_id", "store",
     ),
     "the prefix cache works by itself, for all requests": (
         "cache_control", "cache_prompt", "extra_key", "id_slot", "n_cache_reuse", "n_discard",

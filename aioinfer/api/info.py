@@ -3,6 +3,7 @@ what is below it, `/ping`, `/load`, `/server_info` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from aioinfer.errors import EngineDeadError, NotReadyError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
+    from aioinfer.engine.frontend import Frontend
 
 
 @dataclass(slots=True)
@@ -44,7 +46,24 @@ _PERMISSION = {
     "is_blocking": False,
 }
 
+#: Sections of the configuration that a text may depend on: how rows are batched decides how sums
+#: are rounded.
+_SETTINGS_OF_TEXT = ("model", "sampling", "chat", "cache", "scheduler", "parallel")
+
 READINESS = web.AppKey("readiness", Readiness)
+
+
+def fingerprint(frontend: Frontend) -> str:
+    """Returns what identifies the software and the settings that a reply's text depends on: `fp_`
+    and ten hexadecimal digits. A seed gives the same text as long as it is the same."""
+    config = frontend.config
+    settings = [asdict(getattr(config, name)) for name in _SETTINGS_OF_TEXT]
+    reports = [
+        (report.device, report.dtype, report.cache_dtype, report.implementation)
+        for report in (engine.report for engine in frontend.engines)
+    ]
+    known = repr((__version__, settings, reports)).encode()
+    return f"fp_{hashlib.sha256(known).hexdigest()[:10]}"
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -38,12 +38,14 @@ def are_many(tokens: Sequence[TokenLogprob]) -> bool:
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its
     place."""
-    content = [
-        _entry(tokenizer, token.token_id, token.logprob)
-        | {"top_logprobs": _entries(tokenizer, token.top)}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [logprob_entry(tokenizer, token) for token in tokens], "refusal": None}
+
+
+def logprob_entry(tokenizer: Tokenizer | None, token: TokenLogprob) -> dict[str, Any]:
+    """Returns a token's log-probability, with the likeliest tokens in its place, as chats and
+    Responses have it."""
+    likeliest = _entries(tokenizer, token.top)
+    return _entry(tokenizer, token.token_id, token.logprob) | {"top_logprobs": likeliest}
 
 
 def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]:

@@ -80,6 +80,7 @@ _LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
 _TEXT = {"type": "string"}
 _LINES = "application/x-ndjson"
 _ORDER = {"type": "string", "enum": ["asc", "desc"]}
+_PAGE: dict[str, dict[str, Any]] = {"limit": _LIMIT, "after": _TEXT, "order": _ORDER}
 
 #: By method and path.
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -94,6 +95,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
     ("POST", "/responses"): Operation(ResponseRequest, streams=True),
+    ("POST", "/v1/responses/input_tokens"): Operation(ResponseRequest, replies.InputTokens),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(reply=replies.Page, query=_PAGE),
     ("GET", "/v1/responses/{id}"): Operation(
         streams=True,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
@@ -167,9 +170,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/v1/files/{file_id}"): Operation(reply=replies.Deleted),
     ("GET", "/v1/files/{file_id}/content"): Operation(content_type="application/octet-stream"),
     ("POST", "/v1/batches"): Operation(CreateBatch, BatchObject),
-    ("GET", "/v1/batches"): Operation(
-        reply=replies.Page, query={"limit": _LIMIT, "after": _TEXT, "order": _ORDER}
-    ),
+    ("GET", "/v1/batches"): Operation(reply=replies.Page, query=_PAGE),
     ("GET", "/v1/batches/{batch_id}"): Operation(reply=BatchObject),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation(reply=BatchObject),
 }

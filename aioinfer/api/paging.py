@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -17,30 +17,39 @@ class Listed(Protocol):
     id: str
 
 
-def page_of(items: Sequence[Listed], query: Mapping[str, str], *, max_limit: int) -> dict[str, Any]:
+def page_of(
+    items: Sequence[Listed] | Sequence[dict[str, Any]],
+    query: Mapping[str, str],
+    *,
+    max_limit: int,
+    default_limit: int = 100,
+    default_order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
     """Returns the page of `items`, the newest first, that a query asks for: at most `max_limit`.
+    Items are structs with an `id`, or JSON with one.
 
     Raises `RequestError` naming the parameter.
     """
-    order = query.get("order", "desc")
+    order = query.get("order", default_order)
     if order not in ("asc", "desc"):
         raise RequestError("order must be 'asc' or 'desc'", param="order")
-    text = query.get("limit", str(min(max_limit, 100)))
+    text = query.get("limit", str(min(max_limit, default_limit)))
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= max_limit):
         raise RequestError(
             f"limit must be an integer from 1 to {max_limit}, not {shorten(text)!r}", param="limit"
         )
     ordered = list(items if order == "desc" else reversed(items))
+    ids = [item["id"] if isinstance(item, dict) else item.id for item in ordered]
     if (after := query.get("after")) is not None:
-        ids = [item.id for item in ordered]
         if after not in ids:
             raise RequestError("after is not the id of one in this list", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(text)]
+        first = ids.index(after) + 1
+        ids, ordered = ids[first:], ordered[first:]
+    ids, page = ids[: int(text)], ordered[: int(text)]
     return {
         "object": "list",
-        "data": [msgspec.to_builtins(item) for item in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
+        "data": [item if isinstance(item, dict) else msgspec.to_builtins(item) for item in page],
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
         "has_more": len(ordered) > len(page),
     }

@@ -102,11 +102,10 @@ class IgnoredFields(Body, kw_only=True):
     timings_per_token: Ignored = None
 
 
-class SamplingBody(IgnoredFields, kw_only=True):
-    """The fields of completions and chat completions that define how tokens are sampled and
-    delivered."""
+class SamplingFields(IgnoredFields, kw_only=True):
+    """The fields of completions, chat completions and Responses that define how tokens are
+    sampled."""
 
-    n: Int32 | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
@@ -116,10 +115,7 @@ class SamplingBody(IgnoredFields, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: Length | None = None
-    n_predict: Int32 | None = None
     logprob_token_ids: list[TokenId] | None = None
-    prompt_logprobs: Int32 | None = None
     min_tokens: Int32 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -128,8 +124,44 @@ class SamplingBody(IgnoredFields, kw_only=True):
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    priority: Int32 | None = None
+    timeout_s: Seconds | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
+        fields = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if self.stop is not None:
+            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.include_stop_str_in_output is not None:
+            fields["include_stop"] = self.include_stop_str_in_output
+        if self.logit_bias:
+            fields["logit_bias"] = {
+                int(token) if _INTEGER.fullmatch(token) else token: bias
+                for token, bias in self.logit_bias.items()
+            }
+        return fields
+
+
+_SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
+    "allowed_token_ids", "bad_words", "logprob_token_ids",
+)  # fmt: skip
+
+
+class SamplingBody(SamplingFields, kw_only=True):
+    """The fields that completions and chat completions have in common."""
+
+    n: Int32 | None = None
+    max_tokens: Length | None = None
+    n_predict: Int32 | None = None
+    prompt_logprobs: Int32 | None = None
+    response_format: ResponseFormat | None = None
     guided_json: msgspec.Raw = NOT_GIVEN
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -137,12 +169,8 @@ class SamplingBody(IgnoredFields, kw_only=True):
     guided_whitespace_pattern: str | None = None
     grammar: str | None = None
     json_schema: msgspec.Raw = NOT_GIVEN
-    priority: Int32 | None = None
-    timeout_s: Seconds | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
@@ -204,21 +232,12 @@ class SamplingBody(IgnoredFields, kw_only=True):
         raise RequestError("max_tokens must be at least 1, not 0", param="max_tokens")
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        fields = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
-        if self.stop is not None:
-            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        fields = super().sampling_fields()
+        for name in ("n", "max_tokens", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
         if self.n_predict not in (None, -1):  # which stands for as much as fits
             fields.setdefault("max_tokens", self.n_predict)
-        if self.include_stop_str_in_output is not None:
-            fields["include_stop"] = self.include_stop_str_in_output
-        if self.logit_bias:
-            fields["logit_bias"] = {
-                int(token) if _INTEGER.fullmatch(token) else token: bias
-                for token, bias in self.logit_bias.items()
-            }
         if (grammar := find_grammar(self)) is not None:
             fields["grammar"] = grammar
         if self.return_progress and self.stream:
@@ -232,14 +251,6 @@ class SamplingBody(IgnoredFields, kw_only=True):
             width, width_field = self.beam_width()
             fields["beam_search"] = BeamSearch(width, **given, width_field=width_field)
         return fields
-
-
-_SAMPLING_FIELDS = (
-    "n", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
-    "frequency_penalty",
-    "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "allowed_token_ids", "bad_words", "logprob_token_ids", "prompt_logprobs",
-)  # fmt: skip
 
 
 class CompletionRequest(SamplingBody, kw_only=True):
@@ -338,6 +349,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -409,6 +421,11 @@ class BatchChatRequest(ChatRequest, kw_only=True):
     def check(self) -> None:
         if self.stream:
             raise RequestError("stream must be false: one reply answers all", param="stream")
+        if self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not supported for several conversations",
+                param="prompt_logprobs",
+            )
         if self.n not in (None, 1):
             raise RequestError("n must be 1: each conversation has one answer", param="n")
         for index, conversation in enumerate(self.chats()):
@@ -489,11 +506,15 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
     """Returns the variables of the chat template: `chat_template_kwargs`, and fields that are
     variables themselves, which do not replace those."""
-    if not isinstance(body, ChatRequest) or (body.reasoning_effort or body.documents) is None:
+    if not isinstance(body, ChatRequest):
         return body.chat_template_kwargs
-    fields = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    fields = {
+        "reasoning_effort": body.reasoning_effort,
+        "verbosity": body.verbosity,
+        "documents": body.documents,
+    }
     given = {name: value for name, value in fields.items() if value is not None}
-    return given | (body.chat_template_kwargs or {})
+    return given | (body.chat_template_kwargs or {}) or None
 
 
 B = TypeVar("B", bound=Body)

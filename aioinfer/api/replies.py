@@ -99,6 +99,7 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -108,6 +109,7 @@ class Completion(Struct, kw_only=True):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None
 
@@ -137,8 +139,17 @@ class ChatCompletion(Struct, kw_only=True):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage | None
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+
+
+class InputTokens(Struct, kw_only=True):
+    """How many tokens the prompt of a response would have."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Rendered(Struct, kw_only=True):

@@ -15,34 +15,14 @@ from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.errors import describe
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.turn_stream import BlockEvents, named_event
-from aioinfer.engine.chat_turn import (
-    Turn,
-    call_input,
-    join_thoughts,
-    new_call_id,
-    num_thought_tokens,
-)
+from aioinfer.engine.chat_turn import Turn, new_call_id, num_thought_tokens
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import RequestOutput
     from aioinfer.text.message_parser import MessageParser
-
-
-def answer(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Returns a generated message as chat templates read it."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.kind == "text":
-            message["content"] += block.text
-        elif block.kind == "reasoning":
-            join_thoughts(message, block.text)
-        else:
-            function = {"name": block.name, "arguments": call_input(block.text)}
-            call = {"type": "function", "id": block.id, "function": function}
-            message.setdefault("tool_calls", []).append(call)
-    return message
+    from aioinfer.text.tokenizer import Tokenizer
 
 
 class Reply:
@@ -58,7 +38,7 @@ class Reply:
     def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
         self.id = f"resp_{secrets.token_hex(24)}"
         self._frontend, self._turn = frontend, turn
-        params = turn.params
+        params, conversation = turn.params, body.conversation_id
         format = body.text.format if body.text is not None else None
         tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
         self._fields: dict[str, Any] = {
@@ -67,9 +47,12 @@ class Reply:
             "created_at": int(time.time()),
             "model": frontend.config.served_model_names[0],
             "background": bool(body.background),
+            "conversation": None if conversation is None else {"id": conversation},
+            "frequency_penalty": params.frequency_penalty,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
+            "presence_penalty": params.presence_penalty,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {
@@ -78,11 +61,15 @@ class Reply:
             },
             "store": body.store is not False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"} if format is None else _plain(format)},
+            "text": {
+                "format": {"type": "text"} if format is None else _plain(format),
+                "verbosity": (body.text and body.text.verbosity) or "medium",
+            },
             "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
             "tools": tools,
+            "top_logprobs": body.num_logprobs or 0,
             "top_p": params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "user": body.user,
         }
         try:
@@ -119,6 +106,7 @@ class Reply:
         return {
             **self._fields,
             "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
             "incomplete_details": incomplete,
             "output": items,
@@ -149,7 +137,12 @@ def _part(block: Block) -> dict[str, Any]:
     """Returns the part of content that a block is."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": block.logprobs,
+    }
 
 
 def _item(block: Block, status: str) -> dict[str, Any]:
@@ -182,12 +175,15 @@ class ResponseEvents(BlockEvents):
         self,
         reply: Reply,
         parser: MessageParser,
-        store: Callable[[Sequence[Block], dict[str, Any]], None],
+        keep: Callable[[dict[str, Any]], None],
+        tokenizer: Tokenizer | None,
     ):
-        super().__init__(parser, reply.new_id)
+        """`keep` stores the response when it has ended; `tokenizer` gives the texts of tokens."""
+        super().__init__(parser, reply.new_id, tokenizer)
         self._reply = reply
-        self._store = store
+        self._keep = keep
         self._number = 0
+        self._num_logprobs = 0  # of the block's, that have been sent
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -203,6 +199,7 @@ class ResponseEvents(BlockEvents):
         if block.kind != "call":
             place["content_index"] = 0
         if kind == "start":
+            self._num_logprobs = 0
             data = self._event(
                 "output_item.added", output_index=index, item=_item(block, "in_progress")
             )
@@ -214,12 +211,15 @@ class ResponseEvents(BlockEvents):
         name = {"call": "function_call_arguments", "text": "output_text"}.get(
             block.kind, "reasoning_text"
         )
-        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         if kind == "delta":
+            extra = {"logprobs": block.logprobs[self._num_logprobs :]}
+            self._num_logprobs = len(block.logprobs)
+            extra = extra if block.kind == "text" else {}
             return self._event(f"{name}.delta", **place, delta=text, **extra)
         if block.kind == "call":
             data = self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
         else:
+            extra = {"logprobs": block.logprobs} if block.kind == "text" else {}
             data = self._event(f"{name}.done", **place, text=block.text, **extra)
             data += self._event("content_part.done", **place, part=_part(block))
         return data + self._event(
@@ -228,7 +228,7 @@ class ResponseEvents(BlockEvents):
 
     def closing(self, reason: str, stop_reason: int | str | None) -> bytes:
         body = self._reply.body(self.blocks.all, reason, self.num_tokens)
-        self._store(self.blocks.all, body)
+        self._keep(body)
         return self._event(body["status"], response=body)
 
     def failed(self, error: Exception) -> dict[str, Any]:

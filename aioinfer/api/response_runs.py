@@ -1,30 +1,31 @@
 """Responses in the background (`"background": true`): they are generated without a connection until
 they end, or are cancelled. Clients ask for them again, or follow their events.
 
-`responses` begins them. `ResponseRuns` knows those that have not ended; the `ResponseStore` has the
+`responses` begins them. `ResponseRuns` knows those that have not ended; the `ObjectStore` has the
 others. Both are in memory: a server that ends cancels what it has not answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from aiohttp import web
 
 from aioinfer.api.admission import bounded
 from aioinfer.api.delivery import submitted
 from aioinfer.api.limits import ACCOUNT
+from aioinfer.api.logprobs import formatted
+from aioinfer.api.object_store import ObjectStore, json_size
 from aioinfer.api.record import RECORD, RequestRecord
-from aioinfer.api.response_events import Reply, ResponseEvents, answer
-from aioinfer.api.response_store import ResponseStore
+from aioinfer.api.response_context import ResponseContext
+from aioinfer.api.response_events import Reply, ResponseEvents
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.config import ChatConfig
 from aioinfer.engine.chat_turn import Turn, make_parser
-from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.errors import OverloadedError
 from aioinfer.scheduler.request import Status
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ class ResponseRun:
     """A response that is generated in the background.
 
     Attributes:
-        messages: the conversation before it.
-        num_bytes: the length of the conversation as JSON.
+        num_bytes: the length of its items as JSON.
         events: the events so far by their sequence numbers, if it was asked to be a stream.
         ended: the response, once it has ended.
     """
@@ -47,21 +47,19 @@ class ResponseRun:
         frontend: Frontend,
         body: ResponseRequest,
         turn: Turn,
-        messages: Sequence[dict[str, Any]],
+        context: ResponseContext,
     ):
-        """Raises `RequestError` for a conversation that is nested too deeply to be stored."""
-        self.messages = messages
+        self.context = context
         self.events: list[bytes] = []
         self.ended: dict[str, Any] | None = None
         self._body, self._turn = body, turn
         self._reply = Reply(frontend, body, turn)
-        self._makes = ResponseEvents(self._reply, make_parser(frontend, turn), self._end)
+        self._makes = ResponseEvents(
+            self._reply, make_parser(frontend, turn), self._end, frontend.tokenizer
+        )
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
-        try:
-            self.num_bytes = len(orjson.dumps(messages))
-        except orjson.JSONEncodeError as error:
-            raise RequestError("the input is nested too deeply", param="input") from error
+        self.num_bytes = json_size(context.items)
 
     @property
     def id(self) -> str:
@@ -85,9 +83,10 @@ class ResponseRun:
         waits = not blocks and not is_running  # one that was preempted is in progress
         return self._reply.body(blocks, unfinished="queued" if waits else "in_progress")
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Returns the conversation with what has been generated."""
-        return [*self.messages, answer(self._makes.blocks.all)]
+    def keep(self, request: web.Request) -> None:
+        """Stores the response, if it has ended."""
+        if self.ended is not None:
+            self.context.keep(request, self._body, self.ended, self.events)
 
     def cancel(self) -> None:
         """Has the generation end; the response is cancelled unless it is complete."""
@@ -107,23 +106,25 @@ class ResponseRun:
                     self._turn.params,
                     name=self.id,
                     priority=self._body.priority,
+                    cache_salt=self._body.cache_salt,
                 ) as outputs,
             ):
                 self._reply.output = self._output = outputs[0]
                 queued.set_result(self.body())
                 async for delta in outputs[0]:
-                    self._note(self._makes.events(delta))
+                    make = partial(self._makes.events, delta)
+                    self._note(await formatted(delta.logprobs or (), make))
         except Exception as error:
             if not queued.done():
                 queued.set_exception(error)
                 return
-            self._end((), self._makes.failed(error))
+            self._end(self._makes.failed(error))
             self._note(self._makes.failure(error))
         if self.ended is None:
             self.ended = self._reply.body(self._makes.blocks.all, unfinished="cancelled")
         self._note(b"")
 
-    def _end(self, blocks: Sequence[Any], ended: dict[str, Any]) -> None:
+    def _end(self, ended: dict[str, Any]) -> None:
         self.ended = ended
 
     def _note(self, events: bytes) -> None:
@@ -151,7 +152,7 @@ class ResponseRuns:
     """The responses in the background that have not ended, of all API keys. There are no more of
     them than are stored, by number and by bytes."""
 
-    def __init__(self, store: ResponseStore, config: ChatConfig):
+    def __init__(self, store: ObjectStore, config: ChatConfig):
         self._store, self._config = store, config
         self._runs: dict[tuple[str | None, str], ResponseRun] = {}
         self._tasks: dict[ResponseRun, asyncio.Task[None]] = {}
@@ -167,12 +168,7 @@ class ResponseRuns:
         and what `submitted` does.
         """
         limits = self._config
-        if not limits.max_stored_responses or run.num_bytes > limits.max_stored_bytes:
-            raise RequestError(
-                "a response in the background is stored, and the server's "
-                "chat.max_stored_responses or chat.max_stored_bytes leaves no room for it",
-                param="background",
-            )
+        self._store.check_room(run.num_bytes, "a response in the background", "background")
         num_bytes = sum(other.num_bytes for other in self._tasks) + run.num_bytes
         if len(self._tasks) >= limits.max_stored_responses or num_bytes > limits.max_stored_bytes:
             raise OverloadedError(
@@ -210,8 +206,7 @@ class ResponseRuns:
         try:
             with account.occupied():
                 await run.generate(request, queued)
-            if run.ended is not None:
-                self._store.add(place[0], run.ended, run.conversation(), run.events)
+            run.keep(request)
         finally:
             del self._runs[place]
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API, with conversations in memory."""
+"""`/v1/responses`: OpenAI's Responses API, with what it stores in memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from aioinfer.api.admission import admit
-from aioinfer.api.blocks import Block
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.limits import ACCOUNT
-from aioinfer.api.response_events import Reply, ResponseEvents, answer
+from aioinfer.api.object_store import OBJECT_STORE
+from aioinfer.api.paging import page_of
+from aioinfer.api.prompts import with_token_ids
+from aioinfer.api.response_context import ResponseContext
+from aioinfer.api.response_events import Reply, ResponseEvents
 from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRun
-from aioinfer.api.response_store import RESPONSE_STORE
-from aioinfer.api.responses_body import ResponseRequest, to_messages
+from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.api.turn_stream import read_blocks, stream_blocks
-from aioinfer.engine.chat_turn import Turn, encode_turn, make_parser, make_turn
+from aioinfer.engine.chat_turn import Turn, make_parser, make_turn
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
-_PARAMS = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}
+_PARAMS = {
+    "max_tokens": "max_output_tokens",
+    "prompt": "input",
+    "messages": "input",
+    "logprobs": "top_logprobs",
+}
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -39,26 +46,32 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("input")
     body = await read_body(request, ResponseRequest)
     admit(request, body.timeout_s)
-    messages = _conversation(request, body)
+    context = _context(request, body)
     with renamed(_PARAMS):
-        turn = await _turn(frontend, body, messages)
+        turn = await _turn(frontend, body, context)
         if body.background:
-            run = ResponseRun(frontend, body, turn, messages)
+            run = ResponseRun(frontend, body, turn, context)
             queued = await request.app[RESPONSE_RUNS].begin(request, run)
             return await _send(request, run.follow(0)) if body.stream else json_response(queued)
         reply = Reply(frontend, body, turn)
         async with submitted(
-            request, [turn.prompt], turn.params, name=reply.id, priority=body.priority
+            request,
+            [turn.prompt],
+            turn.params,
+            name=reply.id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
         ) as outputs:
             reply.output = outputs[0]
-            store = partial(_store, request, body, messages)
+            keep = partial(context.keep, request, body)
             if body.stream:
-                events = ResponseEvents(reply, make_parser(frontend, turn), store)
+                parser = make_parser(frontend, turn)
+                events = ResponseEvents(reply, parser, keep, frontend.tokenizer)
                 return await stream_blocks(request, outputs[0], events)
             (delta,) = (await collect(outputs)).choices
     blocks = (await read_blocks(frontend, turn, delta, reply.new_id)).all
     ended = reply.body(blocks, delta.finish_reason or "stop", len(delta.token_ids))
-    store(blocks, ended)
+    keep(ended)
     return json_response(ended)
 
 
@@ -76,7 +89,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
             return json_response(run.body())
         events = run.follow(first) if run.is_stream else None
     else:
-        stored = request.app[RESPONSE_STORE].find(owner, id)
+        stored = request.app[OBJECT_STORE].find(owner, "response", id)
         if first is None:
             return json_response(stored.body)
         events = _whole(stored.events[first:]) if stored.events else None
@@ -121,7 +134,7 @@ async def cancel_response(request: web.Request) -> web.Response:
     if (run := runs.find(owner, id)) is not None:
         await runs.cancel(run)
         return json_response(run.body())
-    body = request.app[RESPONSE_STORE].find(owner, id).body
+    body = request.app[OBJECT_STORE].find(owner, "response", id).body
     if not body["background"]:
         raise RequestError(
             "Cannot cancel a synchronous response: it was not made with background", param="id"
@@ -132,52 +145,50 @@ async def cancel_response(request: web.Request) -> web.Response:
 async def delete_response(request: web.Request) -> web.Response:
     """Drops a stored response; one in the background is cancelled."""
     id, owner = request.match_info["id"], _owner(request)
-    runs, store = request.app[RESPONSE_RUNS], request.app[RESPONSE_STORE]
+    runs, store = request.app[RESPONSE_RUNS], request.app[OBJECT_STORE]
     if (run := runs.find(owner, id)) is not None:
         await runs.cancel(run)
     if run is None or (owner, id) in store:
-        store.remove(owner, id)
+        store.remove(owner, "response", id)
     return json_response({"id": id, "object": "response", "deleted": True})
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """Lists the items that a response was generated from, the newest first, with those of the
+    responses and the conversation before it; `limit`, `after`, `order`."""
+    id, owner = request.match_info["id"], _owner(request)
+    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
+        items: Sequence[dict[str, Any]] = run.context.items
+    else:
+        items = request.app[OBJECT_STORE].find(owner, "response", id).items
+    page = page_of(list(reversed(items)), request.query, max_limit=100, default_limit=20)
+    return json_response(page)
+
+
+async def count_input_tokens(request: web.Request) -> web.Response:
+    """Returns how many tokens the prompt of a response would have. Nothing is generated."""
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("input")
+    body = await read_body(request, ResponseRequest)
+    admit(request, body.timeout_s)
+    with renamed(_PARAMS):
+        prompt = await _context(request, body).encode(frontend, body)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
 def _owner(request: web.Request) -> str | None:
     return request[ACCOUNT].key.name
 
 
-def _conversation(request: web.Request, body: ResponseRequest) -> list[dict[str, Any]]:
-    """Returns the messages of the stored conversation and of the body, without instructions: these
-    are of one response alone."""
-    before: Sequence[dict[str, Any]] = ()
-    if body.previous_response_id is not None:
-        if request.app[RESPONSE_RUNS].find(_owner(request), body.previous_response_id) is not None:
-            raise RequestError(
-                "the previous response has not ended yet", param="previous_response_id"
-            )
-        found = request.app[RESPONSE_STORE].find(
-            _owner(request), body.previous_response_id, "previous_response_id"
-        )
-        before = found.messages
-    return [*before, *to_messages(body.input)]
+def _context(request: web.Request, body: ResponseRequest) -> ResponseContext:
+    """Returns what a response is generated from. Raises `RequestError`."""
+    previous = body.previous_response_id
+    if previous is not None and request.app[RESPONSE_RUNS].find(_owner(request), previous):
+        raise RequestError("the previous response has not ended yet", param="previous_response_id")
+    return ResponseContext.find(request, body)
 
 
-async def _turn(
-    frontend: Frontend, body: ResponseRequest, messages: Sequence[dict[str, Any]]
-) -> Turn:
-    use = body.tool_use()
-    if body.instructions:
-        messages = [{"role": "system", "content": body.instructions}, *messages]
-    prompt = await encode_turn(frontend, messages, use, template_kwargs=body.template_kwargs())
-    return await make_turn(frontend, prompt, body.sampling_fields(), use)
-
-
-def _store(
-    request: web.Request,
-    body: ResponseRequest,
-    messages: Sequence[dict[str, Any]],
-    blocks: Sequence[Block],
-    ended: dict[str, Any],
-) -> None:
-    """Stores a response that has ended."""
-    if body.store is not False:
-        conversation = [*messages, answer(blocks)]
-        request.app[RESPONSE_STORE].add(_owner(request), ended, conversation)
+async def _turn(frontend: Frontend, body: ResponseRequest, context: ResponseContext) -> Turn:
+    prompt = await context.encode(frontend, body)
+    fields = await with_token_ids(frontend, body.sampling_fields())
+    return await make_turn(frontend, prompt, fields, body.tool_use())

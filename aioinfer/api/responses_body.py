@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import secrets
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.protocol import Body, Count, Int32, Int64, Seconds
+from aioinfer.api.object_store import Metadata
+from aioinfer.api.protocol import Count, Int32, SamplingFields
+from aioinfer.api.structured_output import only_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import make_use, read_choice
 from aioinfer.errors import RequestError
@@ -16,6 +19,26 @@ from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+
+#: OpenAI's names of what a response may hold in addition.
+Includable = Literal[
+    "message.output_text.logprobs",
+    # thoughts are in the items as they are, and need no other form to be sent back in
+    "reasoning.encrypted_content",
+    # of items that there are none of
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+_LOGPROBS = "message.output_text.logprobs"
+
+#: Items of the input by the beginnings of their ids.
+_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+}  # fmt: skip
 
 
 class Part(Struct, kw_only=True):
@@ -61,59 +84,84 @@ class TextFormat(Struct, kw_only=True):
 
 
 class TextConfig(Struct, kw_only=True):
-    """`text` of a request; its verbosity is ignored."""
+    """`text` of a request. `verbosity` is a variable of the chat template."""
 
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Struct, kw_only=True):
-    """How much the model is to think, where its template has a variable for that."""
+    """How much the model is to think, where its template has a variable for that. `summary` has no
+    effect: the thoughts themselves are in the output."""
 
     effort: str | None = None
     summary: str | None = None
+    generate_summary: str | None = None
 
 
-class ResponseRequest(Body, kw_only=True):
-    """`POST /v1/responses`. Fields for OpenAI's own servers are ignored."""
+class ConversationId(Struct, kw_only=True):
+    """A conversation by its id."""
 
-    input: str | list[Item]
+    id: str
+
+
+class ResponseRequest(SamplingFields, kw_only=True):
+    """`POST /v1/responses`, and the same without generating for `/v1/responses/input_tokens`."""
+
+    input: str | list[Item] | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    seed: Int64 | None = None
-    stream: bool | None = None
+    top_logprobs: Int32 | None = None
+    include: list[Includable] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata | None = None  # type: ignore[assignment]
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: Int32 | None = None
-    timeout_s: Seconds | None = None
     background: bool | None = None
-    conversation: Any = None
+    user: str | None = None
     prompt: Any = None
-    top_logprobs: Int32 | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
-        for name in ("conversation", "prompt", "top_logprobs"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported here", param=name)
+        if self.prompt:
+            raise RequestError("prompt is not supported here", param="prompt")
         if self.background and self.store is False:
             raise RequestError(
                 "background can only be used when `store` is true", param="background"
             )
-        if not self.input:
-            raise RequestError("input is empty", param="input")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise RequestError(
+                "conversation and previous_response_id cannot be combined: either says what comes "
+                "before the input",
+                param="conversation",
+            )
+        if not self.input and (self.conversation or self.previous_response_id) is None:
+            what = "missing" if self.input is None else "empty"
+            raise RequestError(f"input is {what}", param="input")
         self.tool_use()
-        to_messages(self.input)
+        self.sampling_fields()
+        input_items(self.input)
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation that the response belongs to."""
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens come with each token of the text; None: not even its own
+        log-probability."""
+        if self.top_logprobs or _LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        return 0 if self.logprob_token_ids is not None else None
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
@@ -131,93 +179,149 @@ class ResponseRequest(Body, kw_only=True):
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        names = ("temperature", "top_p", "top_k", "seed")
-        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        fields = super().sampling_fields()
         if self.max_output_tokens is not None:
             fields["max_tokens"] = self.max_output_tokens
-        if self.text is not None and self.text.format is not None:
-            place = "text.format"
-            if self.text.format.type == "json_object":
-                fields["grammar"] = GrammarSpec("json_object", param=place)
-            elif self.text.format.type == "json_schema":
-                if self.text.format.schema is None:
-                    raise RequestError(f"{place}.schema is missing", param=f"{place}.schema")
-                source = msgspec.json.encode(self.text.format.schema).decode()
-                fields["grammar"] = GrammarSpec("json_schema", source, param=f"{place}.schema")
+        if self.num_logprobs is not None:
+            fields["logprobs"] = self.num_logprobs
+        found = self._format_grammars()
+        if self.structured_outputs is not None:
+            found += self.structured_outputs.to_grammars("structured_outputs.")
+        if (grammar := only_grammar(found)) is not None:
+            fields["grammar"] = grammar
         return fields
+
+    def _format_grammars(self) -> list[GrammarSpec]:
+        """Returns the grammar of `text.format`, none for any text."""
+        format = self.text.format if self.text is not None else None
+        if format is None or format.type == "text":
+            return []
+        if format.type == "json_object":
+            return [GrammarSpec("json_object", param="text.format")]
+        if format.schema is None:
+            raise RequestError("text.format.schema is missing", param="text.format.schema")
+        source = msgspec.json.encode(format.schema).decode()
+        return [GrammarSpec("json_schema", source, param="text.format.schema")]
 
     def template_kwargs(self) -> dict[str, Any]:
         """Returns the variables of the chat template."""
-        effort = self.reasoning.effort if self.reasoning is not None else None
-        variables = {} if effort is None else {"reasoning_effort": effort}
+        fields = {
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
+            "verbosity": self.text.verbosity if self.text is not None else None,
+        }
+        variables = {name: value for name, value in fields.items() if value is not None}
         return variables | (self.chat_template_kwargs or {})
 
 
-def to_messages(items: str | Iterable[Item]) -> list[dict[str, Any]]:
-    """Returns items of input as the messages that chat templates read. Thoughts, texts and calls of
-    the assistant that follow each other are one message.
+def input_items(
+    items: str | Iterable[Item] | None, taken: Container[str] = (), place: str = "input"
+) -> list[dict[str, Any]]:
+    """Returns items of input as they are stored and shown: complete, and each with an id of its
+    own, which is none of those that are `taken`.
 
-    Raises `RequestError` naming the place.
+    Raises `RequestError` naming the place of one that is not supported.
     """
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        items = [Item(role="user", content=items)]
+    found: dict[str, dict[str, Any]] = {}
+    for index, item in enumerate(items or ()):
+        body = _item_body(item, f"{place}[{index}]")
+        id = item.id
+        if not id or id in found or id in taken:
+            id = f"{_PREFIXES[item.type]}_{secrets.token_hex(16)}"
+        found[id] = {"id": id, "type": item.type, "status": "completed", **body}
+    return list(found.values())
+
+
+def _item_body(item: Item, place: str) -> dict[str, Any]:
+    """Returns the fields of an item that those of other types lack."""
+    match item.type:
+        case "message" if item.role is not None:
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            content = _parts(item.content, kind, f"{place}.content")
+            return {"role": item.role, "content": content}
+        case "function_call" if item.name:
+            call_id = item.call_id or item.id or ""
+            return {"call_id": call_id, "name": item.name, "arguments": item.arguments or ""}
+        case "function_call_output" if item.call_id is not None:
+            output = item.output
+            if isinstance(output, str):
+                return {"call_id": item.call_id, "output": output}
+            parts = _parts(output, "input_text", f"{place}.output")
+            return {"call_id": item.call_id, "output": parts}
+        case "reasoning":
+            summary = _parts(item.summary, "summary_text", f"{place}.summary")
+            content = _parts(item.content, "reasoning_text", f"{place}.content")
+            return {"summary": summary, "content": content}
+    raise RequestError(
+        f"{place}: an item of type {item.type[:40]!r} is not supported, or lacks a field",
+        param=place,
+    )
+
+
+def _parts(content: str | list[Part] | None, kind: str, place: str) -> list[dict[str, Any]]:
+    """Returns the parts of a content, those with a text as parts of one kind."""
+    if isinstance(content, str):
+        content = [Part(type=kind, text=content)]
+    found: list[dict[str, Any]] = []
+    for index, part in enumerate(content or ()):
+        if part.type not in _TEXT_PARTS:
+            raise RequestError(
+                f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
+                param=f"{place}[{index}]",
+            )
+        if part.type == "refusal":
+            found.append({"type": "refusal", "refusal": part.refusal or part.text or ""})
+            continue
+        found.append({"type": kind, "text": part.text or ""})
+        if kind == "output_text":
+            found[-1] |= {"annotations": [], "logprobs": []}
+    return found
+
+
+def to_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns stored items as the messages that chat templates read. Thoughts, texts and calls of
+    the assistant that follow each other are one message."""
     messages: list[dict[str, Any]] = []
-    for index, item in enumerate(items):
-        place = f"input[{index}]"
-        match item.type:
-            case "message" if item.role is not None:
-                text = _text(item.content, f"{place}.content")
-                if item.role == "assistant":
-                    _add(messages, {"content": text})
-                else:
-                    role = "user" if item.role == "user" else "system"
-                    messages.append({"role": role, "content": text})
-            case "function_call" if item.name:
-                _add(messages, {"call": _call(item)})
-            case "function_call_output" if item.call_id is not None:
-                text = _text(item.output, f"{place}.output")
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-            case "reasoning":
-                thought = _text(item.content or item.summary, f"{place}.content")
-                _add(messages, {"reasoning_content": thought})
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                _add(messages, {"content": _text(item["content"])})
+            case "message":
+                role = "user" if item["role"] == "user" else "system"
+                messages.append({"role": role, "content": _text(item["content"])})
+            case "function_call":
+                function = {"name": item["name"], "arguments": call_input(item["arguments"])}
+                call = {"type": "function", "id": item["call_id"], "function": function}
+                _add(messages, {"call": call})
+            case "function_call_output":
+                text = _text(item["output"])
+                call_id = item["call_id"]
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             case _:
-                raise RequestError(
-                    f"{place}: an item of type {item.type[:40]!r} is not supported, or lacks a "
-                    "field",
-                    param=place,
-                )
+                _add(messages, {"thought": _text(item["content"] or item["summary"])})
     return messages
 
 
 def _add(messages: list[dict[str, Any]], new: Mapping[str, Any]) -> None:
     """Adds to the assistant's message at the end, or begins one."""
     last = messages[-1] if messages else {}
+    calls = "tool_calls" in last
     is_open = last.get("role") == "assistant" and (
-        "call" in new or not (last["content"] or "tool_calls" in last)
+        "call" in new or (not calls and ("thought" in new or not last["content"]))
     )
     if not is_open:
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if "call" in new:
         last.setdefault("tool_calls", []).append(new["call"])
-    elif "reasoning_content" in new:
-        join_thoughts(last, new["reasoning_content"])
+    elif "thought" in new:
+        join_thoughts(last, new["thought"])
     else:
-        last.update(new)
+        last["content"] = new["content"]
 
 
-def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": call_input(item.arguments or "")}
-    return {"type": "function", "id": item.call_id or item.id or "", "function": function}
-
-
-def _text(content: str | list[Part] | None, place: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for index, part in enumerate(content):
-        if part.type not in _TEXT_PARTS:
-            raise RequestError(
-                f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
-                param=f"{place}[{index}]",
-            )
-    return "\n".join(part.text or part.refusal or "" for part in content)
+def _text(content: str | Iterable[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal" if part["type"] == "refusal" else "text"] for part in content)

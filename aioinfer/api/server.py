@@ -36,7 +36,7 @@ from aioinfer.api import (
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
-from aioinfer.api.context import FRONTEND, STARTED
+from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.file_store import FILES, FileStore
 from aioinfer.api.heap import HEAP, Heap
@@ -45,12 +45,12 @@ from aioinfer.api.info import READINESS, Readiness
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
+from aioinfer.api.object_store import OBJECT_STORE, ObjectStore
 from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
 from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
 from aioinfer.api.request_log import RequestLog
 from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRuns
-from aioinfer.api.response_store import RESPONSE_STORE, ResponseStore
 from aioinfer.api.tracing import Tracing
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
@@ -116,14 +116,15 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = Admission(frontend)
         app[RATE_LIMITER] = RateLimiter()
-        app[RESPONSE_STORE] = ResponseStore(frontend.config.chat)
-        app[RESPONSE_RUNS] = ResponseRuns(app[RESPONSE_STORE], frontend.config.chat)
+        app[OBJECT_STORE] = ObjectStore(frontend.config.chat)
+        app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE], frontend.config.chat)
         app.on_shutdown.append(app[RESPONSE_RUNS].stop)
         app[CONNECTIONS] = connections
         app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())
+        app[FINGERPRINT] = info.fingerprint(frontend)
         app[FILES] = self._files
         _add_models(app)
         _add_administration(app)
@@ -322,6 +323,7 @@ def _add_models(app: web.Application) -> None:
         ("/invocations", invocations.invoke),
         ("/v1/responses", responses.create_response),
         ("/responses", responses.create_response),
+        ("/v1/responses/input_tokens", responses.count_input_tokens),
         ("/v1/messages", anthropic.create_message),
         ("/v1/messages/count_tokens", anthropic.count_tokens),
         ("/api/chat", ollama.chat),
@@ -354,6 +356,7 @@ def _add_models(app: web.Application) -> None:
     app.router.add_get("/v1/responses/{id}", responses.get_response)
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)
     app.router.add_post("/v1/responses/{id}/cancel", responses.cancel_response)
+    app.router.add_get("/v1/responses/{id}/input_items", responses.list_input_items)
     app.router.add_get("/v1/models", info.list_models)
     app.router.add_get("/v1/models/{id:.+}", info.get_model)
     app.router.add_get("/models", info.list_models)

@@ -23,7 +23,8 @@ STREAM_HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields that all chunks of a reply have in common; `created` is in Unix seconds.
+    """The fields that all chunks of a reply have in common; `created` is in Unix seconds, and
+    `fingerprint` is the reply's `system_fingerprint`.
 
     With `include_usage`, chunks carry `"usage": null`, and `usage_event` is to follow the last one;
     with `continuous_usage` as well, they are to carry the usage so far instead (`with_usage`).
@@ -35,16 +36,21 @@ class Envelope:
     model: str
     include_usage: bool = False
     continuous_usage: bool = False
+    fingerprint: str | None = None
 
-    def head(self) -> bytes:
-        """Returns the beginning of an event, up to where the choices go."""
-        fields = {
+    def fields(self) -> dict[str, Any]:
+        """Returns these fields."""
+        return {
             "id": self.id,
             "object": self.object,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
-        return b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+
+    def head(self) -> bytes:
+        """Returns the beginning of an event, up to where the choices go."""
+        return b"data: " + orjson.dumps(self.fields())[:-1] + b',"choices":['
 
     def tail(self) -> bytes:
         """Returns the end of an event, from behind the choices."""

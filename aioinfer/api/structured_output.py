@@ -8,6 +8,7 @@ count. `text.grammar` says what they may hold.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -170,6 +171,12 @@ def find_grammar(body: StructuredFields) -> GrammarSpec | None:
         found.append(GrammarSpec("lark", body.grammar))
     if is_given(body.json_schema):
         found.append(json_grammar("json_schema", body.json_schema, "json_schema"))
+    return only_grammar(found)
+
+
+def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
+    """Returns the only one of these grammars, None if there is none. Raises `RequestError` naming
+    the fields if there are several."""
     if len(found) > 1:
         raise RequestError(
             f"{found[0].param} and {found[1].param} cannot be combined: an output follows one "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -11,13 +13,16 @@ from aiohttp import web
 
 from aioinfer.api.blocks import BlockKind, Blocks
 from aioinfer.api.delivery import ChoiceEvents, DirectSink
+from aioinfer.api.logprobs import are_many, formatted, logprob_entry
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser
 from aioinfer.text.message_parser import MessageParser
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.text.tokenizer import Tokenizer
 
 
 def named_event(fields: Mapping[str, Any]) -> bytes:
@@ -37,8 +42,15 @@ class BlockEvents(ChoiceEvents):
     returns_token_ids = False
     content_type = STREAM_HEADERS["Content-Type"]
 
-    def __init__(self, parser: MessageParser, new_id: Callable[[BlockKind], str]):
+    def __init__(
+        self,
+        parser: MessageParser,
+        new_id: Callable[[BlockKind], str],
+        tokenizer: Tokenizer | None = None,
+    ):
+        """`tokenizer` gives the texts of tokens with log-probabilities."""
         self.blocks = Blocks(new_id)
+        self._tokenizer = tokenizer
         self.num_tokens = 0
         self._parser = parser
         self._is_open = False
@@ -62,7 +74,14 @@ class BlockEvents(ChoiceEvents):
     def events(self, delta: Delta) -> bytes:
         """See `ChoiceEvents.events`."""
         self.num_tokens += len(delta.token_ids)
-        return self._events(delta.text, delta.finish_reason, delta.stop_reason)
+        end = delta.finish_reason, delta.stop_reason
+        if not delta.logprobs:
+            return self._events(delta.text, *end)
+        last = len(delta.logprobs) - 1
+        return b"".join(
+            self._events(token.text, *(end if index == last else (None, None)), token)
+            for index, token in enumerate(delta.logprobs)
+        )
 
     def token_frame(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
         """See `ChoiceEvents.token_frame`; nothing, where the token has no event."""
@@ -70,12 +89,20 @@ class BlockEvents(ChoiceEvents):
         data = self._events(text, reason, stop_reason)
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
-    def _events(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
+    def _events(
+        self,
+        text: str,
+        reason: str | None,
+        stop_reason: int | str | None,
+        token: TokenLogprob | None = None,
+    ) -> bytes:
         parts = []
         if not self._is_open:
             self._is_open = True
             parts.append(self.opening())
-        parts += [self.change(*change) for change in self.blocks.take(self._parser.feed(text))]
+        logprob = None if token is None else logprob_entry(self._tokenizer, token)
+        changes = self.blocks.take(self._parser.feed(text), logprob)
+        parts += [self.change(*change) for change in changes]
         if reason is not None:
             parts += [self.change(*change) for change in self.blocks.take(self._parser.flush())]
             parts += [self.change(*change) for change in self.blocks.end()]
@@ -97,7 +124,8 @@ async def stream_blocks(
         async for delta in output:
             if sink is not None:
                 sink.handler_writes = True
-            await response.write(events.events(delta))
+            made = await formatted(delta.logprobs or (), partial(events.events, delta))
+            await response.write(made)
             if sink is not None:
                 sink.handler_writes = False
             elif (
@@ -118,13 +146,17 @@ async def read_blocks(
 ) -> Blocks:
     """Returns the blocks of a message whose text is complete."""
     parser, blocks = make_parser(frontend, turn), Blocks(new_id)
+    tokens = delta.logprobs or ()
 
     def parse() -> None:
-        for part in (parser.feed(delta.text), parser.flush()):
-            for _ in blocks.take(part):
-                pass
+        parts: Iterable[tuple[str, dict[str, Any] | None]] = [(delta.text, None)]
+        if tokens:
+            parts = ((token.text, logprob_entry(frontend.tokenizer, token)) for token in tokens)
+        for text, logprob in parts:
+            deque(blocks.take(parser.feed(text), logprob), maxlen=0)
+        deque(blocks.take(parser.flush()), maxlen=0)
 
-    if len(delta.text) <= SHORT_TEXT:
+    if len(delta.text) <= SHORT_TEXT and not are_many(tokens):
         parse()
     else:
         await asyncio.to_thread(parse)

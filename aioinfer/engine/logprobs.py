@@ -17,11 +17,13 @@ from aioinfer.sampling_params import SamplingParams
 @dataclass(slots=True)
 class TokenLogprob:
     """The log-probability of a sampled token, and (token id, log-probability) of the likeliest
-    tokens at its position, or of those that the request names."""
+    tokens at its position, or of those that the request names. `text` is what its delta adds to
+    the text."""
 
     token_id: int
     logprob: float
     top: Sequence[tuple[int, float]]
+    text: str = ""
 
 
 class LikeliestTokens(Sequence[tuple[int, float]]):

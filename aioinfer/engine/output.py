@@ -226,6 +226,8 @@ class RequestOutput:
                 if not self._num_unfinished:
                     self._wake()
             return
+        if logprob is not None:
+            logprob.text = text
         self.put(Delta(index, text, [token], [logprob] if logprob else None, reason, stop_reason))
 
     def put(self, delta: Delta) -> None:

@@ -115,12 +115,14 @@ class RequestLimits:
             most = self._config.max_logprobs
             if wanted is None:
                 continue
-            if most >= 0 and not 0 <= wanted <= most:
+            count = self._num_logprobs(wanted)
+            if most >= 0 and (wanted if wanted >= 0 else count) > most:
+                all_tokens = "" if wanted >= 0 else f", which are all {count} tokens"
                 raise RequestError(
-                    f"{name} must be in [0, {most}], not {wanted} (scheduler.max_logprobs)",
+                    f"{name} must be in [0, {most}], not {wanted}{all_tokens}; the server's "
+                    f"scheduler.max_logprobs = {wanted if wanted >= 0 else -1} permits it",
                     param=name,
                 )
-            count = self._num_logprobs(wanted)
             if count > MAX_LOGPROBS and count * length > MAX_REQUEST_LOGPROBS:
                 raise RequestError(
                     f"{name} is {wanted}, which are {count} at each of {length} positions; a "

@@ -347,7 +347,7 @@ ELSEWHERE = {"model", "timeout_s", "return_token_ids", "return_tokens_as_token_i
 COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "suffix"}
 CHATS_ELSEWHERE = {
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
-    "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message",
+    "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message", "verbosity",
 }  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import openai
 import pytest
@@ -42,6 +44,36 @@ async def test_completion(client: openai.AsyncOpenAI) -> None:
     assert "".join(choice.logprobs.tokens or []) == choice.text
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 8
+
+
+async def test_fields_without_a_value(client: openai.AsyncOpenAI, served: Served) -> None:
+    """vLLM's `prompt_logprobs` is null where it was not asked for; the fingerprint is one for
+    all."""
+    completion = await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, n=2)
+    assert [choice["prompt_logprobs"] for choice in completion["choices"]] == [None, None]
+    chat = await served.post("/v1/chat/completions", messages=QUESTION, max_tokens=1)
+    assert chat["prompt_logprobs"] is None
+    batch = await served.post("/v1/chat/completions/batch", messages=[QUESTION], max_tokens=1)
+    assert batch["prompt_logprobs"] is None
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=2, stream=True
+    )
+    found = {chunk.system_fingerprint async for chunk in stream}
+    found |= {reply["system_fingerprint"] for reply in (completion, chat, batch)}
+    (fingerprint,) = found
+    assert re.fullmatch("fp_[0-9a-f]{10}", fingerprint or "")
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "top_logprobs"])
+async def test_all_log_probabilities_need_a_setting(served: Served, name: str) -> None:
+    body: dict[str, Any] = {"prompt": PROMPT, name: -1}
+    path = "/v1/completions"
+    if name == "top_logprobs":
+        body, path = {"messages": QUESTION, "logprobs": True, name: -1}, "/v1/chat/completions"
+    error = (await served.post(path, 400, **body, max_tokens=1))["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} must be in [0, 20], not -1, which are all 49152")
+    assert "scheduler.max_logprobs = -1 permits it" in error["message"]
 
 
 async def test_streamed_completion(client: openai.AsyncOpenAI) -> None:
@@ -153,6 +185,7 @@ async def test_an_unknown_model(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.chat.completions.create(model="gpt-9", messages=QUESTION)
     assert caught.value.code == "model_not_found"
+    assert MODEL not in caught.value.message  # a name is for those who know it
 
 
 @pytest.mark.parametrize(

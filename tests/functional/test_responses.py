@@ -68,6 +68,136 @@ async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     assert kinds.count("output_text.delta") > 3
 
 
+async def test_log_probabilities_of_the_text(client: openai.AsyncOpenAI) -> None:
+    body: Any = USUAL | {"input": "What is the capital of France?", "top_logprobs": 2}
+    include: Any = ["message.output_text.logprobs"]
+    whole = await client.responses.create(**body, include=include)
+    (message,) = whole.output
+    assert message.type == "message"
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * 6
+    assert all(entry.top_logprobs[0].token == entry.token for entry in part.logprobs)
+    chat = await client.chat.completions.create(
+        model="smollm2", temperature=0, max_tokens=6, logprobs=True, top_logprobs=2,
+        messages=[{"role": "user", "content": body["input"]}],
+    )  # fmt: skip
+    assert chat.choices[0].logprobs is not None
+    known = [entry.model_dump() for entry in chat.choices[0].logprobs.content or ()]
+    assert [entry.model_dump() for entry in part.logprobs] == known
+    stream = await client.responses.create(**body, include=include, stream=True)
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    sent = [entry for event in deltas for entry in event.logprobs]
+    assert all("".join(t.token for t in event.logprobs) == event.delta for event in deltas)
+    assert [entry.logprob for entry in sent] == [entry.logprob for entry in part.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.token for entry in done.logprobs] == [entry.token for entry in sent]
+    final = events[-1]
+    assert final.type == "response.incomplete"
+    assert final.response.output[0].content == message.content  # type: ignore[union-attr]
+    assert (await client.responses.retrieve(whole.id)).output == whole.output
+    plain = await client.responses.create(**USUAL, input=body["input"], include=include)
+    assert [e.top_logprobs for e in plain.output[0].content[0].logprobs] == [[]] * 6  # type: ignore[union-attr]
+
+
+async def test_log_probabilities_of_a_text_alone(client: openai.AsyncOpenAI) -> None:
+    """A call has none, and neither has its end token."""
+    call = await client.responses.create(**CALL, top_logprobs=1)
+    assert [item.type for item in call.output] == ["function_call"]
+    ended = await client.responses.create(
+        **USUAL, input="Say yes.", top_logprobs=1, extra_body={"stop": ["."], "min_tokens": 2}
+    )
+    part: Any = ended.output[0].content[0]  # type: ignore[union-attr]
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+
+
+async def test_fields_of_sampling(client: openai.AsyncOpenAI, served: Served) -> None:
+    """Each has the effect that it has in a chat."""
+    ask = "What is the capital of France?"
+    plain = (await client.responses.create(**USUAL, input=ask)).output_text
+    second = plain.split()[1]
+    fields: list[dict[str, Any]] = [
+        {"stop": [f" {second}"]},
+        {"logit_bias": {plain.split()[0]: -100}},
+        {"structured_outputs": {"choice": ["red", "blue"]}},
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"temperature": 2.0, "seed": 3, "min_p": 1.0},
+        {"temperature": 2.0, "seed": 3, "top_k": 1},
+        {"bad_words": [plain.split()[0]]},
+        {"ignore_eos": True, "max_output_tokens": 20, "min_tokens": 20},
+        {"stop_token_ids": [2], "skip_special_tokens": False, "include_stop_str_in_output": True},
+    ]
+    for given in fields:
+        body = USUAL | {"input": ask} | given
+        reply = await served.post("/v1/responses", **body)
+        chat = await served.post(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": ask}],
+            **{("max_tokens" if k == "max_output_tokens" else k): v for k, v in body.items()
+               if k != "input"},
+        )  # fmt: skip
+        texts = [part["text"] for item in reply["output"] for part in item["content"]]
+        assert "".join(texts) == chat["choices"][0]["message"]["content"], given
+    stopped = await served.post("/v1/responses", **USUAL, input=ask, stop=f" {second}")
+    assert stopped["status"] == "completed"
+    assert stopped["output"][0]["content"][0]["text"] == plain.split()[0]
+
+
+async def test_items_of_the_input(client: openai.AsyncOpenAI) -> None:
+    first = await client.responses.create(**CALL)
+    (call,) = first.output
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}  # type: ignore[union-attr]
+    system: Any = {"role": "developer", "content": "Be brief."}
+    second = await client.responses.create(
+        **USUAL, previous_response_id=first.id, input=[result, system]
+    )
+    page = await client.responses.input_items.list(second.id, order="asc")
+    assert [item.type for item in page.data] == [
+        "message", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    assert page.data[0].content[0].text == CALL["input"]  # type: ignore[union-attr]
+    assert page.data[1].id == call.id
+    pages = [i.id async for i in client.responses.input_items.list(second.id, limit=1)]
+    assert pages == [item.id for item in reversed(page.data)]
+    after = await client.responses.input_items.list(second.id, after=pages[1], limit=1)
+    assert ([item.id for item in after.data], after.has_more) == ([pages[2]], True)
+    for query in ({"limit": 101}, {"order": "up"}, {"after": "msg_none"}):
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.input_items.list(second.id, extra_query=query)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_items.list("resp_none")
+
+
+async def test_input_tokens_are_counted(client: openai.AsyncOpenAI, served: Served) -> None:
+    ask: Any = {"model": "smollm2", "input": "Who are you?", "instructions": "Be kind."}
+    counted = await client.responses.input_tokens.count(**ask, tools=TOOLS)
+    assert counted.object == "response.input_tokens"
+    reply = await client.responses.create(**ask, tools=TOOLS, max_output_tokens=1)
+    assert reply.usage is not None
+    assert counted.input_tokens == reply.usage.input_tokens
+    sequel: Any = {"previous_response_id": reply.id, "input": "And now?", "tools": TOOLS}
+    longer = await client.responses.input_tokens.count(**ask | sequel)
+    assert longer.input_tokens > counted.input_tokens
+    assert not served.engine._sequences
+
+
+async def test_a_prompt_that_does_not_fit_is_truncated(client: openai.AsyncOpenAI) -> None:
+    turns: Any = [{"role": "user", "content": f"{i} " + "word " * 100} for i in range(8)]
+    turns.append({"role": "user", "content": "What is the capital of France?"})
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.responses.create(**USUAL, input=turns)
+    cut = await client.responses.create(**USUAL, input=turns, truncation="auto")
+    assert cut.truncation == "auto"
+    assert cut.usage is not None
+    assert 300 < cut.usage.input_tokens <= 512 - 6
+    same = await client.responses.create(**USUAL, input=turns[-5:], truncation="auto")
+    assert same.output_text == cut.output_text
+
+
 async def test_a_call_and_its_result(client: openai.AsyncOpenAI) -> None:
     reply = await client.responses.create(**CALL)
     (call,) = reply.output
@@ -141,6 +271,26 @@ async def test_conversations_are_kept_unless_not_wanted(client: openai.AsyncOpen
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"max_output_tokens": 9999}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"include": ["message.tone"]}, "include[0]"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"text": {"verbosity": "mute"}}, "text.verbosity"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+        ({"logit_bias": {"two words": 1}}, "logit_bias"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+            "structured_outputs.regex",
+        ),
+        ({"temprature": 1}, "temprature"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
     ],
 )
 async def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], param: str) -> None:
