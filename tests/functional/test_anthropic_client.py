@@ -68,6 +68,26 @@ async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
     assert kinds.count("text") > 3
 
 
+async def test_a_cached_prompt_counts_once_at_both_ends_of_a_stream(
+    client: anthropic.AsyncAnthropic,
+) -> None:
+    story: Any = [{"role": "user", "content": "Tell me a story. " * 12}]
+    count = (await client.messages.count_tokens(model="smollm2", messages=story)).input_tokens
+    await client.messages.create(**USUAL, messages=story)
+    usages: list[Any] = []
+    async for event in await client.messages.create(**USUAL, messages=story, stream=True):
+        if event.type == "message_start":
+            usages.append(event.message.usage)
+        elif event.type == "message_delta":
+            usages.append(event.usage)
+    start, end = usages
+    for usage in usages:
+        assert usage.cache_read_input_tokens >= 16  # a block of the KV cache
+        assert usage.input_tokens + usage.cache_read_input_tokens == count
+    assert start.input_tokens == end.input_tokens
+    assert end.output_tokens == 6
+
+
 async def test_a_stop_sequence(client: anthropic.AsyncAnthropic) -> None:
     reply = await client.messages.create(
         **USUAL | {"max_tokens": 40}, messages=ASK, stop_sequences=["Paris"]
