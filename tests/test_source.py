@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import aioinfer.checkpoint.gguf
-from aioinfer.checkpoint.source import resolve_model
+from aioinfer.checkpoint.source import resolve_model, weight_files
 from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 
@@ -70,6 +70,24 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert resolve("org/model").resolve() == tmp_path / "org" / "model"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/org") == tmp_path / "org"
+
+
+def test_a_digest_follows_from_the_weights_alone(tmp_path: Path, file: Path):
+    """Not from their place, and not from other files beside them."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "model-1.safetensors").write_bytes(bytes(200_000))
+        (folder / "model-2.safetensors").write_bytes(bytes(100))
+    (folders[1] / "consolidated.safetensors").write_bytes(b"the same once more")
+    (folders[2] / "model-1.safetensors").write_bytes(bytes(199_999) + b"1")
+    one, same, other = [weight_files(ModelConfig(path=str(f)), f) for f in folders]
+    assert (one.format, one.size) == ("safetensors", 200_100)
+    assert (one.digest, one.size) == (same.digest, same.size)
+    assert other.digest != one.digest
+    converted = weight_files(ModelConfig(path=str(file)), folders[0])
+    assert (converted.format, converted.size) == ("gguf", file.stat().st_size)
+    assert converted.modified == file.stat().st_mtime
 
 
 def test_a_gguf_file_is_converted_once(file: Path, cache: Path, converter: Converter):

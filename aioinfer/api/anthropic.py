@@ -34,7 +34,15 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     admit(request, body.timeout_s)
     prompt = await encode_body(frontend, body)
     with renamed({"stop": "stop_sequences"}):
-        turn = await make_turn(frontend, prompt, body.sampling_fields(), body.tool_use())
+        turn = await make_turn(
+            frontend,
+            prompt,
+            body.sampling_fields(),
+            body.tool_use(),
+            shows_thoughts=body.shows_thoughts,
+            # for clients who must name a budget: elsewhere a thought has none
+            thought_budget=body.thought_budget if frontend.message_format.bounds_thoughts else None,
+        )
     name = f"msg_{request_id(request)}"
     async with submitted(
         request, [prompt], turn.params, name=name, priority=body.priority

@@ -44,9 +44,33 @@ class AnthropicTool(Struct, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    input_examples: list[Any] | None = None
+
+    def check(self, place: str) -> None:
+        """Raises `RequestError` for what would change how the tool is called; `place` is the tool's
+        in the body."""
+        if self.type not in (None, "custom"):
+            raise RequestError(
+                f"{place}.type {self.type[:40]!r} is not supported, only 'custom'",
+                param=f"{place}.type",
+            )
+        refused = {
+            "allowed_callers": self.allowed_callers not in (None, [], ["direct"]),
+            "defer_loading": self.defer_loading,
+            "input_examples": self.input_examples,
+        }
+        for name, is_given in refused.items():
+            if is_given:
+                raise RequestError(
+                    f"{place}.{name} is not supported here",
+                    param=f"{place}.{name}",
+                    code="unsupported_parameter",
+                )
 
 
-class ToolChoice(Struct, kw_only=True):
+class ToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
     """How tools may be called."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -54,20 +78,23 @@ class ToolChoice(Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Struct, kw_only=True):
-    """Whether the model is to think; its budget is not bounded."""
+class Thinking(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether the model is to think, in how many tokens at most, and whether the reply has the
+    thought. There are no summaries: what stands for one is the thought itself."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Struct, kw_only=True):
+class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     """The JSON schema of the answer."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Struct, kw_only=True):
+class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     """What the answer looks like."""
 
     format: OutputFormat | None = None
@@ -83,23 +110,21 @@ class CountTokensRequest(Body, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
         self.tool_use()
         list(self.conversation())
+        self.answer_grammar()
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
         functions = []
         for index, tool in enumerate(self.tools or ()):
             place = f"tools[{index}]"
-            if tool.type not in (None, "custom"):
-                raise RequestError(
-                    f"{place}.type {tool.type[:40]!r} is not supported, only 'custom'",
-                    param=f"{place}.type",
-                )
+            tool.check(place)
             functions.append(
                 {
                     "name": tool.name,
@@ -120,6 +145,21 @@ class CountTokensRequest(Body, kw_only=True):
             parallel=given is None or not given.disable_parallel_tool_use,
         )
 
+    def answer_grammar(self) -> GrammarSpec | None:
+        """Returns the grammar of the answer; `output_format` is the older place of its schema.
+        Raises `RequestError`."""
+        given = self.output_config.format if self.output_config is not None else None
+        if given is not None and self.output_format is not None:
+            raise RequestError(
+                "output_format and output_config.format are the same: give one of them",
+                param="output_format",
+            )
+        place = "output_format.schema" if given is None else "output_config.format.schema"
+        if (format := given or self.output_format) is None:
+            return None
+        source = msgspec.json.encode(format.schema).decode()
+        return GrammarSpec("json_schema", source, param=place)
+
     def conversation(self) -> Iterator[dict[str, Any]]:
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
         place."""
@@ -139,7 +179,7 @@ class CountTokensRequest(Body, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    """`POST /v1/messages`. Fields for Anthropic's own servers are ignored."""
+    """`POST /v1/messages`."""
 
     max_tokens: Count
     stop_sequences: list[str] | None = None
@@ -149,13 +189,16 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
-    mcp_servers: list[Any] | None = None
 
-    def check(self) -> None:
-        """See `Body.check`."""
-        super().check()
-        if self.mcp_servers:
-            raise RequestError("mcp_servers is not supported", param="mcp_servers")
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, None for any."""
+        return self.thinking.budget_tokens if self.thinking is not None else None
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the reply holds thoughts."""
+        return self.thinking is None or self.thinking.display != "omitted"
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
@@ -163,11 +206,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         fields = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.stop_sequences:
             fields["stop"] = tuple(self.stop_sequences)
-        if self.output_config is not None and self.output_config.format is not None:
-            source = msgspec.json.encode(self.output_config.format.schema).decode()
-            fields["grammar"] = GrammarSpec(
-                "json_schema", source, param="output_config.format.schema"
-            )
+        if (grammar := self.answer_grammar()) is not None:
+            fields["grammar"] = grammar
         return fields
 
 

@@ -159,8 +159,8 @@ NO_EFFECT_BY_REASON: dict[str, tuple[str, ...]] = {
         "num_keep", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
     ),
     "it is for loading a model, which the server has done": (
-        "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx",
-        "num_gpu", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
+        "embedding_only", "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch",
+        "num_ctx", "num_gpu", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only",
     ),
     "it belongs to a method of sampling that is off": (
         "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers",

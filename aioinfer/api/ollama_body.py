@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from aioinfer.api.protocol import Body, Int32, Int64, Seconds
+from aioinfer.api.protocol import Body, Ignored, Int32, Int64, Seconds
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
 
-class Options(Struct, kw_only=True):
-    """The options that count for a model that is loaded; others are ignored."""
+class Options(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The options that count for a model that is loaded; `fields` has the others."""
 
     num_predict: Int32 | None = None
     temperature: float | None = None
@@ -25,6 +25,7 @@ class Options(Struct, kw_only=True):
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: Int32 | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -75,7 +76,15 @@ class OllamaMessage(Struct, kw_only=True):
         return message
 
 
-class OllamaBody(Body, kw_only=True):
+class NamedBody(Body, kw_only=True):
+    """A body with a model's name, in which Ollama's default tag may stand."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            self.model = self.model.removesuffix(":latest")
+
+
+class OllamaBody(NamedBody, kw_only=True):
     """What chats and generations have in common."""
 
     format: str | dict[str, Any] | None = None
@@ -84,14 +93,18 @@ class OllamaBody(Body, kw_only=True):
     think: bool | str | None = None
     timeout_s: Seconds | None = None
 
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self.model = self.model.removesuffix(":latest")
-
     def check(self) -> None:
         """See `Body.check`."""
         if isinstance(self.format, str) and self.format not in ("", "json"):
             raise RequestError("format must be 'json' or a JSON schema", param="format")
+        options = self.options or Options()
+        if (options.repeat_last_n or -1) != -1 and options.repeat_penalty not in (None, 1):
+            raise RequestError(
+                "options.repeat_last_n must be -1, for all tokens, or 0, for none: a penalty for "
+                "the last ones alone is not supported",
+                param="options.repeat_last_n",
+                code="unsupported_parameter",
+            )
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
@@ -100,7 +113,8 @@ class OllamaBody(Body, kw_only=True):
         # -1 and -2 stand for as many as fit
         if (length := fields.pop("num_predict", -1)) > 0:
             fields["max_tokens"] = length
-        if (penalty := fields.pop("repeat_penalty", None)) is not None:
+        penalty = fields.pop("repeat_penalty", None)
+        if fields.pop("repeat_last_n", None) != 0 and penalty is not None:
             fields["repetition_penalty"] = penalty
         if isinstance(self.format, dict):
             source = msgspec.json.encode(self.format).decode()
@@ -119,16 +133,16 @@ class OllamaBody(Body, kw_only=True):
 
 
 class OllamaChat(OllamaBody, kw_only=True):
-    """`POST /api/chat`."""
+    """`POST /api/chat`. Without messages it has the model loaded."""
 
-    messages: Annotated[list[OllamaMessage], Meta(min_length=1)]
+    messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
         super().check()
         self.tool_use()
-        for index, message in enumerate(self.messages):
+        for index, message in enumerate(self.messages or ()):
             if message.images:
                 place = f"messages[{index}].images"
                 raise RequestError(f"{place} is not supported", param=place)
@@ -139,26 +153,15 @@ class OllamaChat(OllamaBody, kw_only=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
-        return [message.for_template() for message in self.messages]
+        return [message.for_template() for message in self.messages or ()]
 
 
 class OllamaGenerate(OllamaBody, kw_only=True):
-    """`POST /api/generate`."""
+    """`POST /api/generate`. Without a prompt it has the model loaded."""
 
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
-    suffix: str | None = None
-    images: list[Any] | None = None
-    template: str | None = None
-    context: list[int] | None = None
-
-    def check(self) -> None:
-        """See `Body.check`."""
-        super().check()
-        for name in ("suffix", "images", "template", "context"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported here", param=name)
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
@@ -166,8 +169,13 @@ class OllamaGenerate(OllamaBody, kw_only=True):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
-class ShowRequest(OllamaBody, kw_only=True):
-    """`POST /api/show`."""
+class ShowRequest(NamedBody, kw_only=True):
+    """`POST /api/show`. `name` is the older name of `model`; there is no more to show than is
+    shown, whatever `verbose` says."""
 
     name: str | None = None
-    verbose: bool | None = None
+    verbose: Ignored = None
+
+    def __post_init__(self) -> None:
+        self.model = self.model or self.name
+        super().__post_init__()

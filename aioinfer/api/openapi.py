@@ -107,6 +107,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
     ("GET", "/api/tags"): Operation(),
+    ("GET", "/api/ps"): Operation(),
     ("GET", "/api/version"): Operation(reply=replies.Version),
     ("POST", "/api/embed"): Operation(OllamaEmbedRequest, replies.OllamaEmbeddings),
     ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest, replies.OllamaEmbedding),

@@ -352,6 +352,7 @@ def _add_models(app: web.Application) -> None:
     ):
         app.router.add_post(path, handler, expect_handler=defer_continue)
     app.router.add_get("/api/tags", ollama.list_tags)
+    app.router.add_get("/api/ps", ollama.list_running)
     app.router.add_get("/api/version", ollama.version)
     app.router.add_get("/v1/responses/{id}", responses.get_response)
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)

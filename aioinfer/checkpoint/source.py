@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from aioinfer.config import ModelConfig
@@ -20,6 +21,8 @@ from aioinfer.errors import ConfigError
 _CONVERTER_VERSION = 3
 #: Files that repository owners put beside the weights: the same in another program's layout.
 _OTHER_LAYOUTS = ["consolidated*", "original/*"]
+#: Of each file of weights, at its beginning and its end, for the digest.
+_SAMPLE_BYTES = 64 * 1024
 _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
 
 
@@ -53,6 +56,45 @@ def check_files(config: ModelConfig) -> None:
         _locate(config.tokenizer, "model.tokenizer")
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise ConfigError(f"model.chat_template = {config.chat_template!r}: there is no such file")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files that a model's weights were given in: a GGUF file, or those of a folder.
+
+    Attributes:
+        format: "gguf" or "safetensors".
+        size: of all together, in bytes.
+        modified: when the newest was written, in Unix seconds; 0 without files.
+        digest: SHA-256, in hexadecimal digits, of each file's size and first and last 64 KiB: it
+            takes milliseconds, and does not depend on names and places.
+    """
+
+    format: str
+    size: int
+    modified: float
+    digest: str
+
+
+def weight_files(config: ModelConfig, folder: Path) -> WeightFiles:
+    """Returns what is known of the files of a model that `resolve_model` has found in `folder`.
+    Reads them. Raises `ConfigError` and OSError for files that are gone."""
+    path = _locate(config.path, "model.path")
+    is_gguf = path is not None and path.is_file()
+    if path is not None and is_gguf:
+        files = [path]
+    else:  # others that lie beside them are the same in another program's layout
+        files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    digest, size, modified = hashlib.sha256(), 0, 0.0
+    for each in files:
+        status = each.stat()
+        size, modified = size + status.st_size, max(modified, status.st_mtime)
+        digest.update(status.st_size.to_bytes(8, "little"))
+        with each.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, status.st_size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return WeightFiles("gguf" if is_gguf else "safetensors", size, modified, digest.hexdigest())
 
 
 def _locate(name: str, key: str) -> Path | None:

@@ -53,6 +53,7 @@ class Frontend:
         engines: the replicas of the model, by number.
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
+        folder: the model's.
         defaults, vocab_size, hidden_size, pooling: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
@@ -61,6 +62,7 @@ class Frontend:
 
     tokenizer: Tokenizer | None
     message_format: MessageFormat
+    folder: Path
     defaults: GenerationDefaults
     max_model_len: int
     vocab_size: int
@@ -197,6 +199,7 @@ class Frontend:
 
     def _load_text_side(self, folder: Path) -> None:
         """Loads what only this process needs of the model, and what grammars need."""
+        self.folder = folder
         self._model = model = ServedModel.load(folder, self.config)
         self.tokenizer, self.message_format = model.tokenizer, model.message_format
         self.defaults, self.pooling = model.defaults, model.pooling

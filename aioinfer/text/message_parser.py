@@ -123,6 +123,11 @@ class MessageFormat(Protocol):
         """Whether the model may write thoughts."""
         ...
 
+    @property
+    def bounds_thoughts(self) -> bool:
+        """Whether a grammar can end thoughts at a budget of tokens."""
+        ...
+
     def num_thought_tokens(
         self,
         tokens: Sequence[int],

@@ -22,6 +22,11 @@ def test_models(server: Server, client: ollama.Client) -> None:
         str(model.model).removesuffix(":latest") for model in client.list().models
     ]
     assert client.show(server.model).modelinfo is not None
+    (running,) = client.ps().models
+    assert str(running.model).removesuffix(":latest") == server.model
+    assert running.digest == client.list().models[0].digest
+    assert int(running.size or 0) > int(client.list().models[0].size or 0) > 0
+    assert running.expires_at is not None
 
 
 def test_chat_and_generate(server: Server, client: ollama.Client) -> None:

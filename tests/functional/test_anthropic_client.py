@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -115,6 +116,26 @@ async def test_a_call_and_its_result(client: anthropic.AsyncAnthropic) -> None:
     ]
     reply = await client.messages.create(**USUAL, messages=conversation, tools=TOOLS)
     assert reply.content[0].type == "text"
+
+
+async def test_an_answer_by_a_schema(client: anthropic.AsyncAnthropic) -> None:
+    form = {"type": "json_schema", "schema": WEATHER}
+    usual = USUAL | {"max_tokens": 60, "messages": ASK}
+    for place in ({"output_format": form}, {"output_config": {"format": form}}):
+        reply = await client.messages.create(**usual | {"extra_body": GREEDY | place})
+        jsonschema.validate(json.loads(reply.content[0].text), WEATHER)  # type: ignore[union-attr]
+    broken = {"type": "json_schema", "schema": {"type": "frob"}}
+    both = {"output_format": form, "output_config": {"format": form}}
+    for body, place in (
+        (both, "output_format"),
+        ({"output_format": broken}, "output_format"),
+        ({"output_config": {"task_budget": 1}}, "output_config.task_budget"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"tools": [{"name": "f", "defer_loading": True}]}, r"tools\[0\].defer_loading"),
+        ({"temprature": 1}, "temprature"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=place):
+            await client.messages.create(**usual | {"extra_body": body})
 
 
 async def test_a_failure_ends_a_stream(client: anthropic.AsyncAnthropic, served: Served) -> None:

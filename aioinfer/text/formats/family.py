@@ -110,6 +110,11 @@ class FamilyFormat:
         """See `MessageFormat.has_thoughts`."""
         return self._thought is not None or isinstance(self._calls, HarmonyCalls)
 
+    @property
+    def bounds_thoughts(self) -> bool:
+        """See `MessageFormat.bounds_thoughts`."""
+        return self._thought is not None and self._thought.close in self._special_ids
+
     def num_thought_tokens(
         self,
         tokens: Sequence[int],
