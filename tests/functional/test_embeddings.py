@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 import math
+import re
+import shlex
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,7 @@ from tests.gpu.random_models import random_model
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MODEL = "smollm2"
+PAGE = Path(__file__).parents[2] / "docs" / "embeddings.md"
 TEXTS = ["The capital of France is Paris.", "Water boils at 100 degrees.", "Hello"]
 LONG = "The river ran through the old town, under five stone bridges. " * 12
 #: What the tokenizer of the random models knows.
@@ -196,6 +201,24 @@ async def test_a_prompt_without_an_answer_may_fill_the_context(
     reply = await served.post("/v1/completions", 400, prompt=[5] * 512, max_tokens=1)
     assert reply["error"]["code"] == "context_length_exceeded"
     assert served.engine.is_idle
+
+
+async def test_the_page_s_scores_tell_an_answer_from_another_text(served: Served) -> None:
+    page = await asyncio.to_thread(PAGE.read_text, "utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^curl .*", page, re.MULTILINE)]
+    bodies = {
+        command[1].removeprefix("http://127.0.0.1:8000"): json.loads(command[-1])
+        for command in commands
+    }
+    body = bodies["/score"]
+    right, wrong = (each["score"] for each in (await served.post("/score", **body))["data"])
+    assert "Paris" in body["text_2"][0]
+    assert right > wrong + 0.1
+    assert (f"{right:.2f}", f"{wrong:.2f}") == ("0.88", "0.74")
+    assert "score 0.88 and 0.74" in page.replace("\n", " ")
+    (best,) = (await served.post("/v1/rerank", **bodies["/v1/rerank"]))["results"]
+    assert "Paris" in best["document"]["text"]
+    assert best["relevance_score"] == pytest.approx(right, abs=0.01)
 
 
 # ------------------------------------------------------------------ prompts' log-probabilities
