@@ -160,9 +160,11 @@ class Batches:
             batch.enter("cancelling")
             record = self._records[batch_id]
             record.outcome = "cancelled"
-            if (serving := self._serving.get(batch_id)) is not None:
-                serving.cancel()
-            await self._save(record)
+            try:
+                await self._save(record)
+            finally:
+                if (serving := self._serving.get(batch_id)) is not None:
+                    serving.cancel()
         return batch
 
     # ---------------------------------------------------------------- the work

@@ -96,6 +96,14 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
             await asyncio.sleep(0.02)
 
 
+async def until_answered(client: openai.AsyncOpenAI, batch_id: str, count: int) -> None:
+    async with asyncio.timeout(60):
+        while (  # noqa: ASYNC110  # the API has no events
+            await client.batches.retrieve(batch_id)
+        ).request_counts.completed < count:
+            await asyncio.sleep(0.02)
+
+
 async def test_a_batch_is_answered_in_order(filed: Served, client: openai.AsyncOpenAI) -> None:
     lines = [line(number) for number in range(12)]
     lines[7] = line(7, temperature=-1)
@@ -270,11 +278,7 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
         openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
     ):
         batch_id = await begin(client, jsonl(lines))
-        async with asyncio.timeout(60):
-            while (  # noqa: ASYNC110  # the API has no events
-                await client.batches.retrieve(batch_id)
-            ).request_counts.completed < 8:
-                await asyncio.sleep(0.02)
+        await until_answered(client, batch_id, 8)
     partial = tmp_path / "batches" / f"{batch_id}.output"
     written = await asyncio.to_thread(partial.read_bytes)
     num_written = written.count(b"\n")
@@ -316,8 +320,9 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
     filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was answered before is kept, and its files can be deleted."""
-    lines = [line(number) for number in range(8)] + [line(8, temperature=-1), line(9)]
+    lines = [line(number) for number in range(30)] + [line(30, temperature=-1), line(31)]
     batch_id = await begin(client, jsonl(lines))
+    await until_answered(client, batch_id, 1)
     # where the errors should be appended
     await asyncio.to_thread(folder_of(filed).joinpath("batches", f"{batch_id}.error").mkdir)
     batch = await ended(client, batch_id)
