@@ -20,14 +20,18 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+/** Returns the headers that hold the key, if there is one. */
+export function authorization() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
 /**
  * Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal`
  * is aborted.
  */
 export async function request(path, { body, signal } = {}) {
-  const headers = {};
-  const key = sessionStorage.getItem(KEY);
-  if (key) headers.Authorization = `Bearer ${key}`;
+  const headers = authorization();
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {

@@ -103,10 +103,15 @@ export class MarkdownView {
 
   /**
    * Renders the text once it is complete: a link definition now counts for what stands before it,
-   * too.
+   * too, and the levels of headings leave none out.
    */
   finish() {
     this.render();
+    this.#resolve();
+    levelHeadings(this.#container);
+  }
+
+  #resolve() {
     if (!this.text.includes("]:")) return;
     const { blocks, references } = parse(this.text.replace(/\r\n?/g, "\n"));
     if (!Object.keys(references).length) return;
@@ -185,6 +190,16 @@ function extendCode(old, fresh) {
   if (!sameKind || !text || !more?.data.startsWith(text.data)) return false;
   text.appendData(more.data.slice(text.length));
   return true;
+}
+
+/** Tells readers of headings the level of each: at most one more than that of the one before. */
+function levelHeadings(container) {
+  let last = 2; // the heading of the chat
+  for (const heading of container.querySelectorAll("h3, h4, h5, h6")) {
+    const own = Number(heading.tagName[1]);
+    last = Math.min(own, last + 1);
+    if (last < own) heading.ariaLevel = last;
+  }
 }
 
 /** Makes the node of a block. */

@@ -19,7 +19,9 @@ from aioinfer.api.admin import AbortRequest
 from aioinfer.api.batch_objects import CreateBatch
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.openapi import EXAMPLES, OPERATIONS
+from aioinfer.api.pooling_bodies import RerankRequest
 from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.replies import RerankedText
 from aioinfer.errors import GenerationError
 from document_keys import supported_fields
 from tests.functional.conftest import Served, serve
@@ -229,6 +231,7 @@ BODIES = {
     if operation.body not in (None, dict, AbortRequest, CreateBatch)
     and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/infill", "/r"))
     and path not in ("/v1/score", "/v1/rerank", "/responses")
+    and "{" not in path
 }
 WRONG_TYPES = ({"_": 1}, [{"_": 1}], [[0.5]], True, "\0", 0.5, -(2**70))
 
@@ -264,11 +267,21 @@ class TestTable:
         same = {name: value for name, value in same.items() if name not in supported}
         assert len(same) > 80
         replies = [await served.post(path, **body | more) for more in ({}, same)]
+        reply_type = OPERATIONS["POST", path].reply
+        for reply in replies:
+            assert reply_type is None or msgspec.convert(reply, reply_type)
         plain, other = [reply if isinstance(reply, list) else [reply] for reply in replies]
         for one, another in zip(plain, other, strict=True):
             assert one.keys() == another.keys()
             for name in ("choices", "content", "message", "response", "tokens", "input_tokens"):
                 assert one.get(name) == another.get(name)
+
+    async def test_texts_are_reranked_to_a_list(self, served: Served) -> None:
+        body = {"query": "a river", "texts": ["a stream", "a loaf"], "return_text": True}
+        reply: Any = await served.post("/rerank", **body)
+        assert msgspec.convert(reply, list[RerankedText])[0].text == "a stream"
+        body = EXAMPLES[RerankRequest] | {"return_text": True}
+        assert "return_text goes with texts" in str(await served.post("/rerank", 400, **body))
 
     @pytest.mark.parametrize("path", BODIES)
     async def test_wrong_types_of_what_is_supported(self, served: Served, path: str) -> None:

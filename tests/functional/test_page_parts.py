@@ -19,6 +19,8 @@ from aiohttp import web
 from yarl import URL
 
 from aioinfer.api.embedded import create_app
+from aioinfer.api.openapi import EXAMPLES
+from aioinfer.api.protocol import ChatRequest
 from bench_loop import make_frontend
 from tests.functional import chat_page
 from tests.functional.chat_page import IDLE, LAST_TEXT, say, set_field
@@ -145,6 +147,7 @@ async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script,
     await browser.until("document.querySelectorAll('details').length > 20")
     titles = "[...document.querySelectorAll('summary code')].map((code) => code.textContent)"
     assert "POST /llm/v1/chat/completions" in await browser.run(titles)
+    await opened(browser, "POST /llm/v1/chat/completions")
     fields = "[...document.querySelectorAll('td code')].map((code) => code.textContent)"
     assert "tool_choice" in await browser.run(fields)
     borders = "getComputedStyle(document.querySelector('table')).borderCollapse"
@@ -153,6 +156,107 @@ async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script,
     await browser.until("document.querySelector('#status')?.dataset.state === 'live'")
     assert all(URL(request["url"]).path.startswith("/llm") for request in browser.requests)
     assert browser.errors.empty(), browser.errors
+
+
+# ---------------------------------------------------------------- the page of endpoints
+
+
+async def opened(browser: Page, title: str) -> str:
+    """Opens an endpoint's fold; returns an expression that is its element."""
+    summaries = "[...document.querySelectorAll('main > details > summary')]"
+    fold = f"{summaries}.find((s) => s.firstChild.textContent === {title!r}).parentNode"
+    await browser.run(f"{fold}.open = true")
+    await browser.until(f"{fold}.querySelector('form')")
+    return fold
+
+
+async def test_a_call_from_the_page_of_endpoints(
+    browser: Page, mounted: tuple[Script, str]
+) -> None:
+    script, url = mounted
+    script.begin()
+    await browser.open(f"{url}/docs")
+    await browser.until("document.querySelectorAll('details').length > 20")
+    await browser.run("document.querySelector('#key').focus()")
+    await browser.send("Input.insertText", text="secret")
+
+    fold = await opened(browser, "GET /llm/v1/models/{id}")
+    await browser.run(f"{fold}.querySelector('[name=id]').focus()")
+    await browser.send("Input.insertText", text="a/b")
+    await browser.click(f"{fold}.querySelector('button')")
+    status = f"{fold}.querySelector('[role=status]').textContent"
+    await browser.until(f"{status}.endsWith(' ms')")
+    assert (await browser.run(status)).startswith("404 Not Found · application/json")
+    answer = f"{fold}.querySelector('pre').textContent"
+    assert json.loads(await browser.run(answer))["error"]["code"] == "model_not_found"
+    request = browser.requests[-1]
+    assert URL(request["url"]).raw_path == "/llm/v1/models/a%2Fb"
+    assert request["headers"]["Authorization"] == "Bearer secret"
+    assert "404" in await browser.errors.get()
+
+    fold = await opened(browser, "POST /llm/v1/chat/completions")
+    await browser.click(f"{fold}.querySelector('[name=stream]')")
+    await browser.click(f"{fold}.querySelector('button')")
+    answer = f"{fold}.querySelector('pre').textContent"
+    script.send(delta(content="Half"))
+    await browser.until(f"{answer}.includes('Half') && !{answer}.includes('DONE')")
+    script.send(delta(content=" a loaf"), *end("stop"))
+    await browser.until(f"{answer}.includes('[DONE]')")
+    (sent,) = posted(browser)
+    assert sent == EXAMPLES[ChatRequest] | {"stream": True}
+
+    await browser.click(f"{fold}.querySelector('button')")
+    stop = f"{fold}.querySelectorAll('button')[1]"
+    await browser.until(f"!{stop}.hidden && !{fold}.querySelector('pre').hidden")
+    await browser.click(stop)
+    status = f"{fold}.querySelector('[role=status]').textContent"
+    await browser.until(f"{status} === 'Stopped'")
+    await browser.run(f"{fold}.querySelector('textarea').value = '{{'")
+    await browser.click(f"{fold}.querySelector('button')")
+    await browser.until(f"{status}.startsWith('The body is not JSON')")
+    assert len(posted(browser)) == 2
+    # a type of the description, with its own fields
+    inner = f"[...{fold}.querySelectorAll('td summary')].find((s) => s.textContent === 'Message')"
+    await browser.run(f"({inner}).parentNode.open = true")
+    await browser.until(f"({inner}).parentNode.textContent.includes('tool_call_id')")
+    await browser.run("sessionStorage.clear()")
+    assert browser.errors.empty(), browser.errors
+
+
+# ---------------------------------------------------------------- for who does not see it
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+async def test_names_and_headings(page: Page, script: Script, width: int) -> None:
+    """As the browser tells a screen reader: each control has a name, no level of headings is left
+    out, whatever the model writes."""
+    await page.send(
+        "Emulation.setDeviceMetricsOverride",
+        width=width, height=740, deviceScaleFactor=1, mobile=width < 500,
+    )  # fmt: skip
+    await say(page, "Long?")
+    script.send(delta(content="x\n\n### Deep\n\n# Title\n\n##### Sub\n\ny"), *end("stop"))
+    await until_idle(page)
+    for path, titles in (("", ["Deep", "Title", "Sub"]), ("docs", [])):
+        if path:
+            await page.run("document.querySelector('a')?.remove(), location.assign('docs')")
+            await page.until("document.querySelectorAll('details').length > 20")
+            await opened(page, "POST /llm/v1/completions")
+        await page.send("Accessibility.enable")
+        nodes = (await page.send("Accessibility.getFullAXTree"))["nodes"]
+        shown = [node for node in nodes if not node["ignored"]]
+        roles = {"combobox", "textbox", "button", "spinbutton", "checkbox", "log", "region"}
+        controls = [node for node in shown if node["role"]["value"] in roles]
+        assert len(controls) > 3
+        assert [node for node in controls if not node.get("name", {}).get("value")] == []
+        headings = [node for node in shown if node["role"]["value"] == "heading"]
+        levels = [
+            next(p["value"]["value"] for p in node["properties"] if p["name"] == "level")
+            for node in headings
+        ]
+        assert all(level <= last + 1 for last, level in zip([0, *levels], levels, strict=False))
+        assert set(titles) <= {node["name"]["value"] for node in headings}
+    await page.send("Emulation.clearDeviceMetricsOverride")
 
 
 # ---------------------------------------------------------------- thoughts
