@@ -16,14 +16,24 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from aioinfer.config import load_config
+from aioinfer.arguments import (
+    Conversation,
+    GivenParams,
+    GivenPrompt,
+    Prompt,
+    as_chat_options,
+    as_conversation,
+    as_params,
+    as_prompt,
+    make_config,
+)
 from aioinfer.engine.chat_turn import MessageBuilder, Turn, conversation_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooling import cosine_similarity
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import EngineDeadError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.llm import Completion, Output, Prompt
+from aioinfer.llm import Completion, Output
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
 from aioinfer.text.growing_text import GrowingText
@@ -76,6 +86,11 @@ class StreamedOutput(Output):
     request_id: str = ""
     is_finished: bool = False
     error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """vLLM's name for `is_finished`."""
+        return self.is_finished
 
     def snapshot(self) -> StreamedOutput:
         """Returns a copy that does not change any more."""
@@ -178,7 +193,10 @@ class AsyncLLM:
 
     def __init__(self, frontend: Frontend):
         """Uses engines that run already, which stay the caller's to close."""
+        if isinstance(frontend, str | Path):
+            raise TypeError(f"write `await AsyncLLM.launch({str(frontend)!r})`")
         self.frontend = frontend
+        self._is_closed = False
         # of those that somebody reads, and of those that are being queued
         self._streams: WeakValueDictionary[str, RequestStream] = WeakValueDictionary()
         self._coming: set[str] = set()
@@ -192,17 +210,15 @@ class AsyncLLM:
         config: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
         progress: bool = True,
+        **arguments: Any,
     ) -> AsyncLLM:
-        """Starts the workers and loads the model; see `LLM` for the arguments.
+        """Starts the workers and loads the model; see `BackgroundModel` for the arguments.
 
         Raises:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
-        overrides = dict(settings or {})
-        if model is not None:
-            overrides["model.path"] = str(model)
-        loaded = load_config(config, overrides)
+        loaded = make_config(model, config, settings, arguments)
         with StartupDisplay(quiet=not progress) as display:
             frontend = await Frontend.launch(loaded, display.on_progress)
         if progress:
@@ -211,8 +227,8 @@ class AsyncLLM:
 
     async def add_request(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
+        prompt: GivenPrompt,
+        params: GivenParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -221,8 +237,8 @@ class AsyncLLM:
         """Queues a request and returns its output, to be iterated over.
 
         Args:
-            prompt: a text or token ids.
-            params: the model's own defaults if missing.
+            prompt: a text or token ids, or a dict with either as vLLM has it.
+            params: `SamplingParams` or a dict of their fields; the model's own defaults if missing.
             request_id: a name for `abort`; made up if missing.
             priority: lower goes first, under `scheduler.policy = "priority"`.
             deltas: whether each output holds only what is new; else the same object comes again
@@ -230,34 +246,54 @@ class AsyncLLM:
 
         Raises:
             RequestError: the request is wrong, or one of this id is under way.
-            EngineDeadError: the workers are gone.
+            EngineDeadError: the workers are gone, or this model is closed.
         """
-        given = self.frontend.defaults.sampling_params() if params is None else params
-        return await self._add(prompt, given, None, request_id, priority, deltas)
+        self._require_open()
+        given = self._params(params)
+        return await self._add(as_prompt(prompt), given, None, request_id, priority, deltas)
 
     async def add_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversation,
+        params: GivenParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         deltas: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         **options: Any,
     ) -> RequestStream:
         """Queues a conversation to be answered, as `add_request` does. Each output's completions
         have a `message`, all of it so far, also with `deltas`: one dict, which grows.
 
         Args:
-            messages: as OpenAI's chat has them.
+            messages: as OpenAI's chat has them, or a user's message as a text.
             params: as for `add_request`; a `grammar` is that of the answer.
             request_id, priority, deltas: as for `add_request`.
-            options: `tools`, `tool_choice` and `parallel_tool_calls` as OpenAI's chat has them, and
-                those of `Tokenizer.encode_chat`.
+            tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them.
+            options: those of `Tokenizer.render_chat`, such as `template_kwargs`.
         """
-        given = self.frontend.defaults.sampling_params() if params is None else params
-        turn = await conversation_turn(self.frontend, messages, given, **options)
+        self._require_open()
+        turn = await conversation_turn(
+            self.frontend,
+            as_conversation(messages),
+            self._params(params),
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            **as_chat_options(options),
+        )
         return await self._add(turn.prompt, turn.params, turn, request_id, priority, deltas)
+
+    def _params(self, params: GivenParams | None) -> SamplingParams:
+        """Returns the parameters of a request, the model's own defaults where none are given."""
+        return self.frontend.defaults.sampling_params() if params is None else as_params(params)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("this AsyncLLM is closed: launch another one")
 
     async def _add(
         self,
@@ -288,17 +324,20 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        prompt: GivenPrompt,
+        params: GivenParams | None = None,
         request_id: str | None = None,
+        *,
+        sampling_params: GivenParams | None = None,
         priority: int = 0,
         deltas: bool = False,
     ) -> AsyncIterator[StreamedOutput]:
         """Yields the output of a request as it comes; see `add_request`. The request ends with the
-        iteration: close this generator (`contextlib.aclosing`) to leave it early."""
+        iteration: close this generator (`contextlib.aclosing`) to leave it early.
+        `sampling_params` is vLLM's name for `params`."""
+        given = sampling_params if params is None else params
         stream = await self.add_request(
-            prompt, params, request_id=request_id, priority=priority, deltas=deltas
+            prompt, given, request_id=request_id, priority=priority, deltas=deltas
         )
         try:
             async for output in stream:
@@ -308,8 +347,8 @@ class AsyncLLM:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversation,
+        params: GivenParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -326,7 +365,9 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    async def encode(self, prompt: Prompt, pooling: str | None = None, *, priority: int = 0) -> F32:
+    async def encode(
+        self, prompt: GivenPrompt, pooling: str | None = None, *, priority: int = 0
+    ) -> F32:
         """Returns the pooled hidden state of a prompt (a text or token ids), float32 [hidden_size],
         or those of all its tokens, [tokens, hidden_size].
 
@@ -341,8 +382,9 @@ class AsyncLLM:
             EngineDeadError: the workers are gone.
             GenerationError: the request was ended before all of it was computed.
         """
+        self._require_open()
         params = self.frontend.pooling.params(pooling, takes_all=True)
-        output = await self.frontend.submit(prompt, params, priority=priority)
+        output = await self.frontend.submit(as_prompt(prompt), params, priority=priority)
         try:
             await output.collect()
         finally:
@@ -353,7 +395,7 @@ class AsyncLLM:
 
     async def embed(
         self,
-        text: Prompt,
+        text: GivenPrompt,
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -365,7 +407,8 @@ class AsyncLLM:
         model = self.frontend.pooling
         model.check_dimensions(dimensions, self.frontend.hidden_size)
         before, pooling = model.prompt(prompt_name), model.params(pooling).pooling
-        state = await self.encode(before + text if isinstance(text, str) else text, pooling)
+        prompt = as_prompt(text)
+        state = await self.encode(before + prompt if isinstance(prompt, str) else prompt, pooling)
         return model.embedding(state, dimensions, normalize)
 
     async def score(self, query: str, document: str) -> float:
@@ -402,6 +445,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends requests that run, with an error, and the workers. Safe to call twice."""
+        self._is_closed = True
         await self.frontend.close()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -15,9 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aioinfer.config import Config, load_config
+from aioinfer.arguments import make_config
+from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model
+from aioinfer.errors import EngineDeadError
 from aioinfer.executor.torchrun import follow
 from aioinfer.startup import StartupDisplay
 
@@ -33,6 +35,8 @@ class BackgroundModel:
         config: a TOML file to start from.
         settings: further configuration by dotted key, such as `{"cache.block_size": 32}`.
         progress: show progress bars and the start-up table (on stderr).
+        arguments: keys by their last parts, and by vLLM's names: `tensor_parallel_size=2`,
+            `max_model_len=4096`, `kv_cache_dtype="fp8"`.
     """
 
     def __init__(
@@ -42,11 +46,10 @@ class BackgroundModel:
         config: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
         progress: bool = True,
+        **arguments: Any,
     ):
-        overrides = dict(settings or {})
-        if model is not None:
-            overrides["model.path"] = str(model)
-        self._launch(_without_prefill_cap(load_config(config, overrides)), progress)
+        made = make_config(model, config, settings, arguments)
+        self._launch(_without_prefill_cap(made), progress)
 
     @classmethod
     def of(cls, config: Config, *, progress: bool = True) -> Self:
@@ -79,7 +82,11 @@ class BackgroundModel:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the engine's event loop, for what is built on `frontend`, and returns
-        its result. Raises what it raises; an interrupt here cancels it there."""
+        its result. Raises what it raises, and `EngineDeadError` after `close`; an interrupt here
+        cancels it there."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError(f"this {type(self).__name__} is closed: make another one")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

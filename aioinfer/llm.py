@@ -8,10 +8,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from rich.progress import Progress, TaskID
 
+from aioinfer.arguments import (
+    Conversation,
+    GivenParams,
+    GivenPrompt,
+    Message,
+    Prompt,
+    as_chat_options,
+    as_conversations,
+    as_pairs,
+    as_prompts,
+    check_count,
+    params_of_each,
+)
 from aioinfer.background import BackgroundModel
 from aioinfer.engine.chat_turn import conversation_turn, parse_message
 from aioinfer.engine.logprobs import TokenLogprob
@@ -22,7 +35,6 @@ from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
 from aioinfer.scheduler.prompt_rows import PromptScores
 
-Prompt = str | Sequence[int]
 #: Prompts that are encoded concurrently and then admitted at once: enough to fill the first step.
 _BATCH = 64
 
@@ -81,6 +93,11 @@ class Output:
         return self.completions[0].text
 
     @property
+    def outputs(self) -> list[Completion]:
+        """vLLM's name for `completions`."""
+        return self.completions
+
+    @property
     def message(self) -> dict[str, Any] | None:
         """The message of the first completion, of a chat."""
         return self.completions[0].message
@@ -96,80 +113,88 @@ class LLM(BackgroundModel):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        params: GivenParams | Sequence[GivenParams] | None = None,
         *,
+        sampling_params: GivenParams | Sequence[GivenParams] | None = None,
         priorities: Sequence[int] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Output]:
         """Completes prompts together and returns their outputs in the same order.
 
         Args:
-            prompts: one or many, each a text or token ids.
-            params: for all, or one for each; the model's own defaults if missing.
+            prompts: one or many, each a text or token ids, or a dict with either as vLLM has it.
+            params: `SamplingParams`, or a dict of their fields, for all, or one for each; the
+                model's own defaults if missing.
+            sampling_params: vLLM's name for `params`.
             priorities: one for each, under `scheduler.policy = "priority"`.
+            use_tqdm: whether to show progress; none is shown with the model's `progress=False`.
 
         Raises:
             RequestError: one of them is wrong; the others are aborted.
-            EngineDeadError: a worker died.
+            EngineDeadError: a worker died, or this model is closed.
         """
-        many = as_list(prompts)
-        each = self._for_each(params, len(many))
-        return self.run(self._generate(many, each, priorities or [0] * len(many)))
+        many = as_prompts(prompts)
+        each = self._for_each(sampling_params if params is None else params, len(many))
+        if priorities is not None:
+            check_count("priorities", priorities, len(many))
+        return self.run(self._generate(many, each, priorities or [0] * len(many), use_tqdm))
 
     def chat(
         self,
-        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Conversation | Sequence[Conversation],
+        params: GivenParams | Sequence[GivenParams] | None = None,
         *,
+        sampling_params: GivenParams | Sequence[GivenParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
+        use_tqdm: bool = True,
         **options: Any,
     ) -> list[Output]:
-        """Answers one conversation (a list of messages), or many, under the model's chat template.
-        Each completion has a `message`; its `text` is what the model wrote.
+        """Answers a conversation, or many, under the model's chat template. Each completion has a
+        `message`; its `text` is what the model wrote.
 
         Args:
-            conversations: messages as OpenAI's chat has them.
-            params: as for `generate`; a `grammar` is that of the answer.
+            messages: of one conversation or of each, as OpenAI's chat has them; a text stands for
+                a user's message.
+            params, sampling_params, use_tqdm: as for `generate`; a `grammar` is that of the answer.
             tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them; calls are held to
                 the schemas of their functions.
-            options: those of `Tokenizer.encode_chat`, such as `template_kwargs`.
+            options: those of `Tokenizer.render_chat`, such as `template_kwargs`.
 
         Raises what `generate` does.
         """
-        many = (
-            [conversations]
-            if conversations and isinstance(conversations[0], Mapping)
-            else conversations
-        )
-        given = cast(Sequence[Sequence[Mapping[str, Any]]], many)
-        options |= {
+        many = as_conversations(messages)
+        each = self._for_each(sampling_params if params is None else params, len(many))
+        given = as_chat_options(options) | {
             "tools": tools,
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
         }
-        return self.run(self._chat(given, self._for_each(params, len(given)), options))
+        return self.run(self._chat(many, each, given, use_tqdm))
 
     def _for_each(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self, params: GivenParams | Sequence[GivenParams] | None, count: int
     ) -> list[SamplingParams]:
         """Returns the parameters of each of `count` requests."""
         given = params if params is not None else self.frontend.defaults.sampling_params()
-        return [given] * count if isinstance(given, SamplingParams) else list(given)
+        return params_of_each(given, count)
 
     async def _chat(
         self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        conversations: Sequence[Sequence[Message]],
         params: Sequence[SamplingParams],
         options: Mapping[str, Any],
+        shows_progress: bool,
     ) -> list[Output]:
         turns = [
             await conversation_turn(self.frontend, messages, each, **options)
             for messages, each in zip(conversations, params, strict=True)
         ]
         prompts: list[Prompt] = [turn.prompt for turn in turns]
-        outputs = await self._generate(prompts, [turn.params for turn in turns], [0] * len(turns))
+        params = [turn.params for turn in turns]
+        outputs = await self._generate(prompts, params, [0] * len(turns), shows_progress)
         for turn, output in zip(turns, outputs, strict=True):
             for completion in output.completions:
                 message = await parse_message(self.frontend, turn, completion.text)
@@ -178,23 +203,18 @@ class LLM(BackgroundModel):
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: GivenPrompt | Sequence[GivenPrompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
     ) -> list[Output]:
         """Returns the likeliest outputs of each prompt that a beam search finds, the best first.
 
-        It is `generate` with `SamplingParams.beam_search`; raises what that does.
+        It is `generate` with these parameters; raises what that does.
         """
-        each = (
-            params.sampling_params()
-            if isinstance(params, BeamSearchParams)
-            else [one.sampling_params() for one in params]
-        )
-        return self.generate(prompts, each)
+        return self.generate(prompts, params)
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: GivenPrompt | Sequence[GivenPrompt],
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -218,25 +238,26 @@ class LLM(BackgroundModel):
         model = self.frontend.pooling
         model.check_dimensions(dimensions, self.frontend.hidden_size)
         prompt = model.prompt(prompt_name)
-        states = self._pooled(as_list(texts), prompt, model.params(pooling))
+        states = self._pooled(as_prompts(texts), prompt, model.params(pooling))
         return [model.embedding(state, dimensions, normalize) for state in states]
 
-    def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
         """Returns the similarity of each pair of texts, or of one query to each document: the
         cosine of the angle between their embeddings.
 
-        Raises what `embed` does, and ValueError if there are as many of neither.
+        Raises what `embed` does; `RequestError` too if there are as many of neither.
         """
-        first = [queries] * len(documents) if isinstance(queries, str) else list(queries)
-        if len(first) != len(documents):
-            raise ValueError(f"{len(first)} queries and {len(documents)} documents")
+        pairs = as_pairs(queries, documents)
         model = self.frontend.pooling
-        unique = list(dict.fromkeys(first))
+        unique = list(dict.fromkeys(query for query, _ in pairs))
         found = self._pooled(unique, model.prompt_of("query"), model.params())
         of_query = dict(zip(unique, found, strict=True))
         prompt = model.prompt_of("document", "passage")
-        states = self._pooled(list(documents), prompt, model.params())
-        return [cosine_similarity(of_query[q], s) for q, s in zip(first, states, strict=True)]
+        states = self._pooled([document for _, document in pairs], prompt, model.params())
+        return [
+            cosine_similarity(of_query[query], state)
+            for (query, _), state in zip(pairs, states, strict=True)
+        ]
 
     def _pooled(self, inputs: Sequence[Prompt], prompt: str, params: SamplingParams) -> list[F32]:
         """Returns the pooled states of inputs, with `prompt` before those that are texts."""
@@ -249,9 +270,14 @@ class LLM(BackgroundModel):
         return states
 
     async def _generate(
-        self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int]
+        self,
+        prompts: list[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        shows_progress: bool = True,
     ) -> list[Output]:
-        with Progress(disable=not self._progress, transient=True) as progress:
+        is_quiet = not (self._progress and shows_progress)
+        with Progress(disable=is_quiet, transient=True) as progress:
             task = progress.add_task("generating", total=len(prompts))
             async with asyncio.TaskGroup() as group:
                 tasks = []
@@ -270,13 +296,6 @@ class LLM(BackgroundModel):
                         )
                         tasks.append(group.create_task(_collect(output, progress, task)))
         return [t.result() for t in tasks]
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns one prompt or many as a list."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Sequence[Prompt], prompts))
 
 
 async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> Output:

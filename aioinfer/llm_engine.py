@@ -8,15 +8,14 @@ between two calls of `step`; requests that were added before share its steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from aioinfer.arguments import Conversation, GivenParams, GivenPrompt, as_pairs, as_prompts
 from aioinfer.async_llm import AsyncLLM, RequestStream, StreamedOutput
 from aioinfer.background import BackgroundModel
 from aioinfer.config import Config
 from aioinfer.ipc.sections import F32
-from aioinfer.llm import Prompt, as_list
-from aioinfer.sampling_params import SamplingParams
 
 
 class LLMEngine(BackgroundModel):
@@ -35,8 +34,8 @@ class LLMEngine(BackgroundModel):
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
+        prompt: GivenPrompt,
+        params: GivenParams | None = None,
         *,
         priority: int = 0,
     ) -> None:
@@ -53,8 +52,8 @@ class LLMEngine(BackgroundModel):
     def add_chat(
         self,
         request_id: str,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversation,
+        params: GivenParams | None = None,
         *,
         priority: int = 0,
         **options: Any,
@@ -70,22 +69,21 @@ class LLMEngine(BackgroundModel):
 
         self.run(add())
 
-    def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> list[F32]:
+    def embed(self, texts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> list[F32]:
         """Returns the embedding of each text; `options` are those of `AsyncLLM.embed`. Requests
         under way go on meanwhile."""
 
         async def embed() -> list[F32]:
             return await asyncio.gather(
-                *(self._engine.embed(text, **options) for text in as_list(texts))
+                *(self._engine.embed(text, **options) for text in as_prompts(texts))
             )
 
         return self.run(embed())
 
-    def score(self, queries: str | Sequence[str], documents: Sequence[str]) -> list[float]:
+    def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
         """Returns the similarity of each pair of texts, or of one query to each document; see
-        `AsyncLLM.score`. Raises ValueError if there are as many of neither."""
-        first = [queries] * len(documents) if isinstance(queries, str) else list(queries)
-        pairs = list(zip(first, documents, strict=True))
+        `LLM.score`."""
+        pairs = as_pairs(queries, documents)
 
         async def score() -> list[float]:
             return await asyncio.gather(*(self._engine.score(*pair) for pair in pairs))

@@ -351,7 +351,7 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = _as_words("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         _check_words("stop", stop, MAX_STOPS, MAX_STOP_CHARS)
         if self.stop_token_ids:
@@ -426,7 +426,7 @@ class SamplingParams:
             if not ids:
                 raise RequestError("allowed_token_ids is empty", param="allowed_token_ids")
             object.__setattr__(self, "allowed_token_ids", ids)
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        words = _as_words("bad_words", self.bad_words)
         _check_words("bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         object.__setattr__(self, "bad_words", words)
 
@@ -524,6 +524,17 @@ PARAMETERS = tuple(
 )
 
 
+def _as_words(name: str, words: Any) -> tuple[str, ...]:
+    """Returns one text or several as a tuple. Raises `RequestError`."""
+    if isinstance(words, str):
+        return (words,)
+    try:
+        return tuple(words or ())
+    except TypeError as error:
+        message = f"{name} must be a text or a list of texts, not {words!r}"
+        raise RequestError(message, param=name) from error
+
+
 def _check_words(name: str, words: tuple[str, ...], max_words: int, max_chars: int) -> None:
     """Raises `RequestError` unless these words or stop strings can be looked for."""
     if len(words) > max_words:
@@ -541,6 +552,8 @@ def _check_words(name: str, words: tuple[str, ...], max_words: int, max_chars: i
 
 def _check_logit_bias(biases: Mapping[int, float]) -> None:
     """Raises `RequestError` unless these biases can be added to logits."""
+    if not isinstance(biases, Mapping):
+        raise RequestError("logit_bias must be a dict from token ids to biases", param="logit_bias")
     _as_token_ids("logit_bias", biases, MAX_LOGIT_BIAS)
     for token, bias in biases.items():
         # not `abs(bias) > ...`: NaN must not pass
@@ -560,6 +573,8 @@ def _as_token_ids(name: str, ids: Collection[int], limit: int) -> tuple[int, ...
     Raises `RequestError` naming the parameter if there are more than `limit`, or if one is no
     integer, negative or beyond int32.
     """
+    if not isinstance(ids, Collection):
+        raise RequestError(f"{name} must hold token ids, not be {ids!r}", param=name)
     if len(ids) > limit:
         raise RequestError(f"{name} may hold at most {limit} token ids, not {len(ids)}", param=name)
     try:

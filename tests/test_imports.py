@@ -31,6 +31,7 @@ ORDER = (
     ("kernels",),
     ("ipc",),
     ("cluster",),
+    ("arguments",),
     ("config",),
     ("config_sections",),
     ("config_keys",),

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.errors import RequestError
+from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
 
@@ -33,12 +33,11 @@ def test_two_engines_give_the_texts_of_one_in_order(llm):
         SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)
     ]
     settings = {
-        "parallel.data_parallel_size": 2,
         "parallel.cpu_threads": 1,
         "cache.num_blocks": 128,
     }
     others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
-    with LLM(MODEL, settings=settings, progress=False) as two:
+    with LLM(MODEL, settings=settings, progress=False, data_parallel_size=2) as two:
         outputs = two.generate(PROMPTS[:8], params)
         assert [sum(engine.metrics.finished.values()) for engine in two.frontend.engines] == [4, 4]
         workers = [
@@ -48,6 +47,9 @@ def test_two_engines_give_the_texts_of_one_in_order(llm):
         ]
         assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
+    for call in (two.generate, two.chat, two.embed):
+        with pytest.raises(EngineDeadError, match="this LLM is closed"):
+            call("Hello")
     assert [o.text for o in outputs] == [o.text for o in llm.generate(PROMPTS[:8], params)]
 
 
@@ -183,6 +185,27 @@ def test_requests_that_could_never_run_are_refused_at_once(llm, prompt, fields, 
         llm.generate([prompt], SamplingParams(**fields))
     assert caught.value.param == param
     assert llm.frontend.engines[0].scheduler.is_idle
+
+
+def test_what_users_of_vllm_write(llm):
+    greedy = {"temperature": 0, "max_tokens": 6}
+    question = [{"role": "user", "content": "Hello"}]
+    (whole,) = llm.chat(question, SamplingParams(**greedy))
+    for given in ("Hello", question[0], [question]):
+        (output,) = llm.chat(messages=given, sampling_params=greedy, use_tqdm=False)
+        assert output.outputs[0].text == whole.text
+    ids = llm.frontend.tokenizer.encode(PROMPTS[0])
+    texts = [
+        output.text
+        for output in llm.generate(
+            [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}], greedy
+        )
+    ]
+    assert texts == texts[:1] * 3
+    with pytest.raises(RequestError, match="priorities must be one for each request"):
+        llm.generate("Hello", greedy, priorities=[1, 2])
+    with pytest.raises(RequestError, match="2 queries and 1 documents"):
+        llm.score(["a", "b"], "c")
 
 
 def test_the_longest_request_that_fits_runs(llm):

@@ -24,7 +24,7 @@ from aioinfer import (
     create_app,
     load_config,
 )
-from aioinfer.errors import RequestError
+from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.conftest import SMOLLM2, Served
 from tests.functional.test_disconnect import until
 
@@ -51,6 +51,9 @@ async def llm() -> AsyncIterator[AsyncLLM]:
     async with await AsyncLLM.launch(SMOLLM2, settings=SETTINGS, progress=False) as llm:
         yield llm
         llm.frontend.engines[0].scheduler.check_integrity()
+    for call in (llm.add_request, llm.add_chat, llm.embed):
+        with pytest.raises(EngineDeadError, match="this AsyncLLM is closed"):
+            await call("Hello")
 
 
 async def last_of(outputs: Any) -> Any:
@@ -82,6 +85,9 @@ async def test_a_chat_and_what_is_wrong_with_a_request(llm: AsyncLLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = await last_of(llm.chat(question, greedy(12)))
     assert "Paris" in answer.text
+    fields = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    same = await last_of(llm.chat(question[0]["content"], fields))
+    assert (same.outputs[0].text, same.finished) == (answer.text, True)
     with pytest.raises(RequestError, match="max_tokens"):
         await llm.add_request(PROMPT, greedy(1000))
     stream = await llm.add_request(PROMPT, greedy(50), request_id="same")
@@ -201,6 +207,9 @@ async def test_embeddings(llm: AsyncLLM) -> None:
 def engine() -> Iterator[LLMEngine]:
     with LLMEngine(SMOLLM2, settings=SETTINGS, progress=False) as engine:
         yield engine
+    for call in (engine.step, lambda: engine.add_request("late", "Hello")):
+        with pytest.raises(EngineDeadError, match="this LLMEngine is closed"):
+            call()
 
 
 def test_steps_return_what_is_new(engine: LLMEngine) -> None:
@@ -229,8 +238,7 @@ def test_steps_return_what_is_new(engine: LLMEngine) -> None:
 
 def test_an_engine_aborts_pauses_and_chats(engine: LLMEngine) -> None:
     engine.add_request("long", PROMPT, greedy(200))
-    engine.add_chat("chat", [{"role": "user", "content": "What is the capital of France?"}],
-                    greedy(12))  # fmt: skip
+    engine.add_chat("chat", "What is the capital of France?", greedy(12))
     while not any(output.request_id == "long" for output in engine.step()):
         pass
     engine.pause()
