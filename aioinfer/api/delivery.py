@@ -22,11 +22,12 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FINGERPRINT, FRONTEND
 from aioinfer.api.errors import describe
+from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.record import RECORD
-from aioinfer.api.sse import DONE, STREAM_HEADERS, ChunkTemplate, Envelope, error_event, with_usage
+from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event, with_usage
 from aioinfer.api.timings import timings
 from aioinfer.sampling_params import SamplingParams
 
@@ -59,7 +60,7 @@ def new_envelope(
     return Envelope(
         f"{prefix}-{request_id(request)}",
         kind,
-        int(time.time()),
+        stream_state(request).created,
         config.served_model_names[0],
         include_usage,
         include_usage and continuous_usage,
@@ -107,6 +108,7 @@ async def submitted(
                         request_id=f"{name}-{index}",
                         flow=account.flow,
                         cache_salt=cache_salt or "",
+                        known=stream_state(request).known,
                     )
                 )
                 places.use(len(prompt), params.num_sequences)
@@ -230,14 +232,22 @@ class DirectSink:
 
     _MAX_BUFFERED = 32 * 1024  # bytes
 
-    def __init__(self, transport: asyncio.Transport, choices: Sequence[ChoiceEvents]):
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        choices: Sequence[ChoiceEvents],
+        *,
+        is_marked: bool = False,
+    ):
+        """With `is_marked`, the events of each token are followed by its line (`mark_frame`)."""
         self.num_tokens = 0
+        self._is_marked = is_marked
         self.handler_writes = False
         self._transport = transport
         self._choices = choices
 
     def push(
-        self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+        self, index: int, text: str, token: int, reason: str | None, stop_reason: int | str | None
     ) -> bool:
         """See `Sink.push`."""
         transport = self._transport
@@ -245,13 +255,16 @@ class DirectSink:
             return False
         self.num_tokens += 1
         if not transport.is_closing():  # else the handler is about to be cancelled
-            transport.write(self._choices[index].token_frame(text, reason, stop_reason))
+            frame = self._choices[index].token_frame(text, reason, stop_reason)
+            if self._is_marked:
+                frame += mark_frame(index, token, reason, stop_reason)
+            transport.write(frame)
         return True
 
 
 async def _send(
     request: web.Request,
-    response: web.StreamResponse,
+    response: EventStream,
     envelope: Envelope,
     output: RequestOutput,
     choices: Sequence[ChoiceEvents],
@@ -280,7 +293,7 @@ async def _send(
             events = with_usage(events, usage([output], lengths[delta.index]))
         if sink is not None:
             sink.handler_writes = True
-        await response.write(events)
+        await response.write_delta(delta, events)
         if sink is not None:
             sink.handler_writes = False
         elif (
@@ -290,7 +303,7 @@ async def _send(
             and not choices[0].returns_token_ids
             and not continuous_usage
         ):
-            sink = DirectSink(request.transport, choices)
+            sink = DirectSink(request.transport, choices, is_marked=response.is_marked)
             output.attach(sink)
     return num_tokens + (sink.num_tokens if sink is not None else 0)
 
@@ -310,7 +323,7 @@ async def stream(
 
     A failure ends the stream with an error event and `[DONE]`, for which some clients wait.
     """
-    response = web.StreamResponse(headers=STREAM_HEADERS)
+    response = EventStream(request, outputs)
     await response.prepare(request)
     try:
         num_tokens = await together(
@@ -328,7 +341,7 @@ async def stream(
     except ConnectionError:  # the client is gone, which is not worth a line in the log
         raise
     except Exception as error:
-        await response.write(error_event(describe(error)[1]) + DONE)
+        await response.write_failure(error, error_event(describe(error)[1]) + DONE)
     return response
 
 

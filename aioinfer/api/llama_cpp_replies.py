@@ -15,10 +15,10 @@ from aiohttp import web
 
 from aioinfer.api.delivery import together
 from aioinfer.api.errors import describe, llama_cpp_error
+from aioinfer.api.event_stream import EventStream
 from aioinfer.api.llama_cpp_body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.prompt_progress import ProgressReader
-from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.api.timings import timings
 from aioinfer.engine.output import Delta
 
@@ -158,7 +158,7 @@ async def stream_replies(
 ) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come; `replies[i]` are those of the sequences
     of `outputs[i]`."""
-    response = web.StreamResponse(headers=STREAM_HEADERS)
+    response = EventStream(request, outputs)
     await response.prepare(request)
 
     async def send(output: RequestOutput, each: Sequence[LlamaReply]) -> None:
@@ -167,14 +167,14 @@ async def stream_replies(
             if (news := progress.news()) is not None:
                 await response.write(_event(each[0].progress(news)))
             events = partial(_events, each[delta.index], delta)
-            await response.write(await formatted(delta.logprobs or (), events))
+            await response.write_delta(delta, await formatted(delta.logprobs or (), events))
 
     try:
         await together([send(*pair) for pair in zip(outputs, replies, strict=True)])
     except ConnectionError:  # the client is gone
         raise
     except Exception as error:
-        await response.write(_event(llama_cpp_error(*describe(error))))
+        await response.write_failure(error, _event(llama_cpp_error(*describe(error))))
     return response
 
 

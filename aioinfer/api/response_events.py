@@ -3,8 +3,7 @@ its stream. `responses` answers with it, and `response_runs` in the background."
 
 from __future__ import annotations
 
-import secrets
-import time
+import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import orjson
 
 from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.errors import describe
+from aioinfer.api.event_stream import StreamState
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.turn_stream import BlockEvents, named_event
 from aioinfer.engine.chat_turn import Turn, new_call_id, num_thought_tokens
@@ -35,8 +35,10 @@ class Reply:
 
     output: RequestOutput
 
-    def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn):
-        self.id = f"resp_{secrets.token_hex(24)}"
+    def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn, state: StreamState):
+        """`state` is that of the stream, if it is one: all ids are made of its key."""
+        self.id = f"resp_{state.key}"
+        self._ids = random.Random(state.key)
         self._frontend, self._turn = frontend, turn
         params, conversation = turn.params, body.conversation_id
         format = body.text.format if body.text is not None else None
@@ -44,7 +46,7 @@ class Reply:
         self._fields: dict[str, Any] = {
             "id": self.id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": state.created,
             "model": frontend.config.served_model_names[0],
             "background": bool(body.background),
             "conversation": None if conversation is None else {"id": conversation},
@@ -80,8 +82,8 @@ class Reply:
     def new_id(self, kind: BlockKind) -> str:
         """Returns the id of a block; that of a call is the one which its result names."""
         if kind == "call":
-            return new_call_id(self._frontend)
-        return f"{'msg' if kind == 'text' else 'rs'}_{secrets.token_hex(16)}"
+            return new_call_id(self._frontend, random_bytes=self._ids.randbytes)
+        return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
 
     def body(
         self,

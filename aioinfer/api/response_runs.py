@@ -16,6 +16,7 @@ from aiohttp import web
 
 from aioinfer.api.admission import bounded
 from aioinfer.api.delivery import submitted
+from aioinfer.api.event_stream import StreamState
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.object_store import ObjectStore, json_size
@@ -48,12 +49,14 @@ class ResponseRun:
         body: ResponseRequest,
         turn: Turn,
         context: ResponseContext,
+        state: StreamState,
     ):
+        """`state` has the key of its ids."""
         self.context = context
         self.events: list[bytes] = []
         self.ended: dict[str, Any] | None = None
         self._body, self._turn = body, turn
-        self._reply = Reply(frontend, body, turn)
+        self._reply = Reply(frontend, body, turn, state)
         self._makes = ResponseEvents(
             self._reply, make_parser(frontend, turn), self._end, frontend.tokenizer
         )

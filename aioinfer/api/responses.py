@@ -12,6 +12,7 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.event_stream import stream_state
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.object_store import OBJECT_STORE
 from aioinfer.api.paging import page_of
@@ -50,10 +51,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     with renamed(_PARAMS):
         turn = await _turn(frontend, body, context)
         if body.background:
-            run = ResponseRun(frontend, body, turn, context)
+            run = ResponseRun(frontend, body, turn, context, stream_state(request))
             queued = await request.app[RESPONSE_RUNS].begin(request, run)
             return await _send(request, run.follow(0)) if body.stream else json_response(queued)
-        reply = Reply(frontend, body, turn)
+        reply = Reply(frontend, body, turn, stream_state(request))
         async with submitted(
             request,
             [turn.prompt],

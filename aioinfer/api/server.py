@@ -38,6 +38,7 @@ from aioinfer.api.admission import ADMISSION, Admission, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
+from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.file_store import FILES, FileStore
 from aioinfer.api.heap import HEAP, Heap
 from aioinfer.api.hosts import AllowedHosts
@@ -71,8 +72,15 @@ class HttpServer:
     """Serves a model on a socket. Nothing listens before `start`; before `serve`, requests are
     answered 503."""
 
-    def __init__(self, config: Config, frontend: Frontend | None = None):
-        """With a `frontend`, `start` calls `serve` as well."""
+    def __init__(
+        self,
+        config: Config,
+        frontend: Frontend | None = None,
+        gateways: GatewayAccess | None = None,
+    ):
+        """With a `frontend`, `start` calls `serve` as well. `gateways` are those that may go on
+        with streams of other servers."""
+        self._gateways = gateways
         self._whole_config = config
         self._config = config.server
         self._root_path = (
@@ -98,6 +106,7 @@ class HttpServer:
         log = RequestLog(frontend.config, self._tracing)
         app = web.Application(
             middlewares=[
+                *([] if self._gateways is None else [self._gateways.accept]),
                 self._count,
                 log.record,
                 json_errors,

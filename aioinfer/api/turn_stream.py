@@ -13,6 +13,7 @@ from aiohttp import web
 
 from aioinfer.api.blocks import BlockKind, Blocks
 from aioinfer.api.delivery import ChoiceEvents, DirectSink
+from aioinfer.api.event_stream import EventStream
 from aioinfer.api.logprobs import are_many, formatted, logprob_entry
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser
@@ -117,7 +118,7 @@ async def stream_blocks(
 ) -> web.StreamResponse:
     """Sends the events of an output's only choice, the later ones from the step loop
     (`DirectSink`)."""
-    response = web.StreamResponse(headers=STREAM_HEADERS | {"Content-Type": events.content_type})
+    response = EventStream(request, [output], events.content_type)
     await response.prepare(request)
     sink: DirectSink | None = None
     try:
@@ -125,19 +126,19 @@ async def stream_blocks(
             if sink is not None:
                 sink.handler_writes = True
             made = await formatted(delta.logprobs or (), partial(events.events, delta))
-            await response.write(made)
+            await response.write_delta(delta, made)
             if sink is not None:
                 sink.handler_writes = False
             elif (
                 response.headers.get("Transfer-Encoding") == "chunked"
                 and request.transport is not None
             ):
-                sink = DirectSink(request.transport, [events])
+                sink = DirectSink(request.transport, [events], is_marked=response.is_marked)
                 output.attach(sink)
     except ConnectionError:  # the client is gone
         raise
     except Exception as error:
-        await response.write(events.failure(error))
+        await response.write_failure(error, events.failure(error))
     return response
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import threading
 from contextlib import suppress
+from typing import Any
 
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
@@ -41,6 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="aioinfer", help="of the application (aioinfer)")
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def run(options: argparse.Namespace) -> int:
     """Deploys, and serves until SIGINT or SIGTERM; then takes the application down in order."""
     config = load(options)
@@ -53,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         from ray import serve
     except ImportError:
         raise ConfigError("deploy needs Ray Serve: pip install 'aioinfer[ray]'") from None
-    from aioinfer.deploy.application import Arguments, deploy
+    from aioinfer.deploy.application import Arguments, deploy, watched
 
     fixed = options.replicas
     try:
@@ -67,21 +74,25 @@ def run(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for library in ("ray", "ray.serve"):  # what they say goes to Ray's folder of logs
+        logging.getLogger(library).setLevel(logging.ERROR)
+    where: dict[str, Any] = {"address": options.address}
     if options.address is None:
         # nobody but this machine needs to reach a cluster that ends with this command
-        ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1")
-    else:
-        ray.init(address=options.address)
+        where = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    cluster: Any = ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one of its own
     try:
-        urls = deploy(config, arguments, options.name)
-        sys.stdout.write(f"{config.served_model_names[0]} is ready at {' '.join(urls)}\n")
-        sys.stdout.flush()
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        serve.start(proxy_location="Disabled")
+        model, logs = config.served_model_names[0], f"{cluster.address_info['session_dir']}/logs"
+        _say(f"{model}: loading {arguments.min_replicas} replicas (logs, and Ray's: {logs})")
+        with watched(options.name, lambda n, wanted: _say(f"{n} of {wanted} replicas run")):
+            urls = deploy(config, arguments, options.name)
+            _say(f"{model} is ready at {' '.join(urls)}")
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
+        _say("ending once the requests that have come are answered")
         serve.delete(options.name)
     finally:
-        if options.address is None:
-            serve.shutdown()
-        ray.shutdown()
+        ray.shutdown()  # which ends a cluster of this command's own with all that runs there
     return 0

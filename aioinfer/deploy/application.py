@@ -17,17 +17,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import ray
 from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from aioinfer.config import Config, load_config
 from aioinfer.deploy.scaling import UTILIZATION
-from aioinfer.errors import ConfigError
+from aioinfer.errors import AioinferError, ConfigError
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address, ReplicaServer
 
@@ -35,8 +39,14 @@ from aioinfer.gateway.replica import Address, ReplicaServer
 _MARGIN_S = 10.0
 #: A replica that has not said where it is after this long is asked again.
 _ANSWER_S = 5.0
+#: How often a deployment is asked for the states of its replicas.
+_WATCH_S = 1.0
 #: Gateways ask replicas for their addresses each second.
 _QUIET = {"enable_access_log": False}
+
+
+class DeploymentError(AioinferError):
+    """Serve could not start the replicas or the gateways."""
 
 
 class Arguments(BaseModel, extra="forbid"):
@@ -106,13 +116,19 @@ class GatewayActor:
             server = dataclasses.replace(config.server, host=ray.util.get_node_ip_address())
             config = dataclasses.replace(config, server=server)
         self._replicas = replicas
+        self._found: list[Address] = []
         self._gateway = Gateway(config, self._discover, token)
         self.url = await self._gateway.start()
 
     async def _discover(self) -> list[Address]:
-        asked = self._replicas.broadcast("address")
-        answers = await asked.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
-        return [Address(*answer) for answer in answers if not isinstance(answer, BaseException)]
+        try:
+            asked = self._replicas.broadcast("address")
+            answers = await asked.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
+        except DeploymentUnavailableError:  # while the first replica loads, and during the end
+            return self._found
+        found = [Address(*answer) for answer in answers if not isinstance(answer, BaseException)]
+        self._found = found
+        return found
 
     async def where(self) -> str:
         """Returns its URL."""
@@ -211,8 +227,53 @@ def deploy(config: Config, arguments: Arguments, name: str) -> list[str]:
     """Runs the application on the cluster that `ray.init` has joined, without Serve's own proxies,
     and returns where its gateways listen once all replicas are ready.
 
-    Raises RuntimeError with Serve's message if it cannot be deployed.
+    Raises `DeploymentError` if it cannot be deployed.
     """
     serve.start(proxy_location="Disabled")
-    serve.run(application(config, arguments), name=name, route_prefix=None)
+    try:
+        serve.run(application(config, arguments), name=name, route_prefix=None)
+    except RuntimeError as error:
+        raise DeploymentError(_cause(name) or str(error)) from error
     return asyncio.run(gateway_urls(name))
+
+
+def _cause(name: str) -> str | None:
+    """Returns the last lines of what Serve says of the deployments that failed."""
+    found = serve.status().applications.get(name)
+    messages = [each.message for each in found.deployments.values()] if found else []
+    lines = [message.strip().splitlines()[-1].strip() for message in messages if message.strip()]
+    return "; ".join(dict.fromkeys(lines)) or None
+
+
+@contextmanager
+def watched(name: str, on_change: Callable[[int, int], None]) -> Iterator[None]:
+    """Calls `on_change`, in a thread, with the numbers of replicas that run and of those that
+    should, whenever one of them changes until the end of the block, and not before the first
+    replica runs. `serve.start` has to come before."""
+    end = threading.Event()
+
+    def watch() -> None:
+        known = (0, 0)
+        while not end.wait(_WATCH_S):
+            counts = _count_replicas(name)
+            if counts != known and (counts[0] or known[0]):
+                known = counts
+                on_change(*counts)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _count_replicas(name: str) -> tuple[int, int]:
+    """Returns how many replicas run, and how many there should be."""
+    found = serve.status().applications.get(name)
+    if found is None or "Replica" not in found.deployments:
+        return 0, 0
+    states = found.deployments["Replica"].replica_states
+    counts = {str(state): count for state, count in states.items()}
+    return counts.get("RUNNING", 0), sum(counts.values()) - counts.get("STOPPING", 0)

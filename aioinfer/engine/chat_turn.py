@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -331,12 +331,16 @@ class ChatMessage:
         return message
 
 
-def new_call_id(frontend: Frontend, prefix: str = "call_") -> str:
+def new_call_id(
+    frontend: Frontend,
+    prefix: str = "call_",
+    random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+) -> str:
     """Returns the id of a call. It begins with `prefix`, but for Mistral's models: their templates
     take nine letters and digits alone."""
     if frontend.message_format.name == "mistral":
-        return "".join(secrets.choice(_LETTERS) for _ in range(9))
-    return f"{prefix}{secrets.token_hex(12)}"
+        return "".join(_LETTERS[byte % len(_LETTERS)] for byte in random_bytes(9))
+    return f"{prefix}{random_bytes(12).hex()}"
 
 
 class MessageBuilder:

@@ -34,7 +34,7 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.request import Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 
 
@@ -244,6 +244,8 @@ class Engine:
         """Queues the sequences of a request that was submitted at `arrived` (of
         `time.perf_counter`)."""
         for sequence in output.sequences:
+            if sequence.request.status is Status.FINISHED:
+                continue  # its client has all of it
             self._sequences[sequence.request] = sequence
             sequence.times = self.metrics.begin(
                 sequence.request, arrived, counts_prompt=sequence.index == 0

@@ -21,7 +21,7 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.lockstep import Lockstep
 from aioinfer.engine.metrics import LoopLag
-from aioinfer.engine.output import RequestOutput
+from aioinfer.engine.output import KnownDelta, RequestOutput
 from aioinfer.engine.pooling import Pooling
 from aioinfer.engine.recovery import EngineState, no_progress
 from aioinfer.engine.relocation import relocate
@@ -343,6 +343,7 @@ class Frontend:
         request_id: str | None = None,
         flow: Flow = ONE_FLOW,
         cache_salt: str = "",
+        known: Sequence[KnownDelta] = (),
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -355,9 +356,11 @@ class Frontend:
             request_id: for messages; made up if missing.
             flow: with which requests it shares a part of the server.
             cache_salt: prompts share KV blocks only under the same one.
+            known: what the client has of the output already, from another server.
 
         Raises:
             RequestError: the request is wrong or could never fit.
+            GenerationError: `known` does not go with the request.
             EngineDeadError: the engine is gone.
         """
         arrived = time.perf_counter()
@@ -372,6 +375,7 @@ class Frontend:
             request_id=request_id,
             flow=flow,
             arrived=arrived,
+            known=known,
         )
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
@@ -406,6 +410,7 @@ class Frontend:
         request_id: str | None = None,
         flow: Flow = ONE_FLOW,
         arrived: float,
+        known: Sequence[KnownDelta] = (),
     ) -> RequestOutput:
         """Does the second half of `submit`, without a wait: requests that are admitted one after
         the other share a step.
@@ -447,6 +452,7 @@ class Frontend:
             self._sequences.make_beams(output)
         if prompt_rows is not None:
             attach_rows(prompt_rows, output)
+        output.restore(known)
         self._router.promise(route, output.sequences[0].request)
         engine.add(output, arrived)
         self.loop_lag.watch()

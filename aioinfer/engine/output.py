@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from aioinfer.engine.beam_search import BeamRun
 from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.metrics import RequestTimes
@@ -47,6 +49,7 @@ class Delta:
         stop_reason: the string, or the token id of `stop_token_ids`, that ended the text; None at
             the model's own end token.
         cumulative_logprob: of all tokens, in the output of a beam search.
+        is_restored: whether the client has it already (see `RequestOutput.restore`).
     """
 
     index: int
@@ -56,6 +59,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
+    is_restored: bool = False
     _later_texts: list[str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def merge(self, later: Delta) -> None:
@@ -81,11 +85,26 @@ class Delta:
         return self
 
 
+class KnownDelta(msgspec.Struct, array_like=True):
+    """A delta that the client has from another server, whose output this one goes on with. See
+    `Delta`; the text follows from the tokens.
+
+    Attributes:
+        num_cached: prompt tokens that the other server found in its prefix cache.
+    """
+
+    index: int
+    token_ids: list[int]
+    num_cached: int | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
 class Sink(Protocol):
     """Accepts tokens straight from the step loop."""
 
     def push(
-        self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+        self, index: int, text: str, token: int, reason: str | None, stop_reason: int | str | None
     ) -> bool:
         """Accepts one token of sequence `index`: the text that it adds, and the finish reason if
         the sequence ends with it.
@@ -178,6 +197,17 @@ class RequestOutput:
         return rows.state if isinstance(rows, PromptPool) else None
 
     @property
+    def can_resume(self) -> bool:
+        """Whether another server can go on with the output from its tokens alone."""
+        params = self.params
+        return (
+            params.beam_search is None
+            and params.logprobs is None
+            and not params.prompt_only
+            and self.sequences[0].request.prompt_rows is None
+        )
+
+    @property
     def is_finished(self) -> bool:
         """Whether no further token will come."""
         return self._num_unfinished == 0 or self._error is not None
@@ -219,7 +249,7 @@ class RequestOutput:
             self._sink is not None
             and not self._queue
             and logprob is None
-            and self._sink.push(index, text, reason, stop_reason)
+            and self._sink.push(index, text, token, reason, stop_reason)
         ):
             if reason is not None:
                 self._num_unfinished -= 1
@@ -240,6 +270,18 @@ class RequestOutput:
         if delta.finish_reason is not None:
             self._num_unfinished -= 1
         self._wake()
+
+    def restore(self, known: Sequence[KnownDelta]) -> None:
+        """Makes the output go on behind what its client has, before the engine has it. The reader
+        gets these deltas first, and one by one. About 2 us a token, and 10 more under a grammar.
+
+        Raises `GenerationError` if the request's restrictions exclude a token.
+        """
+        for number, delta in enumerate(known):
+            self.sequences[delta.index].restore(delta)
+            if (made := self._queue.pop(delta.index, None)) is not None:
+                made.is_restored = True
+                self._queue[-1 - number] = made  # later ones must not merge with it
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, which the reader gets after the deltas that are
@@ -355,6 +397,29 @@ class OutputSequence:
                 request.finish_reason, request.stop_reason = "stop", stop
         self.output.push(self.index, text, token, logprob, None if stop is None else "stop", stop)
         return stop
+
+    def restore(self, known: KnownDelta) -> None:
+        """Appends tokens that the client has. They are computed anew once the scheduler has the
+        request, as after a preemption. See `RequestOutput.restore`."""
+        request, tokens, reason = self.request, known.token_ids, known.finish_reason
+        if self.constraint is not None and reason is None:
+            self.constraint.accept(tokens)
+        for number, token in enumerate(tokens, 1):
+            request.tokens.append(token)
+            if reason is not None and number == len(tokens):
+                is_end = token in request.end_tokens
+                self._finish(reason, token if is_end else known.stop_reason)
+            self.append(token, None)
+        if reason is not None and not tokens:
+            self._finish(reason, known.stop_reason)
+            self.output.put(Delta(self.index, finish_reason=reason))
+        request.num_cached = max(request.num_cached, known.num_cached or 0)
+        request.clear_place()
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        request = self.request
+        request.status, request.finish_reason = Status.FINISHED, reason
+        request.stop_reason = stop_reason
 
     def _append_last(self, token: int, logprob: TokenLogprob | None, num_more: int) -> str | None:
         """Passes on the last token of a request that the scheduler has ended, or any token where

@@ -26,6 +26,11 @@ class GatewayMetrics:
         self.lost = Counter(
             "aioinfer:gateway_lost_requests", "Requests whose replica was lost.", registry=registry
         )
+        self.resumed = Counter(
+            "aioinfer:gateway_resumed_requests",
+            "Requests that went on with another replica when theirs was lost.",
+            registry=registry,
+        )
         self.tokens = Counter(
             "aioinfer:gateway_prompt_tokens", "Prompt tokens of routed requests.", registry=registry
         )

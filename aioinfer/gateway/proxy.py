@@ -7,8 +7,10 @@ the replicas': API keys, limits, errors and all endpoints. Only what a replica k
 (files, batches, stored responses, pauses) is not to be had through a gateway.
 
 A request that a replica has refused before anything was done for it (it leaves, its queue is full,
-nothing listens there any more) goes to another. One that was sent to a replica which is then lost
-ends with an error: whether it caused the loss is not known, and it may not take the others down.
+nothing listens there any more) goes to another. So does one whose replica is lost, unless its
+client has a part of the reply that no other replica can go on with (`relay`). Whether the request
+caused the loss is not known: when two replicas were lost without a token between, it ends with an
+error, and takes no more of them down.
 """
 
 from __future__ import annotations
@@ -16,77 +18,36 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import aiohttp
-import orjson
 from aiohttp import web
-from multidict import CIMultiDict
 from prometheus_client import generate_latest
 from yarl import URL
 
 from aioinfer.api.access import ADMIN_PATHS, KEY_HEADERS
 from aioinfer.api.connections import ConnectionServer
-from aioinfer.api.errors import anthropic_error, describe, error_response, json_response
+from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.hosts import AllowedHosts
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.request_body import RequestBodies
-from aioinfer.api.sse import DONE, error_event
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
 from aioinfer.gateway.members import Members
 from aioinfer.gateway.metrics import GatewayMetrics
 from aioinfer.gateway.prompt_reader import Prompt, PromptReader
+from aioinfer.gateway.relay import RefusedError, Relay, ReplicaLostError
 from aioinfer.gateway.replica import Address
 
-#: A reply's header that names the replica, as Serve's logs and dashboard do.
-REPLICA_HEADER = "X-Aioinfer-Replica"
 #: Replicas that a request is tried on.
 _MAX_TRIES = 4
 _CONNECT_S = 5.0
-#: Headers that concern one connection (RFC 9110, 7.6.1), and those that the client library sets.
-_HOP = frozenset(
-    (
-        "connection",
-        "content-length",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
-#: What a replica answers when it has done nothing for a request.
-_REFUSALS = frozenset(("not_ready", "overloaded"))
-#: Media types of replies that come piece by piece.
-_STREAMS = frozenset(("text/event-stream", "application/x-ndjson"))
 #: Paths, or what they begin with, whose state a single replica keeps.
 _KEPT = ("/v1/batches", "/v1/files", "/v1/responses/", *sorted(ADMIN_PATHS))
-
-
-class ReplicaLostError(RequestError):
-    """The replica that a request was sent to is gone."""
-
-    def __init__(self) -> None:
-        message = "the replica that served this request was lost; send the request again"
-        super().__init__(message, status=502, code="replica_lost")
-
-
-class _RefusedError(Exception):
-    """A replica did nothing for a request. `response` is what it answered, if anything."""
-
-    def __init__(self, response: web.Response | None = None):
-        super().__init__("refused")
-        self.response = response
 
 
 class Gateway:
@@ -107,8 +68,8 @@ class Gateway:
         self._root = (
             "/" + config.server.root_path.strip("/") if config.server.root_path.strip("/") else ""
         )
-        # replies that are being passed on, by replica
-        self._open: dict[str, set[aiohttp.ClientResponse]] = defaultdict(set)
+        # what ends the requests that are under way, by replica
+        self._open: dict[str, set[Callable[[], object]]] = defaultdict(set)
         self._num_handling = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -218,7 +179,7 @@ class Gateway:
                 began = time.perf_counter()
                 prompt = await self._reader.read(path, body)
                 self.metrics.reading.observe(time.perf_counter() - began)
-            return await self._pass_on(request, target, body, prompt)
+            return await self._pass_on(Relay(request, target, body, prompt, self._token))
 
     def _own(self, path: str) -> web.StreamResponse | None:
         """Returns the gateway's own answer, None for what a replica answers."""
@@ -246,144 +207,91 @@ class Gateway:
         ]
         return any(self._keys.find(value) is not None for value in given)
 
-    async def _pass_on(
-        self, request: web.BaseRequest, target: str, body: bytes, prompt: Prompt
-    ) -> web.StreamResponse:
-        """Sends a request to the replicas that the router names, until one does not refuse it."""
-        refused: set[str] = set()
+    async def _pass_on(self, relay: Relay) -> web.StreamResponse:
+        """Sends a request to the replicas that the router names, until one has answered it."""
+        avoided: set[str] = set()
         last: web.Response | None = None
-        for _ in range(_MAX_TRIES):
+        was_lost, num_tries = False, 0
+        while num_tries < _MAX_TRIES:
+            num_tries += 1
             began = time.perf_counter()
-            choice = self.router.route(prompt.length, prompt.hashes, refused)
+            choice = self.router.route(relay.prompt.length, relay.prompt.hashes, avoided)
             self.metrics.decision.observe(time.perf_counter() - began)
-            if choice is None or choice.replica in refused:
+            if choice is None or choice.replica in avoided:
                 if choice is not None:
                     self.router.end(choice)
                 break
+            avoided.add(choice.replica)
             try:
-                reply = await self._send(request, target, body, choice, prompt)
-            except _RefusedError as error:
+                return await self._send(relay, choice)
+            except RefusedError as error:
                 self.metrics.retries.inc()
-                refused.add(choice.replica)
                 last = error.response
-            else:
-                return reply
+            except ReplicaLostError:
+                self.metrics.lost.inc()
+                was_lost = True
+                if not relay.can_go_on():
+                    break
+                self.metrics.resumed.inc()
+                avoided, num_tries = {choice.replica}, 1
             finally:
                 self.router.end(choice)
+        if was_lost:
+            return await relay.give_up()
         if last is not None:
             return last
         raise NotReadyError("no replica is ready")
 
-    async def _send(
-        self, request: web.BaseRequest, target: str, body: bytes, choice: Choice, prompt: Prompt
-    ) -> web.StreamResponse:
+    async def _send(self, relay: Relay, choice: Choice) -> web.StreamResponse:
         """Sends a request to a replica and passes its reply on.
 
-        Raises `_RefusedError` if the replica did nothing for it, `ReplicaLostError`.
+        Raises `RefusedError` if the replica did nothing for it, `ReplicaLostError`.
         """
         base = self._members.urls.get(choice.replica)
         if base is None:
-            raise _RefusedError
-        headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP]
-        headers.append(("X-Forwarded-For", request.remote or "unknown"))
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        try:
-            reply = await self._http.request(
-                request.method,
-                URL(base + target, encoded=True),
-                data=body or None,
+            raise RefusedError
+        headers, body = relay.message()
+        sending = asyncio.ensure_future(
+            self._http.request(
+                relay.request.method,
+                URL(base + relay.target, encoded=True),
+                data=body,
                 headers=headers,
                 allow_redirects=False,
-                timeout=timeout,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _RefusedError from error
-        except aiohttp.ClientError as error:
-            self.metrics.lost.inc()
-            raise ReplicaLostError from error
-        opened = self._open[choice.replica]
-        opened.add(reply)
-        try:
-            async with (
-                reply
-            ):  # also where the client goes away: the replica sees its connection end
-                self.metrics.requests.inc()
-                self.metrics.tokens.inc(prompt.length)
-                self.metrics.expected.inc(choice.num_tokens)
-                headers = [*_kept(reply), (REPLICA_HEADER, choice.replica)]
-                if reply.content_type in _STREAMS:
-                    return await self._stream(request, target, reply, headers)
-                return await self._whole(reply, headers)
-        finally:
-            opened.discard(reply)
-            if not opened:
-                self._open.pop(choice.replica, None)
-
-    async def _whole(
-        self, reply: aiohttp.ClientResponse, headers: list[tuple[str, str]]
-    ) -> web.Response:
-        """Returns a reply that comes in one piece."""
-        try:
-            body = await reply.read()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            self.metrics.lost.inc()
-            raise ReplicaLostError from error
-        response = web.Response(status=reply.status, body=body, headers=CIMultiDict(headers))
-        if reply.status == 503 and _code(body) in _REFUSALS:
-            raise _RefusedError(response)
-        return response
-
-    async def _stream(
-        self,
-        request: web.BaseRequest,
-        target: str,
-        reply: aiohttp.ClientResponse,
-        headers: list[tuple[str, str]],
-    ) -> web.StreamResponse:
-        """Passes on what comes of a stream as it comes."""
-        response = web.StreamResponse(status=reply.status, headers=CIMultiDict(headers))
-        await response.prepare(request)
-        end = b"\n\n" if reply.content_type == "text/event-stream" else b"\n"
-        last = end
-        while True:
+        )
+        with self._ended_by_silence(choice.replica, sending.cancel):
             try:
-                data = await reply.content.readany()
-            except (aiohttp.ClientError, ConnectionError) as error:
-                self.metrics.lost.inc()
-                if not last.endswith(end):  # in the midst of an event: nothing can follow it
-                    raise ConnectionAbortedError("the replica was lost") from error
-                data = _lost_event(target)
-                await response.write(data)
-                break
-            if not data:
-                break
-            await response.write(data)
-            last = (last + data)[-2:]
-        return response
+                reply = await sending
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                raise RefusedError from error
+            except aiohttp.ClientError as error:
+                raise ReplicaLostError from error
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # the client is gone
+                raise ReplicaLostError from None
+        with self._ended_by_silence(choice.replica, reply.close):
+            # also where the client goes away: the replica sees its connection end
+            async with reply:
+                self.metrics.requests.inc()
+                self.metrics.tokens.inc(relay.prompt.length)
+                self.metrics.expected.inc(choice.num_tokens)
+                return await relay.take(reply, choice.replica)
+
+    @contextmanager
+    def _ended_by_silence(self, replica: str, end: Callable[[], object]) -> Iterator[None]:
+        """Has `end` called if the replica is silent before the end of the block."""
+        self._open[replica].add(end)
+        try:
+            yield
+        finally:
+            self._open[replica].discard(end)
+            if not self._open[replica]:
+                del self._open[replica]
 
     def _cut_off(self, replica: str) -> None:
-        """Ends what is being passed on of a replica that is silent."""
-        for reply in list(self._open.get(replica, ())):
-            reply.close()
-
-
-def _kept(reply: aiohttp.ClientResponse) -> list[tuple[str, str]]:
-    return [(k, v) for k, v in reply.headers.items() if k.lower() not in _HOP and k != "Date"]
-
-
-def _code(body: bytes) -> str | None:
-    """Returns the code in the body of an error."""
-    with suppress(orjson.JSONDecodeError, KeyError, TypeError):
-        code = orjson.loads(body)["error"]["code"]
-        return code if isinstance(code, str) else None
-    return None
-
-
-def _lost_event(target: str) -> bytes:
-    """Returns what ends a stream whose replica is lost, in the shape of the path's API."""
-    status, body = describe(ReplicaLostError())
-    if target.startswith("/v1/messages"):
-        return b"event: error\ndata: " + orjson.dumps(anthropic_error(status, body)) + b"\n\n"
-    if target.startswith("/api/"):
-        return orjson.dumps({"error": body["error"]["message"]}) + b"\n"
-    return error_event(body) + DONE
+        """Ends what is under way with a replica that is silent."""
+        for end in list(self._open.get(replica, ())):
+            end()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from aioinfer.api.app import settle_process
+from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.server import HttpServer
 from aioinfer.cluster.reports import Load
 from aioinfer.config import Config
@@ -48,7 +49,7 @@ class ReplicaServer:
         """
         config = replica_config(config, host)
         frontend = await Frontend.launch(config)
-        server = HttpServer(config, frontend)
+        server = HttpServer(config, frontend, GatewayAccess(token))
         try:
             url = await server.start()
             replica = cls(config, frontend, server, Address(name, url, ""))

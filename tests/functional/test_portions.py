@@ -71,7 +71,12 @@ async def test_the_event_loop_runs_other_callbacks_between_portions(
             self.number = number
 
         def push(
-            self, index: int, text: str, reason: str | None, stop_reason: int | str | None
+            self,
+            index: int,
+            text: str,
+            token: int,
+            reason: str | None,
+            stop_reason: int | str | None,
         ) -> bool:
             if not order:
                 asyncio.get_running_loop().call_soon(order.append, -1)

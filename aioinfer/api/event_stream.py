@@ -1,0 +1,147 @@
+"""A reply that is a stream of events, and what lets a gateway go on with it on another server.
+
+A gateway sends `STREAM_HEADER` with its token. Where a request can be resumed from its tokens, the
+reply then has the same header, and behind the events of each delta comes a line that begins with a
+colon (in a stream of server-sent events a comment): its mark, a `KnownDelta`.
+
+    :[index, [token, ...], cached prompt tokens, finish reason, stop reason]
+
+When the server is lost, the gateway sends the request to another one with all marks behind its
+body. That server restores the output (`RequestOutput.restore`): the restored deltas go through
+everything that makes events, so that parsers, numbers and usage are where they were, and nothing is
+written for them. `gateway.relay` is the other side of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import orjson
+from aiohttp import web
+
+from aioinfer.api.context import RECEIVED
+from aioinfer.api.errors import ERROR_CODE, Handler
+from aioinfer.api.request_body import REQUEST_BODIES
+from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.output import KnownDelta
+from aioinfer.errors import EngineDeadError, RequestError
+
+if TYPE_CHECKING:
+    from aioinfer.engine.output import Delta, RequestOutput
+
+#: In a gateway's request: its token, and for a stream that is to be gone on with what the reply
+#: said of it, and the bytes of the marks behind the body. In the reply: when the stream began in
+#: Unix seconds, and a key, of which ids are made that more than one of its events has.
+STREAM_HEADER = "X-Aioinfer-Stream"
+#: In a reply to a gateway: the code of an error, whose body may have the shape of any API.
+ERROR_HEADER = "X-Aioinfer-Error"
+
+
+class StreamState(NamedTuple):
+    """When a stream began, its key, and what the client has of it."""
+
+    created: int
+    key: str
+    known: Sequence[KnownDelta] = ()
+
+
+_STATE: web.RequestKey[StreamState] = web.RequestKey("stream_state")
+_IS_GATEWAYS = web.RequestKey("is_gateways", bool)
+_decoder = msgspec.json.Decoder(list[KnownDelta])
+#: Restored deltas, some 10 us each, between which other work of the event loop gets its turn.
+_RESTORED_AT_ONCE = 64
+
+
+def stream_state(request: web.Request) -> StreamState:
+    """Returns the state of the stream that a gateway goes on with, or that of a new one."""
+    if _STATE not in request:
+        request[_STATE] = StreamState(int(time.time()), secrets.token_hex(24))
+    return request[_STATE]
+
+
+class GatewayAccess:
+    """Knows the requests of gateways by their token."""
+
+    def __init__(self, token: str):
+        self._token = token.encode()
+
+    @web.middleware
+    async def accept(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Reads what a gateway sends beside a request, and names the codes of errors to it."""
+        given = request.headers.get(STREAM_HEADER)
+        if given is None:
+            return await handler(request)
+        token, *state = given.split()
+        if not secrets.compare_digest(token.encode(), self._token):
+            raise RequestError(f"{STREAM_HEADER} needs the token of a gateway", status=403)
+        request[_IS_GATEWAYS] = True
+        if state:
+            created, key, size = state
+            with request.app[REQUEST_BODIES].hold() as held:
+                body = b"".join(await held.receive(request))
+            end = len(body) - int(size)
+            request[RECEIVED] = [body[:end]]
+            request[_STATE] = StreamState(int(created), key, _decoder.decode(body[end:]))
+        response = await handler(request)
+        if not response.prepared and (code := response.get(ERROR_CODE)) is not None:
+            response.headers[ERROR_HEADER] = code
+        return response
+
+
+class EventStream(web.StreamResponse):
+    """A reply that is a stream of events."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        outputs: Sequence[RequestOutput],
+        content_type: str = STREAM_HEADERS["Content-Type"],
+    ):
+        """Raises `RequestError` if it goes on with a stream and cannot."""
+        super().__init__(headers=STREAM_HEADERS | {"Content-Type": content_type})
+        can_resume = len(outputs) == 1 and outputs[0].can_resume
+        state = stream_state(request)
+        if state.known and not can_resume:
+            raise RequestError("this request cannot be gone on with", status=409)
+        self.is_marked = can_resume and request.get(_IS_GATEWAYS, False)
+        self._num_restored = 0
+        if self.is_marked:
+            self._output = outputs[0]
+            self.headers[STREAM_HEADER] = f"{state.created} {state.key}"
+
+    async def write_delta(self, delta: Delta, events: bytes) -> None:
+        """Sends the events of a delta, unless the client has them."""
+        if delta.is_restored:
+            self._num_restored += 1
+            if self._num_restored % _RESTORED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            return
+        if self.is_marked:
+            fields = [
+                delta.index, delta.token_ids, self._output.num_cached_tokens,
+                delta.finish_reason, delta.stop_reason,
+            ]  # fmt: skip
+            events += b":%b\n" % orjson.dumps(fields)
+        await self.write(events)
+
+    async def write_failure(self, error: Exception, events: bytes) -> None:
+        """Sends the events of a failure. A dead engine ends the connection instead, where a gateway
+        can go on with the stream elsewhere."""
+        if self.is_marked and isinstance(error, EngineDeadError):
+            raise ConnectionResetError("a gateway goes on with the stream")
+        await self.write(events)
+
+
+def mark_frame(index: int, token: int, reason: str | None, stop_reason: int | str | None) -> bytes:
+    """Returns the mark of one token in a frame of HTTP's chunked coding, to follow that of the
+    token's events."""
+    if reason is None:
+        line = b":[%d,[%d]]\n" % (index, token)
+    else:
+        line = b":%b\n" % orjson.dumps([index, [token], None, reason, stop_reason])
+    return b"%x\r\n%b\r\n" % (len(line), line)

@@ -1,0 +1,218 @@
+"""One request on its way through a gateway, and what its client has of the reply.
+
+Nothing of a reply is passed on twice, and nothing is left out, however many replicas it takes. What
+the client has of a stream is known in whole events and their marks, which hold the tokens (see
+`api.event_stream`): a replica that is lost in the middle of an event has sent nothing of it.
+`proxy` is the only caller.
+"""
+
+from __future__ import annotations
+
+import re
+
+import aiohttp
+import orjson
+from aiohttp import web
+from multidict import CIMultiDict
+
+from aioinfer.api.access import REQUEST_ID_HEADER
+from aioinfer.api.errors import anthropic_error, describe
+from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
+from aioinfer.api.sse import DONE, error_event
+from aioinfer.errors import RequestError
+from aioinfer.gateway.prompt_reader import Prompt
+
+#: A reply's header that names the replica, as Serve's logs and dashboard do; that of a stream names
+#: the one that began it.
+REPLICA_HEADER = "X-Aioinfer-Replica"
+#: Headers that concern one connection (RFC 9110, 7.6.1), those that the client library sets, and
+#: those between gateways and replicas.
+_HOP = frozenset(
+    (
+        "connection",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        STREAM_HEADER.lower(),
+        ERROR_HEADER.lower(),
+    )
+)
+#: What a replica answers when it has done nothing for a request.
+_REFUSALS = frozenset(("not_ready", "overloaded"))
+#: Media types of replies that come piece by piece.
+_STREAMS = frozenset(("text/event-stream", "application/x-ndjson"))
+#: Replicas that may be lost without a token between, until a request ends with an error: it may be
+#: what kills them.
+_MAX_LOSSES = 2
+#: The mark of the events before it.
+_MARK = re.compile(rb"^:(.+)\n", re.MULTILINE)
+
+
+class ReplicaLostError(RequestError):
+    """The replica that a request was sent to is gone."""
+
+    def __init__(self) -> None:
+        message = "the replica that served this request was lost; send the request again"
+        super().__init__(message, status=502, code="replica_lost")
+
+
+class RefusedError(Exception):
+    """A replica did nothing for a request. `response` is what it answered, if anything."""
+
+    def __init__(self, response: web.Response | None = None):
+        super().__init__("refused")
+        self.response = response
+
+
+class Relay:
+    """A request, and what its client has of the reply.
+
+    Attributes:
+        request: the client's.
+        target: its path and query below `server.root_path`.
+        prompt: what the router needs of it.
+    """
+
+    def __init__(
+        self, request: web.BaseRequest, target: str, body: bytes, prompt: Prompt, token: str
+    ):
+        """`token` is what replicas know gateways by."""
+        self.request, self.target, self.prompt = request, target, prompt
+        self._body, self._token = body, token
+        self._request_id: str | None = None
+        self._response: web.StreamResponse | None = None
+        self._began: str | None = None  # what marked replies say of the stream
+        self._marks: list[bytes] = []
+        self._num_sent = 0  # bytes
+        self._rest = b""
+        self._num_marks_at_loss = self._num_losses = 0
+
+    def message(self) -> tuple[list[tuple[str, str]], bytes | None]:
+        """Returns the headers and the body for the next replica."""
+        given = [(k, v) for k, v in self.request.headers.items() if k.lower() not in _HOP]
+        headers = CIMultiDict([*given, ("X-Forwarded-For", self.request.remote or "unknown")])
+        if self._request_id is not None:  # ids of events are made of it
+            headers[REQUEST_ID_HEADER] = self._request_id
+        body = self._body
+        if self.request.method == "POST":
+            headers[STREAM_HEADER] = self._token
+            if self._began is not None:
+                marks = b"[%b]" % b",".join(self._marks)
+                headers[STREAM_HEADER] += f" {self._began} {len(marks)}"
+                body += marks
+        return [*headers.items()], body or None
+
+    async def take(self, reply: aiohttp.ClientResponse, replica: str) -> web.StreamResponse:
+        """Passes on what a replica replies.
+
+        Raises `RefusedError` if it did nothing for the request, `ReplicaLostError`.
+        """
+        if self._request_id is None:
+            self._request_id = reply.headers.get(REQUEST_ID_HEADER)
+        if reply.content_type not in _STREAMS:
+            return await self._pass_whole(reply, replica)
+        if self._num_sent and STREAM_HEADER not in reply.headers:
+            raise ReplicaLostError
+        if self._response is None:
+            headers = CIMultiDict(_kept(reply, replica))
+            self._response = web.StreamResponse(status=reply.status, headers=headers)
+            await self._response.prepare(self.request)
+        return await self._pass_stream(reply, self._response)
+
+    def can_go_on(self) -> bool:
+        """Whether another replica may take the request over, now that one was lost."""
+        if len(self._marks) > self._num_marks_at_loss:
+            self._num_losses = 0
+        self._num_losses += 1
+        self._num_marks_at_loss = len(self._marks)
+        is_resumable = not self._num_sent or self._began is not None
+        return is_resumable and self._num_losses < _MAX_LOSSES
+
+    async def give_up(self) -> web.StreamResponse:
+        """Ends a reply whose replica was lost. Raises `ReplicaLostError` if nothing has begun."""
+        if self._response is None:
+            raise ReplicaLostError
+        if self._rest and self._began is None:  # in the midst of an event: nothing can follow it
+            raise ConnectionAbortedError("the replica was lost")
+        await self._response.write(_lost_event(self.target))
+        return self._response
+
+    async def _pass_whole(self, reply: aiohttp.ClientResponse, replica: str) -> web.StreamResponse:
+        """Passes on a reply that comes in one piece."""
+        try:
+            body = await reply.read()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise ReplicaLostError from error
+        code = reply.headers.get(ERROR_HEADER)
+        headers = CIMultiDict(_kept(reply, replica))
+        response = web.Response(status=reply.status, body=body, headers=headers)
+        if code in _REFUSALS:
+            raise RefusedError(response)
+        if code == "engine_dead" or self._response is not None:
+            raise ReplicaLostError
+        return response
+
+    async def _pass_stream(
+        self, reply: aiohttp.ClientResponse, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        """Passes on what comes of a stream as it comes: all of a marked one but what is behind its
+        last mark, until its end shows that this is whole."""
+        self._began, self._rest = reply.headers.get(STREAM_HEADER), b""
+        end = b"\n\n" if reply.content_type == "text/event-stream" else b"\n"
+        last = end
+        while True:
+            try:
+                data = await reply.content.readany()
+            except (aiohttp.ClientError, ConnectionError) as error:
+                raise ReplicaLostError from error
+            if not data:
+                break
+            if self._began is not None:
+                data = self._read_marks(data)
+            else:
+                last = (last + data)[-2:]
+                self._rest = b"" if last.endswith(end) else last
+            await self._send(response, data)
+        if self._began is not None:
+            await self._send(response, self._rest)
+        return response
+
+    async def _send(self, response: web.StreamResponse, data: bytes) -> None:
+        if data:
+            self._num_sent += len(data)
+            await response.write(data)
+
+    def _read_marks(self, data: bytes) -> bytes:
+        """Returns the events that are complete with `data`, and keeps their marks."""
+        data = self._rest + data
+        events, begin = [], 0
+        for mark in _MARK.finditer(data):
+            events.append(data[begin : mark.start()])
+            self._marks.append(mark[1])
+            begin = mark.end()
+        self._rest = data[begin:]
+        return b"".join(events)
+
+
+def _kept(reply: aiohttp.ClientResponse, replica: str) -> list[tuple[str, str]]:
+    """Returns the headers of a reply that its client gets."""
+    found = [(k, v) for k, v in reply.headers.items() if k.lower() not in _HOP and k != "Date"]
+    return [*found, (REPLICA_HEADER, replica)]
+
+
+def _lost_event(target: str) -> bytes:
+    """Returns what ends a stream whose replica is lost, in the shape of the path's API."""
+    status, body = describe(ReplicaLostError())
+    if target.startswith("/v1/messages"):
+        return b"event: error\ndata: " + orjson.dumps(anthropic_error(status, body)) + b"\n\n"
+    if target.startswith("/api/"):
+        return orjson.dumps({"error": body["error"]["message"]}) + b"\n"
+    return error_event(body) + DONE

@@ -1,0 +1,193 @@
+"""Replicas in processes of their own that are killed while they answer: their clients get the
+replies of a replica that lives, unbroken, whatever API they speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+
+from aioinfer.config import Config, load_config
+from aioinfer.gateway.proxy import Gateway
+from aioinfer.gateway.replica import Address
+from tests.functional.test_lifecycle import ROOT
+
+pytestmark = [pytest.mark.timeout(300)]
+TOKEN = "secret"
+SETTINGS = (
+    "parallel.executor=inline",
+    "parallel.cpu_threads=1",
+    "cache.num_blocks=400",
+    "server.port=0",
+    "server.shutdown_timeout_s=5",
+)
+MAX_TOKENS = 40
+ASK = [{"role": "user", "content": "Tell me a story about a fox."}]
+GREEDY = {"temperature": 0, "max_tokens": MAX_TOKENS}
+FOX = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "fox", "schema": FOX}}
+STORY = {"prompt": "Once upon a time", "ignore_eos": True, **GREEDY}
+USAGE = {"stream_options": {"include_usage": True}}
+
+#: Requests whose stream another replica goes on with.
+RESUMABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", STORY | USAGE),
+    "two choices": ("/v1/completions", STORY | {"n": 2} | USAGE),
+    "token ids": ("/v1/completions", STORY | {"return_token_ids": True} | USAGE),
+    "a seed": ("/v1/completions", STORY | {"temperature": 1.0, "seed": 7} | USAGE),
+    "penalties": ("/v1/completions", STORY | {"frequency_penalty": 1.0} | USAGE),
+    "a stop string": ("/v1/completions", STORY | {"stop": ["zebra"]} | USAGE),
+    "chat": ("/v1/chat/completions", {"messages": ASK, **GREEDY} | USAGE),
+    "a schema": (
+        "/v1/chat/completions",
+        {"messages": ASK, "response_format": SCHEMA, **GREEDY} | USAGE,
+    ),
+    "messages": ("/v1/messages", {"messages": ASK, **GREEDY}),
+    "response": (
+        "/v1/responses",
+        {"input": ASK, "temperature": 0, "max_output_tokens": MAX_TOKENS},
+    ),
+    "ollama": ("/api/chat", {"messages": ASK, "options": {"temperature": 0, "num_predict": 40}}),
+    "llama.cpp": ("/completion", {"prompt": "Once", "temperature": 0, "n_predict": 40}),
+}
+#: Requests whose client has nothing until all of the reply is there.
+WHOLE = {
+    "whole completion": ("/v1/completions", STORY),
+    "whole message": ("/v1/messages", {"messages": ASK, **GREEDY}),
+    "whole ollama": (
+        "/api/chat",
+        {"messages": ASK, "options": {"temperature": 0, "num_predict": 40}, "stream": False},
+    ),
+}
+#: What a client has of these holds more than the tokens.
+NOT_RESUMABLE = {"logprobs": ("/v1/completions", STORY | {"logprobs": 1})}
+
+
+@dataclass
+class Fleet:
+    """A gateway, the replicas that it may send requests to, and a client."""
+
+    gateway: Gateway
+    members: list[Address] = field(default_factory=list)
+    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    http: aiohttp.ClientSession = field(init=False)
+
+    async def start_replica(self, name: str) -> Address:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.replica_process", name, TOKEN, *SETTINGS,
+            cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self.processes[name] = process
+        assert process.stdout is not None
+        return Address(*json.loads(await process.stdout.readline()))
+
+    async def be(self, *members: Address) -> None:
+        """Makes these the replicas, and returns when the gateway knows all of them."""
+        self.members[:] = members
+        async with asyncio.timeout(30):
+            while set(self.gateway.router.names) != {member.name for member in members}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def kill(self, member: Address) -> None:
+        process = self.processes.pop(member.name)
+        process.kill()
+        await process.wait()
+
+    def count(self, name: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(f"aioinfer:gateway_{name}_total") or 0
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config("configs/smollm2.toml", SETTINGS)
+
+
+@asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Fleet]:
+    members: list[Address] = []
+
+    async def discover() -> Iterable[Address]:
+        return members
+
+    fleet = Fleet(Gateway(config, discover, TOKEN), members)
+    url = await fleet.gateway.start()
+    async with aiohttp.ClientSession(url) as fleet.http:
+        try:
+            yield fleet
+        finally:
+            await fleet.gateway.stop()
+            for process in fleet.processes.values():
+                process.kill()
+                await process.wait()
+
+
+class Reply:
+    """A reply as its client has it."""
+
+    def __init__(self, fleet: Fleet, path: str, body: dict[str, Any]):
+        self.data = b""
+        self.has_begun = asyncio.Event()
+        self._fleet, self._path, self._body = fleet, path, body
+
+    async def read(self) -> Reply:
+        async with self._fleet.http.post(self._path, json=self._body) as response:
+            assert response.status == 200, await response.text()
+            self.is_stream = response.content_type != "application/json"
+            async for data in response.content.iter_any():
+                self.data += data
+                if len(self.data) > 1500:
+                    self.has_begun.set()
+        return self
+
+    def events(self) -> list[dict[str, Any]]:
+        lines = [line.removeprefix(b"data: ") for line in self.data.splitlines()]
+        return [json.loads(line) for line in lines if line.startswith(b"{")]
+
+    def essence(self) -> Any:
+        """Returns what does not differ from one request to the next."""
+        events = self.events()
+        ids = {event[name] for event in events for name in ("id", "created") if name in event}
+        assert len(ids) <= 2
+        return [_without(event) for event in events]
+
+
+def _without(value: Any) -> Any:
+    """Returns a value without ids and times."""
+    dropped = {
+        "id", "item_id", "created", "created_at", "timings", "total_duration",
+        "prompt_eval_duration", "eval_duration", "tokens_cached", "prompt_tokens_details",
+        "input_tokens_details", "cache_read_input_tokens", "input_tokens", "total_tokens",
+    }  # fmt: skip
+    if isinstance(value, dict):
+        return {name: _without(item) for name, item in value.items() if name not in dropped}
+    return [_without(item) for item in value] if isinstance(value, list) else value
+
+
+async def test_replies_of_a_killed_replica_go_on_with_another(config: Config) -> None:
+    streams = {name: (path, {"stream": True} | body) for name, (path, body) in RESUMABLE.items()}
+    async with running(config) as fleet:
+        first, second = await asyncio.gather(*map(fleet.start_replica, "ab"))
+        await fleet.be(second)
+        asked = streams | WHOLE
+        wanted = {name: Reply(fleet, *each) for name, each in asked.items()}
+        await asyncio.gather(*(reply.read() for reply in wanted.values()))
+
+        await fleet.be(first)
+        found = {name: Reply(fleet, *each) for name, each in asked.items()}
+        reading = [asyncio.create_task(reply.read()) for reply in found.values()]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(found[name].has_begun.wait() for name in streams))
+        await fleet.be(first, second)
+        assert not any(task.done() for task in reading)
+        await fleet.kill(first)
+        await asyncio.gather(*reading)
+        for name, reply in found.items():
+            assert reply.essence() == wanted[name].essence(), name
+        assert fleet.count("lost_requests") == fleet.count("resumed_requests") == len(asked)
