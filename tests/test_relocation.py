@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.output import RequestOutput
+from aioinfer.engine.output import Delta, KnownDelta, RequestOutput
 from aioinfer.errors import (
     EngineDeadError,
     GenerationError,
@@ -335,3 +336,33 @@ async def test_where_no_engine_is_left_all_requests_end_for_that_reason() -> Non
         assert str(result).startswith("engine 1: worker 0 was killed")
     assert not fleet.frontend.is_healthy()
     await fleet.close()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_another_server_goes_on_behind_what_the_client_has(n: int) -> None:
+    """From wherever the first server was lost: the client has each token once, its reader gets what
+    the client has in the same deltas, and sequences that have ended stay so."""
+    first, second = await Fleet.launch(1), await Fleet.launch(1)
+    prompt, fields = [7] * 9, {"n": n, "seed": 5, "stop_token_ids": (3,), "max_tokens": 20}
+    output = await first.submit(prompt, **fields)
+    sent = [KnownDelta(*_fields(delta)) async for delta in output]
+    wanted = expected(output)
+    assert {delta.finish_reason for delta in sent} == {None, "stop", "length"} or n == 1
+    for cut in [*range(0, len(sent), 5), len(sent)]:
+        params = replace(PARAMS, **fields)
+        again = await second.frontend.submit(prompt, params, known=sent[:cut])
+        deltas = [delta async for delta in again]
+        restored = [delta for delta in deltas if delta.is_restored]
+        assert [KnownDelta(*_fields(delta)) for delta in restored] == sent[:cut]
+        tokens: list[list[int]] = [[] for _ in range(n)]
+        for delta in deltas:
+            tokens[delta.index] += delta.token_ids
+        assert tokens == wanted
+        assert again.generated() == [array("i", each) for each in wanted]
+        assert sum(delta.finish_reason is not None for delta in deltas) == n
+    await first.close()
+    await second.close()
+
+
+def _fields(delta: Delta) -> tuple[Any, ...]:
+    return delta.index, delta.token_ids, 0, delta.finish_reason, delta.stop_reason

@@ -12,8 +12,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from aioinfer.cluster.reports import ReportReader
 from aioinfer.cluster.router import ClusterRouter
@@ -64,6 +66,14 @@ class Members:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Returns the replicas in the form of Prometheus' HTTP service discovery: where each shows
+        its `/metrics`, and its name as the label `replica`."""
+        return [
+            {"targets": [URL(url).authority], "labels": {"replica": name}}
+            for name, url in sorted(self.urls.items())
+        ]
 
     async def _run(self) -> None:
         while True:

@@ -192,6 +192,8 @@ class Gateway:
                 if not len(self.router):
                     raise NotReadyError("no replica is ready")
                 return json_response({"status": "ok", "replicas": len(self.router)})
+            case "/metrics/targets":
+                return json_response(self._members.targets())
             case "/metrics":
                 return web.Response(
                     body=generate_latest(self.metrics.registry),

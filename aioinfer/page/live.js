@@ -50,6 +50,7 @@ export class Live {
     try {
       const response = await request("/page/live", { signal: stream.signal });
       this.#views.forEach((view) => view.interrupt());
+      showReplica(response.headers.get("X-Aioinfer-Replica"));
       for await (const data of readEvents(response.body)) this.#take(JSON.parse(data));
     } catch (error) {
       if (error.name === "AbortError") return;
@@ -70,6 +71,20 @@ export class Live {
     const serves = engines.some((engine) => !engine.dead && !engine.restart);
     const returns = engines.some((engine) => engine.restart);
     this.#onState(serves ? "live" : returns ? "restart" : "lost");
+  }
+}
+
+/** Says of which replica the engines are, behind a gateway, and of how many it is one. */
+async function showReplica(name) {
+  const line = document.getElementById("replica");
+  line.hidden = name === null;
+  if (name === null) return;
+  line.textContent = `Replica ${name}`;
+  try {
+    const { replicas } = await (await request("/health/ready")).json();
+    line.textContent += `, one of ${replicas}; an answer may come from any of them`;
+  } catch {
+    // how many there are is not worth a word to the user
   }
 }
 

@@ -16,6 +16,7 @@ import pytest
 from aioinfer.config import load_config
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import ReplicaServer
+from tests.functional.chromium import EXECUTABLE, open_page
 from tests.gpu.random_models import random_model
 
 TOKEN = "secret"
@@ -113,6 +114,28 @@ async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(folder: Path) -> None:
+    async with fleet(folder, server__shutdown_timeout_s=0.05) as found:
+        body = {"prompt": text(6, 40), "max_tokens": 300, "stream": True, "ignore_eos": True}
+        body |= {"temperature": 0, "stream_options": {"include_usage": True}}
+        async with found.http.post("/v1/completions", json=body) as response:
+            began = await response.content.readuntil(b"\n\n")
+            replica = response.headers["X-Aioinfer-Replica"]
+            (leaver,) = (r for r in found.replicas if r.address.name == replica)
+            found.members.remove(leaver)
+            await leaver.stop()
+            data = (began + await response.read()).decode()
+        *events, usage, done = data.strip().split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(usage[6:])["usage"]["completion_tokens"] == 300
+        chunks = [json.loads(event[6:]) for event in events]
+        assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+        whole = await found.complete(text(6, 40), max_tokens=300)
+        assert "".join(c["choices"][0]["text"] for c in chunks) == whole["choices"][0]["text"]
+        registry = found.gateway.metrics.registry
+        assert registry.get_sample_value("aioinfer:gateway_resumed_requests_total") == 1
+
+
 async def test_what_a_gateway_answers_itself(folder: Path) -> None:
     async with fleet(folder, server__api_keys=["key"]) as found:
         http = found.http
@@ -120,6 +143,15 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
             assert await response.json() == {"status": "ok", "replicas": 2}
         async with http.get("/metrics") as response:
             assert "aioinfer:gateway_replicas 2.0" in await response.text()
+        async with http.get("/metrics/targets") as response:
+            assert response.content_type == "application/json"
+            found_targets = await response.json()
+        names = [target["labels"]["replica"] for target in found_targets]
+        assert names == ["a", "b"]
+        async with aiohttp.ClientSession() as prometheus:
+            for target in found_targets:
+                async with prometheus.get(f"http://{target['targets'][0]}/metrics") as response:
+                    assert "vllm:num_requests_running" in await response.text()
         async with http.post("/v1/completions", json={"prompt": text(1, 40)}) as response:
             assert response.status == 401
             assert (await response.json())["error"]["code"] == "invalid_api_key"
@@ -144,3 +176,13 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         async with http.get("/v1/models") as response:
             assert response.status == 503
             assert response.headers["Retry-After"] == "1"
+
+
+@pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")
+async def test_the_page_says_which_replica_it_shows(folder: Path, tmp_path: Path) -> None:
+    async with fleet(folder) as found, open_page(tmp_path) as page:
+        await page.open(str(found.http._base_url))
+        await page.until("document.querySelector('#replica')?.textContent.includes('one of 2')")
+        line = str(await page.run("document.querySelector('#replica').textContent"))
+        assert line.split()[:2] in (["Replica", "a,"], ["Replica", "b,"])
+        assert page.errors.empty(), page.errors

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from aioinfer.config import Config, load_config
@@ -66,8 +68,8 @@ WHOLE = {
         {"messages": ASK, "options": {"temperature": 0, "num_predict": 40}, "stream": False},
     ),
 }
-#: What a client has of these holds more than the tokens.
-NOT_RESUMABLE = {"logprobs": ("/v1/completions", STORY | {"logprobs": 1})}
+#: What CI runs of them.
+FEW = ("completion", "a schema", "messages", "whole completion")
 
 
 @dataclass
@@ -79,9 +81,9 @@ class Fleet:
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
     http: aiohttp.ClientSession = field(init=False)
 
-    async def start_replica(self, name: str) -> Address:
+    async def start_replica(self, name: str, *settings: str) -> Address:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.replica_process", name, TOKEN, *SETTINGS,
+            sys.executable, "-m", "tests.replica_process", name, TOKEN, *SETTINGS, *settings,
             cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         self.processes[name] = process
@@ -94,6 +96,13 @@ class Fleet:
         async with asyncio.timeout(30):
             while set(self.gateway.router.names) != {member.name for member in members}:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+    async def begin(self, path: str, body: dict[str, Any]) -> tuple[Reply, asyncio.Task[Reply]]:
+        """Asks, and returns when a part of the reply is there."""
+        reply = Reply(self, path, body)
+        reading = asyncio.create_task(reply.read())
+        await asyncio.wait_for(reply.has_begun.wait(), 60)
+        return reply, reading
 
     async def kill(self, member: Address) -> None:
         process = self.processes.pop(member.name)
@@ -146,6 +155,13 @@ class Reply:
                     self.has_begun.set()
         return self
 
+    async def grow(self) -> None:
+        """Returns when more of it is there."""
+        size = len(self.data) + 1500
+        async with asyncio.timeout(60):
+            while len(self.data) < size:  # noqa: ASYNC110  # no event
+                await asyncio.sleep(0.02)
+
     def events(self) -> list[dict[str, Any]]:
         lines = [line.removeprefix(b"data: ") for line in self.data.splitlines()]
         return [json.loads(line) for line in lines if line.startswith(b"{")]
@@ -156,6 +172,17 @@ class Reply:
         ids = {event[name] for event in events for name in ("id", "created") if name in event}
         assert len(ids) <= 2
         return [_without(event) for event in events]
+
+
+def _rank_of(pid: int) -> psutil.Process:
+    """Returns the worker of a replica."""
+    children = psutil.Process(pid).children(recursive=True)
+    (rank,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    return rank
+
+
+def _streamed(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return path, {"stream": True} | body
 
 
 def _without(value: Any) -> Any:
@@ -170,12 +197,17 @@ def _without(value: Any) -> Any:
     return [_without(item) for item in value] if isinstance(value, list) else value
 
 
-async def test_replies_of_a_killed_replica_go_on_with_another(config: Config) -> None:
-    streams = {name: (path, {"stream": True} | body) for name, (path, body) in RESUMABLE.items()}
+@pytest.mark.parametrize("names", [FEW, tuple(RESUMABLE | WHOLE)], ids=["few", "all"])
+async def test_replies_of_a_killed_replica_go_on_with_another(
+    config: Config, names: Sequence[str]
+) -> None:
+    """All requests are under way on a replica that is killed; no reply differs from that of an
+    undisturbed replica."""
+    streams = {name: _streamed(*RESUMABLE[name]) for name in names if name in RESUMABLE}
     async with running(config) as fleet:
         first, second = await asyncio.gather(*map(fleet.start_replica, "ab"))
         await fleet.be(second)
-        asked = streams | WHOLE
+        asked = streams | {name: WHOLE[name] for name in names if name in WHOLE}
         wanted = {name: Reply(fleet, *each) for name, each in asked.items()}
         await asyncio.gather(*(reply.read() for reply in wanted.values()))
 
@@ -191,3 +223,56 @@ async def test_replies_of_a_killed_replica_go_on_with_another(config: Config) ->
         for name, reply in found.items():
             assert reply.essence() == wanted[name].essence(), name
         assert fleet.count("lost_requests") == fleet.count("resumed_requests") == len(asked)
+
+
+async def test_a_stream_outlives_one_replica_after_the_other(config: Config) -> None:
+    """As long as there is a token between: one that is killed, one whose worker is killed and not
+    started anew, and one that hangs. At last it ends on a fourth."""
+    worker = ("parallel.executor=multiprocess", "parallel.restart_workers=0")
+    path, body = _streamed("/v1/completions", STORY | {"max_tokens": 150} | USAGE)
+    async with running(config) as fleet:
+        first, second, third, fourth = await asyncio.gather(
+            fleet.start_replica("a"),
+            fleet.start_replica("b", *worker),
+            fleet.start_replica("c"),
+            fleet.start_replica("d"),
+        )
+        await fleet.be(first)
+        reply, reading = await fleet.begin(path, body)
+        await fleet.be(first, second)
+        await fleet.kill(first)
+        await reply.grow()
+        await fleet.be(second, third)
+        rank = await asyncio.to_thread(_rank_of, fleet.processes["b"].pid)
+        rank.kill()
+        await reply.grow()
+        await fleet.be(third, fourth)
+        fleet.processes["c"].send_signal(signal.SIGSTOP)
+        await reading
+        assert fleet.count("lost_requests") == fleet.count("resumed_requests") == 3
+        whole = await Reply(fleet, path, body).read()
+        assert reply.essence() == whole.essence()
+
+
+async def test_replies_that_no_other_replica_may_go_on_with(config: Config) -> None:
+    """A reply that holds more than tokens ends with an error, and so does a request that two
+    replicas were lost with: it may be the cause."""
+    logprobs = _streamed("/v1/completions", STORY | {"logprobs": 1, "max_tokens": 300})
+    whole = ("/v1/completions", STORY | {"max_tokens": 200})
+    async with running(config) as fleet:
+        first, second, third = await asyncio.gather(*map(fleet.start_replica, "abc"))
+        await fleet.be(first)
+        stream, reading = await fleet.begin(*logprobs)
+        response = asyncio.create_task(fleet.http.post(whole[0], json=whole[1]))
+        await fleet.be(first, second)
+        fleet.processes["b"].send_signal(signal.SIGSTOP)
+        await fleet.kill(first)
+        await reading
+        *_, error = stream.events()
+        assert error["error"]["code"] == "replica_lost"
+        assert stream.data.endswith(b"data: [DONE]\n\n")
+        await fleet.be(second, third)
+        async with await response as failed:
+            assert failed.status == 502
+            assert (await failed.json())["error"]["code"] == "replica_lost"
+        assert (fleet.count("lost_requests"), fleet.count("resumed_requests")) == (3, 1)
