@@ -174,11 +174,11 @@ class Reply:
         return [_without(event) for event in events]
 
 
-def _rank_of(pid: int) -> psutil.Process:
-    """Returns the worker of a replica."""
+def _kill_rank(pid: int) -> None:
+    """Kills the worker of a replica."""
     children = psutil.Process(pid).children(recursive=True)
     (rank,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
-    return rank
+    rank.kill()
 
 
 def _streamed(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -243,8 +243,7 @@ async def test_a_stream_outlives_one_replica_after_the_other(config: Config) -> 
         await fleet.kill(first)
         await reply.grow()
         await fleet.be(second, third)
-        rank = await asyncio.to_thread(_rank_of, fleet.processes["b"].pid)
-        rank.kill()
+        await asyncio.to_thread(_kill_rank, fleet.processes["b"].pid)
         await reply.grow()
         await fleet.be(third, fourth)
         fleet.processes["c"].send_signal(signal.SIGSTOP)
