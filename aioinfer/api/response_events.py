@@ -4,6 +4,7 @@ its stream. `responses` answers with it, and `response_runs` in the background."
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 

@@ -304,6 +304,7 @@ def test_the_command_says_what_a_user_needs(folder: Path) -> None:
         lines += process.stdout.readlines()
     model = "SmolLM2-135M-Instruct"
     wanted = [
+        rf"aioinfer \S+ deploys {model} under Ray Serve .*",
         rf"{model}: loading 2 replicas \(logs, and Ray's: \S+/logs\)",
         r"[012] of 2 replicas run",
         rf"{model} is ready at http://127\.0\.0\.1:\d+",
@@ -311,4 +312,4 @@ def test_the_command_says_what_a_user_needs(folder: Path) -> None:
     ]
     assert all(any(re.fullmatch(each, line.strip()) for each in wanted) for line in lines), lines
     assert process.returncode == 0
-    assert len(lines) <= 7
+    assert len(lines) <= 8
