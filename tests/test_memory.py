@@ -163,11 +163,14 @@ def test_weights_and_cache_are_compared_with_the_memory(monkeypatch: pytest.Monk
     assert checked(monkeypatch, make_config(num_blocks=1), 12, "float32", 12) == ""
     text = checked(monkeypatch, config, 8, "float32", 11.517)
     assert text == (
-        "on the CPU, as torch finds no GPU, the weights take 8.00 GiB and the KV cache 4.00 GiB "
-        "(cache.cpu_memory_gib), and 11.52 GiB of memory are free: set cache.cpu_memory_gib to at "
-        "most 3.51"
+        "on the CPU, as torch finds no GPU, the weights take 8.00 GiB and the KV cache takes "
+        "4.00 GiB (cache.cpu_memory_gib), and 11.52 GiB of memory are free: set "
+        "cache.cpu_memory_gib to at most 3.51"
     )
     assert checked(monkeypatch, make_config(cpu_memory_gib=3.51), 8, "float32", 11.517) == ""
+    assert "on the CPU, as torch finds no GPU, the KV cache takes 4.00 GiB (" in checked(
+        monkeypatch, config, 0, "float32", 3
+    )
     text = checked(monkeypatch, config, 20, "float32", 13)
     assert "the weights take 20.00 GiB and" in text
     assert "and the machine has 16.00 GiB of memory: set model.path to a smaller model" in text
@@ -183,7 +186,7 @@ def test_workers_of_one_machine_are_added_up(monkeypatch: pytest.MonkeyPatch) ->
     config = replace(make_config(cpu_memory_gib=1), parallel=ParallelConfig(data_parallel_size=2))
     assert checked(monkeypatch, config, 7, "float32", 8) == ""
     text = checked(monkeypatch, config, 7.5, "float32", 16)
-    assert "take 15.00 GiB and the KV cache 2.00 GiB (cache.cpu_memory_gib) in 2 workers" in text
+    assert "15.00 GiB and the KV cache takes 2.00 GiB (cache.cpu_memory_gib) in 2 workers" in text
     assert text.endswith("set cache.cpu_memory_gib to at most 0.5")
 
 

@@ -77,7 +77,7 @@ def test_a_cache_beyond_the_machine(capsys: pytest.CaptureFixture[str], model: P
     arguments = [part for setting in sizes for part in ("--set", setting)]
     assert main(["--config", str(config), *arguments]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the KV cache 100000.00 GiB (cache.cpu_memory_gib), and the machine has " in last
+    assert "the KV cache takes 100000.00 GiB (cache.cpu_memory_gib), and the machine has " in last
     assert re.search(r": set cache.cpu_memory_gib to at most [\d.]+$", last)
 
 

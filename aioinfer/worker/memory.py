@@ -152,7 +152,7 @@ def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: 
 
     Args:
         config: the whole configuration.
-        weights_bytes: of this worker.
+        weights_bytes: of this worker; 0 where it is known only when they are loaded.
         dtype: of its arithmetic.
         rank: this worker's.
 
@@ -172,14 +172,13 @@ def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: 
     ):
         if count * (weights_bytes + cache) <= memory:
             continue
-        parts = f"the weights take {_gib(count * weights_bytes)}"
+        parts = [f"the weights take {_gib(count * weights_bytes)}"] if weights_bytes else []
         if cache:
-            parts += f" and the KV cache {_gib(count * cache)} (cache.cpu_memory_gib)"
-        if count > 1:
-            parts += f" in {count} workers"
+            parts.append(f"the KV cache takes {_gib(count * cache)} (cache.cpu_memory_gib)")
+        sizes = " and ".join(parts) + (f" in {count} workers" if count > 1 else "")
         place = ", as torch finds no GPU" if parallel.device == "auto" else ""
         raise ConfigError(
-            f"on the CPU{place}, {parts}, and {what}: set "
+            f"on the CPU{place}, {sizes}, and {what}: set "
             f"{_smaller(weights_bytes, cache, min(machine // num_workers, free), dtype)}"
         )
 
