@@ -174,7 +174,8 @@ def test_a_wrong_key_file(
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    assert main(["--set", "model.path=./nowhere", "--set", f"server.api_key_file={file}"]) == 2
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--set", f"server.api_key_file={file}"]) == 2
     shown = capsys.readouterr().err
     assert "server.api_key_file" in shown
     assert message in shown
