@@ -46,7 +46,8 @@ def start(config: Config) -> int:
         _check_server(config)
         address = f"{config.server.host}:{config.server.port}"
         place = config.server.unix_socket or (address if config.server.port else "a free port")
-        announce(f"starts {config.served_model_names[0]} at {place}")
+        if config.logging.format == "text":  # a program reads JSON
+            announce(f"starts {config.served_model_names[0]} at {place}")
 
     from aioinfer.api.app import run as serve  # imports PyTorch
 
