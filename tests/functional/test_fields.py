@@ -7,21 +7,29 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
 import tokenizers
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
+from anthropic.types.beta import message_create_params as beta_create_params
+from openai.types import batch_create_params, completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import input_token_count_params, response_create_params
 
 from aioinfer.api.admin import AbortRequest
+from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import CreateBatch
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.openapi import EXAMPLES, OPERATIONS
-from aioinfer.api.pooling_bodies import RerankRequest
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.pooling_bodies import EmbeddingRequest, RerankRequest
+from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest
 from aioinfer.api.replies import RerankedText
+from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.errors import GenerationError
 from document_keys import supported_fields
 from tests.functional.conftest import Served, serve
@@ -303,6 +311,27 @@ class TestTable:
                         break
             else:
                 raise AssertionError(f"{field.encode_name} may be anything")
+
+    @pytest.mark.parametrize(
+        ("kind", "published"),
+        [
+            (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+            (ChatRequest, chat_params.CompletionCreateParamsBase),
+            (ResponseRequest, response_create_params.ResponseCreateParamsBase),
+            (ResponseRequest, input_token_count_params.InputTokenCountParams),
+            (EmbeddingRequest, embedding_create_params.EmbeddingCreateParams),
+            (CreateBatch, batch_create_params.BatchCreateParams),
+            (MessagesRequest, message_create_params.MessageCreateParamsBase),
+            (MessagesRequest, beta_create_params.ParseMessageCreateParamsBase),
+            (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
+            (CountTokensRequest, beta_count_params.MessageCountTokensParams),
+        ],
+    )
+    async def test_a_published_field_has_an_entry(self, kind: type[Body], published: Any) -> None:
+        """As the clients of OpenAI and Anthropic that the tests install know them."""
+        names = get_type_hints(published).keys()
+        assert len(names) > 4
+        assert names - {*kind.__struct_fields__, *REFUSED, *NO_EFFECT} == set()
 
     async def test_what_is_supported_reaches_the_sampling_parameters(self, served: Served) -> None:
         for kind, path, more, elsewhere in (
