@@ -55,6 +55,7 @@ class Members:
         self._on_block_size, self._on_silence = on_block_size, on_silence
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._asking: asyncio.Task[None] | None = None
+        self._warned: dict[str, str] = {}
 
     def start(self) -> None:
         """Begins to ask for members."""
@@ -80,8 +81,14 @@ class Members:
             try:
                 self._update(await self._discover())
             except Exception as error:  # asked again in a second; those that are known go on
-                _log.warning("the replicas could not be asked for: %r", error)
+                self._warn("", f"the replicas could not be asked for: {error!r}")
             await asyncio.sleep(_ASK_S)
+
+    def _warn(self, name: str, text: str) -> None:
+        """Logs a warning about a replica, unless it is the same as the last one."""
+        if self._warned.get(name) != text:
+            self._warned[name] = text
+            _log.warning(text)
 
     def _update(self, found: Iterable[Address]) -> None:
         addresses = {address.name: address for address in found}
@@ -89,6 +96,7 @@ class Members:
             self._followed.pop(name).cancel()
             self._router.leave(name)
             self.urls.pop(name, None)
+            self._warned.pop(name, None)
         for name in addresses.keys() - self._followed.keys():
             self.urls[name] = addresses[name].url
             self._followed[name] = asyncio.create_task(self._follow(addresses[name]))
@@ -99,15 +107,17 @@ class Members:
             try:
                 await self._read(address)
             except TimeoutError:  # of connecting, or of a report
-                _log.warning("replica %s is silent", address.name)
+                self._warn(address.name, f"replica {address.name} is silent")
                 self._on_silence(address.name)
             except aiohttp.ClientResponseError as error:
-                _log.warning("replica %s answers %d instead of reports", address.name, error.status)
+                self._warn(
+                    address.name, f"replica {address.name} answers {error.status} for reports"
+                )
             except aiohttp.ClientError as error:
                 reason = no_answer(address.reports_url, error)
-                _log.warning("replica %s reports no more: %s", address.name, reason)
+                self._warn(address.name, f"replica {address.name} reports no more: {reason}")
             except ValueError as error:
-                _log.warning("replica %s reports no more: %r", address.name, error)
+                self._warn(address.name, f"replica {address.name} reports no more: {error!r}")
             finally:
                 self._router.leave(address.name)
             await asyncio.sleep(_PAUSE_S)

@@ -45,6 +45,9 @@ from aioinfer.gateway.replica import Address
 
 #: Replicas that a request is tried on.
 _MAX_TRIES = 4
+#: For so long, a request whose replica was lost waits for one that takes it, such as the one that
+#: Serve starts in its place; how often it looks.
+_MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
 #: Paths, or what they begin with, whose state a single replica keeps.
 _KEPT = ("/v1/batches", "/v1/files", "/v1/responses/", *sorted(ADMIN_PATHS))
@@ -213,16 +216,21 @@ class Gateway:
         """Sends a request to the replicas that the router names, until one has answered it."""
         avoided: set[str] = set()
         last: web.Response | None = None
-        was_lost, num_tries = False, 0
-        while num_tries < _MAX_TRIES:
+        num_tries, lost_at = 0, None
+        while True:
             num_tries += 1
             began = time.perf_counter()
             choice = self.router.route(relay.prompt.length, relay.prompt.hashes, avoided)
             self.metrics.decision.observe(time.perf_counter() - began)
-            if choice is None or choice.replica in avoided:
+            if choice is None or choice.replica in avoided or num_tries > _MAX_TRIES:
                 if choice is not None:
                     self.router.end(choice)
-                break
+                if lost_at is None or time.monotonic() > lost_at + _MAX_WAIT_S:
+                    break
+                avoided.clear()
+                num_tries = 0
+                await asyncio.sleep(_LOOK_S)
+                continue
             avoided.add(choice.replica)
             try:
                 return await self._send(relay, choice)
@@ -231,14 +239,14 @@ class Gateway:
                 last = error.response
             except ReplicaLostError:
                 self.metrics.lost.inc()
-                was_lost = True
+                lost_at = time.monotonic()
                 if not relay.can_go_on():
                     break
                 self.metrics.resumed.inc()
-                avoided, num_tries = {choice.replica}, 1
+                avoided, num_tries = {choice.replica}, 0
             finally:
                 self.router.end(choice)
-        if was_lost:
+        if lost_at is not None:
             return await relay.give_up()
         if last is not None:
             return last

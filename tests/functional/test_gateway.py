@@ -115,6 +115,7 @@ async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
 
 
 async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(folder: Path) -> None:
+    """As soon as there is another: until then it waits."""
     async with fleet(folder, server__shutdown_timeout_s=0.05) as found:
         body = {"prompt": text(6, 40), "max_tokens": 300, "stream": True, "ignore_eos": True}
         body |= {"temperature": 0, "stream_options": {"include_usage": True}}
@@ -123,7 +124,11 @@ async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(folder: P
             replica = response.headers["X-Aioinfer-Replica"]
             (leaver,) = (r for r in found.replicas if r.address.name == replica)
             found.members.remove(leaver)
+            (other,) = found.members
+            found.members.clear()
             await leaver.stop()
+            await found.wait_for(0)
+            found.members.append(other)
             data = (began + await response.read()).decode()
         *events, usage, done = data.strip().split("\n\n")
         assert done == "data: [DONE]"

@@ -16,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
+from aioinfer.api.event_stream import STREAM_HEADER
 from aioinfer.config import Config, load_config
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address
@@ -148,6 +149,7 @@ class Reply:
     async def read(self) -> Reply:
         async with self._fleet.http.post(self._path, json=self._body) as response:
             assert response.status == 200, await response.text()
+            assert STREAM_HEADER not in response.headers
             self.is_stream = response.content_type != "application/json"
             async for data in response.content.iter_any():
                 self.data += data
@@ -169,6 +171,7 @@ class Reply:
     def essence(self) -> Any:
         """Returns what does not differ from one request to the next."""
         events = self.events()
+        assert b"\n:" not in self.data, "marks are between gateways and replicas"
         ids = {event[name] for event in events for name in ("id", "created") if name in event}
         assert len(ids) <= 2
         return [_without(event) for event in events]
