@@ -9,7 +9,8 @@ stays in use, other than in the image. Then `ENTRYPOINT` with `CMD` starts the s
 a free port of the loopback interface, `HEALTHCHECK` asks it for its health, and `STOPSIGNAL` ends
 it. What needs root or an image (`FROM`, `RUN useradd`, `USER`, `VOLUME`) is printed and left out.
 
-It takes some minutes and several gigabytes, since it installs PyTorch; no test runs it.
+It takes some minutes and several gigabytes, since it installs PyTorch. Tests replay what it copies
+alone (`copy_sources`), and build the package from that.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "configs" / "deploy" / "Dockerfile"
+IGNORE = DOCKERFILE.with_name("Dockerfile.dockerignore")
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -45,7 +47,7 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 class Image:
     """The folder that stands for the root of an image, and what its instructions have set."""
 
-    def __init__(self, folder: Path, python: str):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.workdir = folder
         self.environment = {
@@ -53,8 +55,11 @@ class Image:
         }
         self.commands: dict[str, list[str]] = {}
         self.stop_signal = signal.SIGTERM
-        subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
         self.python = str(folder / "venv" / "bin" / "python")
+
+    def make_environment(self, python: str) -> None:
+        """Makes the virtual environment in which `RUN python` runs."""
+        subprocess.run([python, "-m", "venv", str(self.folder / "venv")], check=True)
 
     def path(self, text: str) -> Path:
         """Returns where a path of the image is here."""
@@ -89,7 +94,12 @@ class Image:
 
     def _copy(self, words: list[str]) -> None:
         *sources, target = words
+        if target.endswith("/"):
+            self.path(target).mkdir(parents=True, exist_ok=True)
+        sent = {line[1:] for line in IGNORE.read_text("utf-8").splitlines() if line[:1] == "!"}
         for source in sources:
+            if source not in sent:
+                raise FileNotFoundError(f"{source} is not in the build context: {IGNORE.name}")
             # a folder's content is copied, a file is put below a target that ends in a slash
             if (ROOT / source).is_dir():
                 ignored = shutil.ignore_patterns("__pycache__")
@@ -137,6 +147,16 @@ class Image:
             server.wait()
 
 
+def copy_sources(folder: Path) -> Path:
+    """Copies what the image gets from the checkout, and returns the image's working directory: what
+    the package is installed from."""
+    image = Image(folder)
+    for kind, rest in instructions(DOCKERFILE.read_text("utf-8")):
+        if kind in ("WORKDIR", "COPY"):
+            image.execute(kind, rest)
+    return image.workdir
+
+
 def complete(port: int) -> None:
     """Prints a completion of the server at `port`."""
     import urllib.request
@@ -159,7 +179,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        image = Image(folder, arguments.python)
+        image = Image(folder)
+        image.make_environment(arguments.python)
         for kind, rest in instructions(DOCKERFILE.read_text("utf-8")):
             image.execute(kind, rest)
         image.serve()

@@ -1,17 +1,24 @@
-"""What pyproject.toml and the lock files state, compared with the tree."""
+"""What pyproject.toml and the lock files state, compared with the tree, and the wheel that is built
+from what the Dockerfile copies."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
+from packaging.metadata import Metadata
 
 import aioinfer
+import check_dockerfile
 import lock
 
 ROOT = Path(__file__).parent.parent
@@ -108,3 +115,49 @@ def test_one_version() -> None:
 def test_lock_text_and_names() -> None:
     assert lock.normalize("Typing_Extensions.x") == "typing-extensions-x"
     assert lock.lock_text("Title.", {"b": "2", "a": "1"}).endswith("by hand.\na==1\nb==2\n")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, as pip has it built without a build environment of its own."""
+    source = check_dockerfile.copy_sources(tmp_path_factory.mktemp("image"))
+    built = tmp_path_factory.mktemp("wheel")
+    command = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", command, built],
+        cwd=source, check=True, capture_output=True,
+    )  # fmt: skip
+    (file,) = built.iterdir()
+    return zipfile.ZipFile(file)
+
+
+def test_the_image_gets_all_that_the_package_consists_of(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        folder = PROJECT["tool"]["setuptools"]["package-dir"].get(package)
+        files = (ROOT / (folder or package.replace(".", "/"))).glob("*.py")
+        assert {f"{package.replace('.', '/')}/{file.name}" for file in files} <= names, package
+    assert {"aioinfer/py.typed", "aioinfer/page/page.html"} <= names
+    assert {name.partition("/")[0] for name in names} == {
+        "aioinfer", f"aioinfer-{aioinfer.__version__}.dist-info",
+    }  # fmt: skip
+    assert "setuptools" in locked("requirements.lock")  # the image builds with what is installed
+
+
+def test_the_metadata_are_complete_and_lead_nowhere_else(wheel: zipfile.ZipFile) -> None:
+    text = wheel.read(f"aioinfer-{aioinfer.__version__}.dist-info/METADATA")
+    metadata = Metadata.from_email(text, validate=True)
+    assert metadata.author == "The aioinfer developers"
+    assert metadata.summary
+    assert metadata.classifiers and "Typing :: Typed" in metadata.classifiers
+    assert set(metadata.provides_extra or []) == set(PROJECT["project"]["optional-dependencies"])
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description and metadata.description.startswith("# aioinfer\n")
+    # an index has no file beside the description
+    assert "](" not in metadata.description
+    for extra in re.findall(r"aioinfer\[(\w+)\]", metadata.description):
+        assert extra in PROJECT["project"]["optional-dependencies"]
+
+
+def test_the_changelog_has_this_version() -> None:
+    assert f"\n## {aioinfer.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
