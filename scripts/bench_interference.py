@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import psutil
 import uvloop
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +33,7 @@ from yarl import URL
 from aioinfer.api.app import settle_process
 from aioinfer.api.server import HttpServer
 from bench_loop import TEXT, make_frontend
+from benchlib.processes import status_sum
 
 MAX_MODEL_LEN = 262_144
 HEALTH_INTERVAL_S = 0.02
@@ -239,7 +239,7 @@ def show(parts: dict[str, Latencies], notes: dict[str, str]) -> None:
     Console(width=150).print(table)
 
 
-async def measure(url: str, server: psutil.Process, arguments: argparse.Namespace) -> None:
+async def measure(url: str, server: int, arguments: argparse.Namespace) -> None:
     """Runs the parts one after the other and prints what the watching process saw."""
     context = multiprocessing.get_context("spawn")
     kinds = {} if arguments.idle else disturbances(arguments.prompt_tokens)
@@ -247,7 +247,7 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
         ["nothing", f"{arguments.idle} idle connections"] if arguments.idle else ["nothing", *kinds]
     )
     part, found = context.Value("i", 0), context.Queue()
-    before = server.memory_info().rss
+    before = status_sum(server, "VmRSS")
     watcher = context.Process(
         target=watch, args=(url, arguments.streams, len(names), part, found), daemon=True
     )
@@ -255,14 +255,14 @@ async def measure(url: str, server: psutil.Process, arguments: argparse.Namespac
     await asyncio.sleep(arguments.seconds + 2)
     notes = {
         "nothing": f"the server grew by "
-        f"{(server.memory_info().rss - before) / 1024 / arguments.streams:.0f} KiB a stream"
+        f"{(status_sum(server, 'VmRSS') - before) / arguments.streams:.0f} KiB a stream"
     }
     for name in names[1:]:
-        with_streams = server.memory_info().rss
+        with_streams = status_sum(server, "VmRSS")
         if arguments.idle:
             idle = await open_idle(url, arguments.idle)
             notes[name] = (
-                f"{(server.memory_info().rss - with_streams) / 1024 / arguments.idle:.1f} KiB a "
+                f"{(status_sum(server, 'VmRSS') - with_streams) / arguments.idle:.1f} KiB a "
                 f"connection"
             )
         part.value += 1
@@ -308,7 +308,7 @@ def main() -> None:
     )
     server.start()
     try:
-        asyncio.run(measure(address.get(timeout=60), psutil.Process(server.pid), arguments))
+        asyncio.run(measure(address.get(timeout=60), server.pid, arguments))
     finally:
         server.terminate()
         server.join()

@@ -5,10 +5,12 @@
 Starts `python -m aioinfer` on a free port and sends rounds of requests of all kinds (see
 `benchlib.soak_load`). After each round, when the server is idle and the clients' connections are
 closed, it samples memory, descriptors, threads and KV blocks of the server and its workers. The
-first rounds are warm-up. At the end a table shows each figure's first and last sample and its slope
-over 1 000 requests. The exit status is 1 if a figure grows beyond its bound, a request was not
-answered as it should, the log holds a traceback, or the server does not end with status 0 at a
-SIGTERM. A signal that ends the script (SIGINT, SIGTERM, SIGHUP) ends the server first.
+first rounds are warm-up: `--warm-up` of them, but half of the time at most, and in no round do
+requests begin for longer than a tenth of it. At the end a table shows each figure's first and last
+sample and its slope over 1 000 requests. The exit status is 1 if a figure grows beyond its bound, a
+request was not answered as it should, the log holds a traceback, or the server does not end with
+status 0 at a SIGTERM. A signal that ends the script (SIGINT, SIGTERM, SIGHUP) ends the server
+first.
 
 A CPU worker's KV cache becomes resident block by block: by default it is small here, and a warm-up
 fills it, so that what grows afterwards is something else.
@@ -32,13 +34,17 @@ from benchlib.soak_watch import Verdict, Watch, judge
 SETTINGS = ["cache.cpu_memory_gib=0.25", "parallel.cpu_threads=1"]
 #: For a server to become idle once its clients are gone.
 IDLE_TIMEOUT_S = 60.0
+#: A run has at least so many rounds.
+ROUNDS = 10
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description="Looks for what a server holds on to over time.")
-    parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, help="end after so many rounds, whatever the time")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="of load (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, help="end after so many behind the warm-up")
     parser.add_argument("--round", type=int, default=250, help="requests (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=12, help="rounds (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=8, help="default: %(default)s")
@@ -63,22 +69,26 @@ async def soak(
 ) -> tuple[list[int], list[dict[str, float]]]:
     """Sends rounds until the time is over. Returns the requests that had been sent at each sample,
     and the samples."""
-    end = time.monotonic() + options.minutes * 60
+    seconds = options.minutes * 60
+    start = time.monotonic()
     requests: list[int] = []
     samples: list[dict[str, float]] = []
-    number = 0
-    while (time.monotonic() < end or len(samples) < 2) and number != options.rounds:
+    number = warm_up = 0
+    while (time.monotonic() < start + seconds or not samples) and len(samples) != options.rounds:
         began, before = time.monotonic(), len(load.faults)
-        await load.run(options.round, options.concurrency)
+        is_warm_up = warm_up < options.warm_up and began < start + seconds / 2
+        end = min(began + seconds / ROUNDS, start + seconds)
+        await load.run(options.round, options.concurrency, end)
         took = time.monotonic() - began
         await settle(watch)
         number += 1
+        warm_up += is_warm_up
         sample = await asyncio.to_thread(watch.sample)
-        if number > options.warm_up:
+        if not is_warm_up:
             requests.append(load.total)
             samples.append(sample)
         memory = ", ".join(f"{k} {v:.1f}" for k, v in sample.items() if k.endswith("memory"))
-        about = "warm-up" if number <= options.warm_up else "round"
+        about = "warm-up" if is_warm_up else "round"
         console.print(f"{about} {number}: {load.total} requests, {took:.1f} s; {memory} MiB")
         for fault in load.faults[before:]:
             console.print(f"  fault: {fault}", markup=False)

@@ -185,6 +185,7 @@ EXTENDED = frozenset(
         "test_ray.py",
         "test_schema.py::test_the_server_does_what_it_says",
         "test_soak.py::test_a_short_run",
+        "test_soak.py::test_the_time_is_kept_and_half_of_it_may_be_warm_up",
         "test_stages.py::test_two_stages_compute_what_one_model_does",
         "test_startup_errors.py::test_a_disk_that_is_full_while_a_gguf_file_is_converted",
         "test_torchrun.py::test_a_script_of_two_ranks",

@@ -3,13 +3,14 @@ from what the Dockerfile copies."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,29 @@ def test_the_lock_files_hold_every_dependency_once() -> None:
             )
 
 
+def test_the_scripts_import_what_the_server_needs_and_nothing_else() -> None:
+    """They run in the environment of `make serve`. Those of Ray need its extra, and the checks of
+    the source the packages of the tests."""
+    providers = packages_distributions()
+    own = {file.stem for file in (ROOT / "scripts").glob("*.py")} | {"aioinfer", "benchlib", "ray"}
+    files = [file for file in (ROOT / "scripts").rglob("*.py") if not file.stem.startswith("check")]
+    for file in files:
+        for name in top_level_imports(file) - own - sys.stdlib_module_names:
+            packages = {lock.normalize(package) for package in providers[name]}
+            assert packages & locked("requirements.lock").keys(), f"{file.name}: {name}"
+
+
+def top_level_imports(file: Path) -> set[str]:
+    """Returns the modules, without their submodules, that a file imports when it is loaded."""
+    names = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+    return {name.partition(".")[0] for name in names}
+
+
 def test_the_lock_leaves_the_build_of_torch_to_the_machine() -> None:
     pins = locked("requirements.lock")
     assert re.fullmatch(r"[\d.]+", pins["torch"])
@@ -149,10 +173,12 @@ def test_the_metadata_are_complete_and_lead_nowhere_else(wheel: zipfile.ZipFile)
     metadata = Metadata.from_email(text, validate=True)
     assert metadata.author == "The aioinfer developers"
     assert metadata.summary
-    assert metadata.classifiers and "Typing :: Typed" in metadata.classifiers
+    assert metadata.classifiers
+    assert "Typing :: Typed" in metadata.classifiers
     assert set(metadata.provides_extra or []) == set(PROJECT["project"]["optional-dependencies"])
     assert metadata.description_content_type == "text/markdown"
-    assert metadata.description and metadata.description.startswith("# aioinfer\n")
+    assert metadata.description
+    assert metadata.description.startswith("# aioinfer\n")
     # an index has no file beside the description
     assert "](" not in metadata.description
     for extra in re.findall(r"aioinfer\[(\w+)\]", metadata.description):

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -48,13 +49,27 @@ def test_every_figure_has_a_bound(name: str) -> None:
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Every kind of request is answered as it should; a run this short says nothing of memory."""
     options = ["--rounds", "2", "--round", "50", "--warm-up", "0", "--concurrency", "4"]
-    status = soak.main([*options, "--seed", "5", "--minutes", "3"])
+    status = soak.main([*options, "--seed", "5", "--minutes", "15"])
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert "fault" not in shown
     for figure in ("server memory", "worker 0 memory", "descriptors", "asyncio tasks"):
         assert figure in shown
     assert "100 requests (" in shown
+
+
+def test_the_time_is_kept_and_half_of_it_may_be_warm_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    began = time.monotonic()
+    status = soak.main(["--minutes", "0.25", "--round", "100000", "--seed", "5"])
+    seconds = time.monotonic() - began
+    shown = capsys.readouterr().out
+    assert status == 0, shown
+    assert 15 < seconds < 15 + 45, "a start and the end of the last requests take their time, too"
+    lines = [line.split()[0] for line in shown.splitlines() if " requests, " in line]
+    assert 2 <= lines.count("warm-up") <= 5 < 12
+    assert lines.count("round") >= 2
 
 
 def test_a_signal_ends_the_server_as_well() -> None:

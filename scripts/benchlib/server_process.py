@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 from types import FrameType, TracebackType
 
-import psutil
+from benchlib.processes import cpu_seconds, descendants
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: The longest that a server may take to be ready, and to end.
@@ -52,6 +52,7 @@ class ServerProcess:
         config: its TOML file.
         settings: `section.key=value` laid over it.
         environment: variables laid over this process's.
+        checkout: the folder whose `aioinfer` runs.
 
     Attributes:
         url: where it listens.
@@ -64,12 +65,14 @@ class ServerProcess:
         config: str | Path,
         settings: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        checkout: Path = ROOT,
     ):
         laid_over = [
             part for setting in (*settings, "server.port=0") for part in ("--set", setting)
         ]
         self._command = [sys.executable, "-m", "aioinfer", "--config", str(config), *laid_over]
         self._environment = {**os.environ, **(environment or {})}
+        self._checkout = checkout
         self.status: int | None = None
 
     def __enter__(self) -> ServerProcess:
@@ -77,7 +80,7 @@ class ServerProcess:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._process = subprocess.Popen(
             self._command,
-            cwd=ROOT,
+            cwd=self._checkout,
             env=self._environment,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -164,8 +167,7 @@ class ServerProcess:
     def cpu_share(self, seconds: float) -> float:
         """Returns the CPU time of the server and its workers over the next `seconds`, as a share of
         one core."""
-        tree = [psutil.Process(self._process.pid)]
-        tree += tree[0].children(recursive=True)
-        before = sum(sum(process.cpu_times()[:2]) for process in tree)  # user and system
+        tree = [self._process.pid, *descendants(self._process.pid)]
+        before = sum(map(cpu_seconds, tree))
         sleep(seconds)
-        return (sum(sum(process.cpu_times()[:2]) for process in tree) - before) / seconds
+        return (sum(map(cpu_seconds, tree)) - before) / seconds

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import takewhile
 from typing import Any
 
 import aiohttp
@@ -73,15 +75,15 @@ class MixedLoad:
         """How many requests have ended."""
         return sum(self.sent.values())
 
-    async def run(self, requests: int, concurrency: int) -> None:
+    async def run(self, requests: int, concurrency: int, end: float = float("inf")) -> None:
         """Sends `requests` requests, `concurrency` at a time, over connections that are closed at
-        the end."""
+        the end; no more begin at `end` of `time.monotonic`."""
         timeout = aiohttp.ClientTimeout(600)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
             self._url, connector=connector, timeout=timeout
         ) as self._http:
-            left = iter(range(requests))
+            left = takewhile(lambda _: time.monotonic() < end, range(requests))
             await asyncio.gather(*(self._send(left) for _ in range(concurrency)))
 
     async def _send(self, left: Any) -> None:

@@ -3,7 +3,6 @@ grows."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import psutil
+from benchlib.processes import command_line, descendants, open_files, status_sum
 
 MIB = 2**20
 
@@ -102,7 +101,7 @@ class Watch:
 
     def __init__(self, pid: int, url: str):
         self._url = url
-        self._server = psutil.Process(pid)
+        self._pid = pid
 
     def metrics(self) -> dict[str, float]:
         """Returns the figures of `/metrics` by name, summed over their labels."""
@@ -121,19 +120,16 @@ class Watch:
 
     def sample(self) -> dict[str, float]:
         """Returns the figures of now: sizes in MiB, the rest are counts."""
-        workers = [
-            child
-            for child in self._server.children(recursive=True)
-            # multiprocessing has a helper process, which is no worker
-            if "spawn_main" in " ".join(child.cmdline())
-        ]
-        processes = [self._server, *workers]
-        figures = {"server memory": _own_memory(self._server.pid)}
+        # multiprocessing has a helper process, which is no worker
+        workers = [pid for pid in descendants(self._pid) if "spawn_main" in command_line(pid)]
+        processes = [self._pid, *workers]
+        figures = {"server memory": _own_memory(self._pid)}
         for number, worker in enumerate(workers):
-            figures[f"worker {number} memory"] = _own_memory(worker.pid)
-        figures["descriptors"] = sum(process.num_fds() for process in processes)
-        figures["threads"] = sum(process.num_threads() for process in processes)
-        figures["memfd"] = sum(_count_memfds(process.pid) for process in processes)
+            figures[f"worker {number} memory"] = _own_memory(worker)
+        files = [file for pid in processes for file in open_files(pid)]
+        figures["descriptors"] = len(files)
+        figures["threads"] = sum(status_sum(pid, "Threads") for pid in processes)
+        figures["memfd"] = sum(file.startswith("/memfd:") for file in files)
         figures["/dev/shm"] = _folder_bytes(Path("/dev/shm")) / MIB
         found = self.metrics()
         figures["KV cache in use"] = found["vllm:kv_cache_usage_perc"]
@@ -148,21 +144,7 @@ class Watch:
 def _own_memory(pid: int) -> float:
     """Returns the MiB of a process that no file backs: resident ones and those in swap. Pages of
     files (libraries, mapped weights) come and go with the memory that the machine has left."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    kinds = re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB$", status, re.MULTILINE)
-    return sum(map(int, kinds)) / 1024
-
-
-def _count_memfds(pid: int) -> int:
-    """Returns how many descriptors of a process are anonymous shared memory."""
-    folder = Path(f"/proc/{pid}/fd")
-    count = 0
-    for entry in folder.iterdir():
-        try:
-            count += os.readlink(entry).startswith("/memfd:")
-        except FileNotFoundError:  # closed meanwhile
-            continue
-    return count
+    return status_sum(pid, "RssAnon", "RssShmem", "VmSwap") / 1024
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -1,0 +1,63 @@
+"""What Linux says of processes (`/proc`), for the scripts that measure them: no package beyond what
+the server needs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+#: Of the text of /proc/PID/stat behind the name: the parent, and user and system time in ticks.
+_PARENT, _USER, _SYSTEM = 1, 11, 12
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat behind the name, which may hold blanks. Raises `OSError`
+    if there is no such process."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that a process has started, with what those have started, ascending."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                children.setdefault(int(_stat(int(entry.name))[_PARENT]), []).append(
+                    int(entry.name)
+                )
+            except OSError:  # ended meanwhile
+                continue
+    found, rest = [], [pid]
+    while rest:
+        rest = [child for parent in rest for child in children.get(parent, [])]
+        found += rest
+    return sorted(found)
+
+
+def command_line(pid: int) -> str:
+    """Returns the words of a process's command, joined by blanks."""
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the user and system time of a process."""
+    fields = _stat(pid)
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
+
+
+def status_sum(pid: int, *names: str) -> int:
+    """Returns the sum of some numbers of /proc/PID/status, such as `Threads`, or `VmRSS` in KiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return sum(map(int, re.findall(rf"^(?:{'|'.join(names)}):\s+(\d+)", status, re.MULTILINE)))
+
+
+def open_files(pid: int) -> list[str]:
+    """Returns what the descriptors of a process lead to."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return found
