@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from aioinfer.kernels.cpu_functions import Compiled, compile_functions, own_scratch, run_work
+from aioinfer.kernels.cpu_team import Compiled, fetch_add, own_scratch, run_task
 from aioinfer.kernels.cpu_vectors import (
     HAS_AVX512,
     LANES,
@@ -32,7 +32,6 @@ from aioinfer.kernels.cpu_vectors import (
     broadcast,
     divide,
     exponential,
-    fetch_add,
     high_bits,
     load,
     load_bytes,
@@ -80,7 +79,7 @@ class Task(enum.IntEnum):
     # what stays
     CHUNK = enum.auto()  # pairs that a thread takes at a time
     SCRATCH_STRIDE = enum.auto()  # of a thread
-    START = enum.auto()  # the address of GOMP_parallel
+    TEAM = enum.auto()  # the address of the team, where there are several threads
     BODY = enum.auto()  # the address of `Compiled.work`
     INPUTS = enum.auto()
     PAIRS = enum.auto()  # of all segments
@@ -108,13 +107,13 @@ ADDS, GATES = 1, 2
 # numba takes members of an enumeration for objects: plain numbers
 _T = {place.name: 8 * place.value for place in Task}
 _ROWS, _X, _Y, _X_STRIDE, _Y_STRIDE, _FLAGS, _BIAS, _NORM, _EPS, _NORMED = list(_T.values())[:10]
-_SCRATCH, _THREADS, _CHUNK, _SCRATCH_STRIDE, _START, _BODY = list(_T.values())[10:16]
+_SCRATCH, _THREADS, _CHUNK, _SCRATCH_STRIDE, _TEAM, _BODY = list(_T.values())[10:16]
 _INPUTS, _PAIRS, _SEGMENTS, _NEXT, _ARRIVED = list(_T.values())[16:]
 _S = {place.name: 8 * place.value for place in Segment}
 _END, _BITS, _GROUP, _INTEGERS, _SCALES, _OFFSETS, _COLUMN, _STEP, _SECOND = _S.values()
 _SEGMENT_BYTES = 8 * len(Segment)
-#: What `run_work` reads.
-_WORK = (_THREADS, _START, _BODY, _ARRIVED, _NEXT)
+#: What `run_task` reads.
+_WORK = (_THREADS, _TEAM, _BODY, _ARRIVED, _NEXT)
 
 
 @njit
@@ -363,10 +362,10 @@ def _run(task):
     """Computes a product."""
     if load_integer(task + _NORM):
         _norm_rows(task)
-    run_work(task, _WORK)
+    run_task(task, _WORK)
 
 
 @cache
 def compile_kernel() -> Compiled:
     """Compiles the functions; see `compile_functions`."""
-    return compile_functions(_run, _work, "affine_linear")
+    return Compiled.compile("affine_linear", _run, _work)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from aioinfer.kernels.cpu_functions import Compiled, compile_functions, own_scratch, run_work
+from aioinfer.kernels.cpu_team import Compiled, fetch_add, own_scratch, run_task
 from aioinfer.kernels.cpu_vectors import (
     LANES,
     VECTOR_BYTES,
@@ -22,7 +22,6 @@ from aioinfer.kernels.cpu_vectors import (
     add_outer,
     broadcast,
     exponential,
-    fetch_add,
     load,
     load_integer,
     load_number,
@@ -73,7 +72,7 @@ class Task(enum.IntEnum):
     SCALE = enum.auto()  # of scores, the bits of a float32
     COS_SIN = enum.auto()  # float32 [positions, rotated]
     ROTATED = enum.auto()  # channels of a head that are rotated
-    START = enum.auto()  # the address of GOMP_parallel
+    TEAM = enum.auto()  # the address of the team, where there are several threads
     BODY = enum.auto()  # the address of `Compiled.work`
     NEXT = enum.auto()  # the next row and KV head that no thread has taken
     ARRIVED = enum.auto()  # threads that have begun
@@ -83,10 +82,10 @@ class Task(enum.IntEnum):
 _T = [8 * place.value for place in Task]
 _TOKENS, _ROWS, _QUERIES, _QUERY_STRIDE, _OUT, _OUT_STRIDE, _TABLES, _TABLE_STRIDE = _T[:8]
 _LENGTHS, _SCRATCH, _SCRATCH_STRIDE, _THREADS, _KEYS, _VALUES, _KV_HEADS, _SHARED = _T[8:16]
-_HEAD_SIZE, _BLOCK_SIZE, _WINDOW, _SCALE, _COS_SIN, _ROTATED, _START, _BODY = _T[16:24]
+_HEAD_SIZE, _BLOCK_SIZE, _WINDOW, _SCALE, _COS_SIN, _ROTATED, _TEAM, _BODY = _T[16:24]
 _NEXT, _ARRIVED = _T[24:]
-#: What `run_work` reads.
-_WORK = (_THREADS, _START, _BODY, _ARRIVED, _NEXT)
+#: What `run_task` reads.
+_WORK = (_THREADS, _TEAM, _BODY, _ARRIVED, _NEXT)
 
 
 @njit
@@ -255,10 +254,10 @@ def _run(task):
     if load_integer(task + _TOKENS):
         _rotate(task)
         return
-    run_work(task, _WORK)
+    run_task(task, _WORK)
 
 
 @cache
 def compile_kernel() -> Compiled:
     """Compiles the functions; see `compile_functions`."""
-    return compile_functions(_run, _work, "cpu_attention")
+    return Compiled.compile("cpu_attention", _run, _work)

@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 
 #: The modules of kernels, all of which are compiled ahead.
-KERNELS = ("affine_linear", "cpu_attention")
+KERNELS = ("cpu_team", "affine_linear", "cpu_attention")
 #: What all of them use.
-_COMMON = ("cpu_vectors", "cpu_functions")
+_COMMON = ("cpu_vectors", "cpu_functions", "cpu_team")
 
 
 def cache_folder(kernel: str) -> Path:

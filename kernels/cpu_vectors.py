@@ -342,52 +342,6 @@ def load_number(context, address):
     return types.float32(types.int64), emit
 
 
-@intrinsic
-def fetch_add(context, address, value):
-    """Adds to the int64 at an address, which other threads may do meanwhile; returns what was
-    there."""
-
-    def emit(context, builder, signature, given):
-        place = _pointer(builder, given[0], _I64)
-        return builder.atomic_rmw("add", place, given[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), emit
-
-
-@intrinsic
-def call(context, body, argument):
-    """Calls `body(argument)`, both addresses."""
-
-    def emit(context, builder, signature, given):
-        byte = _I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte])
-        function = builder.inttoptr(given[0], kind.as_pointer())
-        builder.call(function, [builder.inttoptr(given[1], byte)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
-@intrinsic
-def run_in_threads(context, start, body, argument, threads):
-    """Calls `body(argument)` in each of so many threads of OpenMP and waits for them.
-
-    `start` is the address of GOMP_parallel (of libgomp, or of what takes its place): the threads
-    are those in which torch's own operators run, when the same thread calls both.
-    """
-
-    def emit(context, builder, signature, given):
-        start, body, argument, threads = given
-        byte = _I8.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, byte, _I32, _I32])
-        function = builder.inttoptr(start, kind.as_pointer())
-        pointers = [builder.inttoptr(address, byte) for address in (body, argument)]
-        builder.call(function, [*pointers, builder.trunc(threads, _I32), _I32(0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), emit
-
-
 @njit
 def exponential(x):
     """Returns exp(x) of a vector, from exp(-87) to exp(87), as in the Cephes library (Moshier

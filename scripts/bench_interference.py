@@ -307,6 +307,7 @@ def main() -> None:
         target=serve, args=(arguments.streams, arguments.delay_ms, address), daemon=True
     )
     server.start()
+    assert server.pid is not None
     try:
         asyncio.run(measure(address.get(timeout=60), server.pid, arguments))
     finally:

@@ -3,10 +3,13 @@ and the same bits for a row whatever stands beside it."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import subprocess
 import sys
 import threading
+import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from aioinfer.kernels.cpu_cache import KERNELS, cache_folder, compile_ahead, complete_mark
+from aioinfer.kernels.cpu_team import Team, run_in_team
+from aioinfer.kernels.cpu_vectors import load_integer
+from numba import cfunc, types
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.compiled_attention import CompiledAttention, supports
@@ -192,3 +198,105 @@ def test_what_is_compiled_is_not_compiled_ahead(tmp_path: Path, monkeypatch: pyt
     compile_ahead()
     assert not any(thread.name == "compile kernels" for thread in threading.enumerate())
     assert len(started) == 1
+
+
+# -------------------------------------------------------------------- the team of threads
+
+
+class Calls:
+    """A task whose body is a Python function: notes which threads call it.
+
+    Args:
+        helper_s: how long a helper computes.
+    """
+
+    def __init__(self, helper_s: float = 0.0):
+        self.team, self.helper_s = Team(), helper_s
+        self.threads: list[int] = []
+        self._caller = threading.get_ident()
+        self._body = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._compute)
+        self._run = compiled_caller()
+
+    def _compute(self, task: int) -> None:
+        assert task == 7
+        self.threads.append(threading.get_ident())
+        if threading.get_ident() != self._caller:
+            time.sleep(self.helper_s)
+        else:  # until a helper has come, if there is one
+            end = time.monotonic() + 0.02
+            while len(self.threads) < 2 and time.monotonic() < end:
+                time.sleep(0.0005)
+
+    def run(self, threads: int) -> int:
+        """Returns how many threads computed the task."""
+        self.threads.clear()
+        body = ctypes.cast(self._body, ctypes.c_void_p).value
+        arguments = (ctypes.c_int64 * 4)(self.team.address, 7, body or 0, threads)
+        self._run(ctypes.addressof(arguments))
+        assert self._caller in self.threads
+        return len(self.threads)
+
+
+@cache
+def compiled_caller() -> Any:
+    def call(arguments):
+        team, task = load_integer(arguments), load_integer(arguments + 8)
+        run_in_team(team, task, load_integer(arguments + 16), load_integer(arguments + 24))
+
+    return cfunc(types.void(types.int64))(call).ctypes
+
+
+def test_helpers_that_do_not_come_are_not_waited_for():
+    calls = Calls()
+    assert calls.run(3) == 1
+    calls.team.grow(2)
+    assert calls.run(1) == 1
+    assert max(calls.run(3) for _ in range(20)) == 2
+    assert not calls.team.times_late
+
+
+def test_the_caller_goes_on_alone_when_a_helper_is_late():
+    calls = Calls(helper_s=0.05)
+    calls.team.grow(2)
+    while calls.run(2) == 1:  # this machine may be busy indeed
+        pass
+    late = calls.team.times_late
+    assert late >= 1
+    alone = time.monotonic() + 0.3
+    while time.monotonic() < alone:
+        assert calls.run(2) == 1
+    calls.helper_s = 0
+    end = time.monotonic() + 20
+    while calls.run(2) == 1:
+        assert time.monotonic() < end, "the helper does not come back"
+
+
+def test_a_team_that_waits_uses_no_processor_time():
+    calls = Calls()
+    calls.team.grow(4)
+    calls.run(4)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.02
+
+
+def test_products_of_two_threads_at_once_are_right():
+    """They share the team, which has more helpers than this machine may have cores."""
+    torch.set_num_threads(4)
+    x = torch.randn(3, INPUTS)
+    weights = [CompiledWeight([torch.randn(640, INPUTS)], INPUTS) for _ in range(2)]
+    expected = [weight.multiply(x) for weight in weights]
+    wrong: list[int] = []
+
+    def multiply(number: int) -> None:
+        for _ in range(1000):
+            if not torch.equal(weights[number].multiply(x), expected[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=multiply, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -474,12 +474,13 @@ UNGUARDED = """
 """
 
 
-def run_script(tmp_path: Path, folder: Path, then: str) -> subprocess.Popen[str]:
+def run_script(tmp_path: Path, folder: Path, then: str, **variables: str) -> subprocess.Popen[str]:
     """Runs a script without an `if __name__` guard, in which a worker answers; then it does as
-    reported."""
+    reported. Variables of the environment that are empty are not set."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(UNGUARDED).format(then=then))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    laid_over = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    environment = {name: value for name, value in laid_over.items() if value}
     return subprocess.Popen(
         [sys.executable, script, folder],
         env=environment,
@@ -496,6 +497,22 @@ def test_a_script_without_a_guard_works_and_ends(tmp_path: Path, folder: Path, t
     output, errors = process.communicate(timeout=60)  # its workers would hold these open
     assert (process.returncode, errors) == (0, "")
     assert re.fullmatch(r"imported\n\[\d+, \d+\]\n", output)
+
+
+@pytest.mark.parametrize(("policy", "spins"), [("", {"300000", "4000"}), ("PASSIVE", {"0"})])
+def test_threads_of_a_worker_sleep_after_a_while(
+    tmp_path: Path, folder: Path, policy: str, spins: set[str]
+) -> None:
+    """OpenMP says itself for how many turns a thread spins: in the script as by default, and less
+    in its worker; where the user has chosen, in both alike."""
+    process = run_script(
+        tmp_path, folder, "pass", OMP_DISPLAY_ENV="VERBOSE", OMP_WAIT_POLICY=policy
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    shown = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", errors)
+    assert len(shown) >= 2
+    assert set(shown) == spins
 
 
 def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:

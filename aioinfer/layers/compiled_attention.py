@@ -37,6 +37,7 @@ class CompiledAttention(TorchAttention):
 
     def __init__(self, shape: AttentionShape, group: int, cache: KVCache, rotary: RotaryTable):
         from aioinfer.kernels.cpu_attention import Task, compile_kernel
+        from aioinfer.kernels.cpu_team import process_team
 
         super().__init__(shape, group)
         kernels = compile_kernel()
@@ -44,13 +45,14 @@ class CompiledAttention(TorchAttention):
         self._cache = cache
         self._cos_sin = rotary.cos_sin
         self._shared = shape.num_heads // shape.num_kv_heads
-        self._threads = torch.get_num_threads() if kernels.start else 1
+        self._threads = torch.get_num_threads()
         self._task = (ctypes.c_int64 * len(Task))()
         self._task[Task.KEYS : Task.NEXT] = [
             cache.keys.data_ptr(), cache.values.data_ptr(), shape.num_kv_heads, self._shared,
             shape.head_size, cache.keys.shape[1], shape.window or 0,
             struct.unpack("i", struct.pack("f", shape.scale))[0],
-            rotary.cos_sin.data_ptr(), rotary.cos_sin.shape[1], kernels.start, kernels.work,
+            rotary.cos_sin.data_ptr(), rotary.cos_sin.shape[1],
+            process_team().grow(self._threads), kernels.work,
         ]  # fmt: skip
         self._address = ctypes.addressof(self._task)
 

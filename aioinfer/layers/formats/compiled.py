@@ -22,7 +22,7 @@ from aioinfer.layers.formats.affine_rows import MIDDLE, AffineRows
 from aioinfer.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.affine_linear import Compiled
+    from aioinfer.kernels.cpu_team import Compiled
 
 _log = logging.getLogger(__name__)
 #: Pieces for each thread, so that one that is kept from running does not hold the others up.
@@ -92,6 +92,7 @@ class CompiledWeight:
         self, parts: Sequence[AffineRows | torch.Tensor], inputs: int, *, gated: bool = False
     ):
         from aioinfer.kernels.affine_linear import LANES, PAIR, TILE_BYTES, Segment, Task
+        from aioinfer.kernels.cpu_team import process_team
 
         kernels = _compiled()
         assert kernels is not None
@@ -111,13 +112,13 @@ class CompiledWeight:
             first = number * len(Segment)
             self._segments[first : first + len(Segment)] = described
             column += count
-        threads = torch.get_num_threads() if kernels.start else 1
+        threads = torch.get_num_threads()
         self._scratch = TILE_BYTES + inputs * PAIR * 4
         self._threads = threads
         self._task = (ctypes.c_int64 * len(Task))()
         chunk = max(1, end // (threads * _PIECES)) if threads > 1 else end
         self._task[Task.CHUNK : Task.NEXT] = [
-            chunk, self._scratch, kernels.start, kernels.work, inputs, end,
+            chunk, self._scratch, process_team().grow(threads), kernels.work, inputs, end,
             ctypes.addressof(self._segments),
         ]  # fmt: skip
         self._address = ctypes.addressof(self._task)

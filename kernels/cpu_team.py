@@ -1,0 +1,361 @@
+"""The threads that compute kernels for CPUs beside the thread that calls them.
+
+A barrier that all threads have to reach makes each product wait for the slowest: where another
+process has one of the cores, that is a thread that does not run at all for some milliseconds, at
+each of a hundred products of a step. So there is none here:
+
+- A task is divided into pieces that threads take from a counter. The caller takes pieces as well,
+  and when none is left, it closes the task. It waits for the helpers that have a piece, not for
+  those that have not come.
+- Waiting threads spin for `_SPINS` turns, some 0.1 ms, which is longer than what lies between two
+  products of a step, and then sleep on a semaphore. An idle team uses no CPU.
+- A helper that loses its core in the middle of a piece makes the caller wait for it. Where that
+  takes longer than `_LATE_NS`, the cores are busy, and the caller computes alone for `_ALONE` times
+  as long as it has waited: it loses at most a few percent to such waits.
+
+What is computed does not depend on who takes which piece. A second thread that calls a kernel while
+the team has a task computes alone.
+
+All of it happens in one word of memory, the gate: the number of the task (32 bits), whether it is
+open, whether the caller sleeps, and how many helpers compute it (16 bits). A helper enters by
+adding itself to the gate of the open task that it has seen, all at once, so that what it reads of
+a task (`_ALLOWED`, `_TASK`, `_BODY`) belongs to the task that it enters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from aioinfer.kernels.cpu_functions import compile_functions
+from aioinfer.kernels.cpu_vectors import load_integer, store_integer
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+#: Turns of a waiting thread before it sleeps.
+_SPINS = 4000
+#: Nanoseconds by which a helper is late, and for how many times as long the caller is alone then.
+_LATE_NS = 1_000_000
+_ALONE = 16
+_MAX_ALONE_NS = 500_000_000
+
+_I64 = ir.IntType(64)
+_IS_X86 = platform.machine() == "x86_64"
+
+# Parts of the gate below the number of the task.
+_ACTIVE, _OPEN, _SLEEPS, _NUMBER = 0xFFFF, 1 << 16, 1 << 17, 32
+
+# Places in the memory of a team, in bytes. What threads wait for lies in cache lines of its own.
+_LINE = 128
+_GATE = 0
+_ASLEEP = _LINE  # helpers that have announced that they sleep
+_BUSY = 2 * _LINE  # whether the team has a task
+_ALLOWED = 3 * _LINE  # helpers that may take part in the task
+_TASK = _ALLOWED + 8  # the argument of its body
+_BODY = _ALLOWED + 16
+_ALONE_UNTIL = _ALLOWED + 24  # a time, or 0
+_LATE = _ALLOWED + 32  # how often a helper has been late
+_CLOCK = 4 * _LINE  # the addresses of functions of the C library
+_WAIT = _CLOCK + 8
+_POST = _CLOCK + 16
+_WAKE_HELPERS = 5 * _LINE  # semaphores
+_WAKE_CALLER = 6 * _LINE
+_TIME = 7 * _LINE  # of the caller: what the clock writes
+_BYTES = 8 * _LINE
+
+_CLOCK_MONOTONIC = 1
+
+
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def apply(context, address, value):
+        def emit(context, builder, signature, given):
+            place = builder.inttoptr(given[0], _I64.as_pointer())
+            return builder.atomic_rmw(operation, place, given[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), emit
+
+    return apply
+
+
+#: Change the int64 at an address at once (`(address, value)`), and return what was there.
+fetch_add, _fetch_and, _fetch_or, _exchange = map(_atomic, ("add", "and", "or", "xchg"))
+
+
+@intrinsic
+def _read(context, address):
+    """Returns the int64 at an address that other threads change."""
+
+    def emit(context, builder, signature, given):
+        place = builder.inttoptr(given[0], _I64.as_pointer())
+        return builder.load_atomic(place, "seq_cst", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def _replace(context, address, before, after):
+    """Writes `after` to an address if `before` is there; returns whether it was."""
+
+    def emit(context, builder, signature, given):
+        place = builder.inttoptr(given[0], _I64.as_pointer())
+        found = builder.cmpxchg(place, given[1], given[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def _pause(context):
+    """Gives way to the other thread of a core for a moment, where the processor has an instruction
+    for that."""
+
+    def emit(context, builder, signature, given):
+        if _IS_X86:
+            kind = ir.FunctionType(ir.VoidType(), [])
+            pause = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
+            builder.call(pause, [])
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def _call(context, body, argument):
+    """Calls `body(argument)`, both addresses. What it returns is dropped."""
+
+    def emit(context, builder, signature, given):
+        kind = ir.FunctionType(ir.VoidType(), [_I64])
+        builder.call(builder.inttoptr(given[0], kind.as_pointer()), [given[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def _call_with_two(context, body, first, second):
+    """Calls `body(first, second)`, all integers."""
+
+    def emit(context, builder, signature, given):
+        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64])
+        builder.call(builder.inttoptr(given[0], kind.as_pointer()), given[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+# -------------------------------------------------------------------- the caller
+
+
+@njit
+def _now(team):
+    """Returns nanoseconds of the monotonic clock."""
+    _call_with_two(load_integer(team + _CLOCK), _CLOCK_MONOTONIC, team + _TIME)
+    return load_integer(team + _TIME) * 1_000_000_000 + load_integer(team + _TIME + 8)
+
+
+@njit
+def _is_alone(team):
+    """Whether helpers were late, so that the caller computes without them for now."""
+    until = load_integer(team + _ALONE_UNTIL)
+    if until and _now(team) >= until:
+        store_integer(team + _ALONE_UNTIL, 0)
+        return False
+    return until != 0
+
+
+@njit
+def _open(team, task, body, helpers):
+    """Gives a task to the team, and wakes helpers that sleep."""
+    store_integer(team + _TASK, task)
+    store_integer(team + _BODY, body)
+    store_integer(team + _ALLOWED, helpers)
+    number = (_read(team + _GATE) >> _NUMBER) + 1
+    _exchange(team + _GATE, (number << _NUMBER) | _OPEN)
+    if _read(team + _ASLEEP):
+        for _ in range(_exchange(team + _ASLEEP, 0)):
+            _call(load_integer(team + _POST), team + _WAKE_HELPERS)
+
+
+@njit
+def _close(team):
+    """Lets no more helpers in, and waits for those that compute."""
+    if not _fetch_and(team + _GATE, ~_OPEN) & _ACTIVE:
+        return
+    for _ in range(_SPINS):
+        if not _read(team + _GATE) & _ACTIVE:
+            return
+        _pause()
+    while _fetch_or(team + _GATE, _SLEEPS) & _ACTIVE:
+        _call(load_integer(team + _WAIT), team + _WAKE_CALLER)
+
+
+@njit
+def _note_wait(team, began, closed):
+    """Has the caller compute alone for a while if it waited longer for helpers, from `closed` until
+    now, than a busy core explains: a piece takes less than what was computed from `began` on."""
+    waited = _now(team) - closed
+    if waited > max(_LATE_NS, closed - began):
+        store_integer(team + _LATE, load_integer(team + _LATE) + 1)
+        store_integer(team + _ALONE_UNTIL, closed + waited + min(_ALONE * waited, _MAX_ALONE_NS))
+
+
+@njit
+def run_in_team(team, task, body, threads):
+    """Calls `body(task)` in this thread and in up to `threads` - 1 helpers, and returns when the
+    pieces that any of them took are done. `body` takes pieces until none is left."""
+    if threads <= 1 or _exchange(team + _BUSY, 1):
+        _call(body, task)
+        return
+    if _is_alone(team):
+        _call(body, task)
+    else:
+        began = _now(team)
+        _open(team, task, body, threads - 1)
+        _call(body, task)
+        closed = _now(team)
+        _close(team)
+        _note_wait(team, began, closed)
+    _exchange(team + _BUSY, 0)
+
+
+@njit
+def run_task(task, places):
+    """Computes a task in memory with a team.
+
+    `places` are the offsets in it, in bytes, of: the number of threads; the addresses of the team
+    and of the body; two counters, which begin at zero: of threads that have begun, and of pieces
+    that a thread has taken.
+    """
+    threads, team, body, arrived, taken = places
+    store_integer(task + arrived, 0)
+    store_integer(task + taken, 0)
+    body = load_integer(task + body)
+    run_in_team(load_integer(task + team), task, body, load_integer(task + threads))
+
+
+@njit
+def own_scratch(arrived, scratch, stride):
+    """Returns the scratch memory of a thread that begins: the next part, of `stride` bytes, of
+    `scratch`. The threads that have begun are counted at the address `arrived`."""
+    return scratch + fetch_add(arrived, 1) * stride
+
+
+# -------------------------------------------------------------------- helpers
+
+
+@njit
+def _await_task(team, index, last):
+    """Enters the next open task after `last`, a number; returns its number."""
+    turns = 0
+    while True:
+        gate = _read(team + _GATE)
+        number = gate >> _NUMBER
+        if number != last:
+            if gate & _OPEN and index < load_integer(team + _ALLOWED):
+                if _replace(team + _GATE, gate, gate + 1):
+                    return number
+                continue
+            last, turns = number, 0
+        if turns < _SPINS:
+            turns += 1
+            _pause()
+            continue
+        turns = 0
+        fetch_add(team + _ASLEEP, 1)
+        if _read(team + _GATE) >> _NUMBER == last:
+            _call(load_integer(team + _WAIT), team + _WAKE_HELPERS)
+
+
+def _help(arguments):
+    """A helper's thread: computes the team's tasks for ever. `arguments` is the address of the
+    team's and of the helper's index, int64 each."""
+    team, index = load_integer(arguments), load_integer(arguments + 8)
+    last = _read(team + _GATE) >> _NUMBER
+    while True:
+        last = _await_task(team, index, last)
+        _call(load_integer(team + _BODY), load_integer(team + _TASK))
+        gate = fetch_add(team + _GATE, -1) - 1
+        if gate & _SLEEPS and not gate & _ACTIVE:
+            _call(load_integer(team + _POST), team + _WAKE_CALLER)
+
+
+@cache
+def compile_kernel() -> Any:
+    """Compiles the helpers' function; see `compile_functions`."""
+    (helper,) = compile_functions("cpu_team", _help)
+    return helper.ctypes
+
+
+class Compiled(NamedTuple):
+    """The functions of a kernel.
+
+    Attributes:
+        run: takes the address of a task and computes it; does not hold the GIL.
+        work: the address of what each thread calls with that address, the task's body.
+    """
+
+    run: Any
+    work: int
+
+    @classmethod
+    def compile(cls, kernel: str, run: Any, work: Any) -> Compiled:
+        """Compiles both; see `compile_functions`."""
+        compiled_run, compiled_work = compile_functions(kernel, run, work)
+        return cls(compiled_run.ctypes, compiled_work.address)
+
+
+class Team:
+    """The helpers of a process, which share its memory with the thread that calls a kernel.
+
+    Attributes:
+        address: what kernels take for the team.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.zeros(_BYTES // 8 + _LINE // 8, np.int64)
+        self.address = -(-self._memory.ctypes.data // _LINE) * _LINE
+        self._helpers: list[Any] = []
+        self._growing = threading.Lock()
+        library = ctypes.CDLL(None)
+        for place, name in (_CLOCK, "clock_gettime"), (_WAIT, "sem_wait"), (_POST, "sem_post"):
+            self._words[place // 8] = ctypes.cast(library[name], ctypes.c_void_p).value or 0
+        for place in _WAKE_HELPERS, _WAKE_CALLER:
+            if library.sem_init(ctypes.c_void_p(self.address + place), 0, 0):
+                raise OSError("sem_init failed")
+
+    @property
+    def _words(self) -> Any:
+        """The memory as int64."""
+        first = (self.address - self._memory.ctypes.data) // 8
+        return self._memory[first : first + _BYTES // 8]
+
+    @property
+    def times_late(self) -> int:
+        """How often a helper was so late that the caller went on alone."""
+        return int(self._words[_LATE // 8])
+
+    def grow(self, threads: int) -> int:
+        """Starts helpers until there are `threads` threads with a caller; returns the address."""
+        with self._growing:
+            while len(self._helpers) < threads - 1:
+                arguments = (ctypes.c_int64 * 2)(self.address, len(self._helpers))
+                self._helpers.append(arguments)
+                thread = threading.Thread(
+                    target=compile_kernel(), args=(ctypes.addressof(arguments),),
+                    name=f"kernels {len(self._helpers)}", daemon=True,
+                )  # fmt: skip
+                thread.start()
+        return self.address
+
+
+@cache
+def process_team() -> Team:
+    """Returns the team of this process."""
+    return Team()
