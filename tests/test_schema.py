@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import jsonschema_rs
 
+from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.openapi import OPERATIONS, describe
 from tests.test_page import serve
 from tests.test_server import make_server
@@ -63,6 +64,10 @@ async def test_bodies_are_those_that_check_the_requests() -> None:
     schema = found["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]
     assert schema["required"] == ["prompt"]
     assert {"temperature", "logit_bias", "stop"} <= schema["properties"].keys()
+    for fields in found["components"]["schemas"].values():
+        if "service_tier" in fields.get("properties", {}):
+            why = fields["properties"]["service_tier"]["description"]
+            assert why == f"It has no effect: {NO_EFFECT['service_tier']}."
     assert found["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
     assert "security" not in found["paths"]["/health"]["get"]
     message = found["components"]["schemas"]["Message"]["properties"]

@@ -26,6 +26,7 @@ from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.experts import MAX_COPIES, MAX_RANKS
+from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.llama_cpp_body import InfillRequest, LlamaCompletion, LlamaEmbedding
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
@@ -41,6 +42,8 @@ from aioinfer.api.pooling_bodies import (
     ScoreRequest,
 )
 from aioinfer.api.protocol import (
+    NO_EFFECT_TEXT,
+    AnyObject,
     BatchChatRequest,
     ChatRequest,
     CompletionRequest,
@@ -238,6 +241,9 @@ def describe(app: web.Application) -> dict[str, Any]:
     ordered = sorted(types | errors, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))
+    for schema in components.values():
+        _say_why(schema.get("properties", {}))
+    del components[AnyObject.__name__]  # which those fields alone have named
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in _routes(app):
         operation = OPERATIONS.get((method, path), Operation())
@@ -260,6 +266,14 @@ def describe(app: web.Application) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _say_why(properties: dict[str, Any]) -> None:
+    """Gives fields without effect the reason, in place of the types that they may have: all."""
+    for name, schema in properties.items():
+        if str(schema.get("description", "")).startswith(NO_EFFECT_TEXT):
+            reason = f": {NO_EFFECT[name]}" if name in NO_EFFECT else ""
+            properties[name] = {"description": f"{NO_EFFECT_TEXT}{reason}.", "default": None}
 
 
 def _routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:

@@ -71,9 +71,11 @@ class AnyObject(Struct):
     """An object whose members are not read."""
 
 
+#: The description of a field without effect begins with it.
+NO_EFFECT_TEXT = "It has no effect"
 #: The type of a field that has no effect; `fields.NO_EFFECT` has the reason.
 Ignored = Annotated[
-    AnyObject | list[Any] | str | float | bool | None, Meta(description="It has no effect.")
+    AnyObject | list[Any] | str | float | bool | None, Meta(description=NO_EFFECT_TEXT)
 ]
 
 

@@ -50,7 +50,10 @@ function namedObjects(document_, schema) {
 
 function fieldTable(document_, schema) {
   const required = new Set(schema.required);
-  const rows = Object.entries(schema.properties || {}).map(([name, field]) =>
+  const isIdle = ([, field]) => Boolean(field.description?.startsWith("It has no effect"));
+  const fields = Object.entries(schema.properties || {});
+  fields.sort((one, other) => isIdle(one) - isIdle(other));
+  const rows = fields.map(([name, field]) =>
     element(
       "tr", "",
       element("td", "", element("code", name)),
