@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import aiohttp
@@ -76,7 +77,7 @@ async def answer(url: str, host: str, path: str = "/version") -> tuple[int, str 
     ],
 )
 async def test_a_server_answers_421_to_other_names(
-    settings: dict[str, object], admitted: bool
+    settings: dict[str, object], admitted: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = make_server(**settings)
     url = URL(await server.start())
@@ -89,6 +90,12 @@ async def test_a_server_answers_421_to_other_names(
         assert (status == 421) == (not admitted)
         assert (code == "host_not_allowed") == (not admitted)
     await server.close()
+    lines = [re.sub("from .*", "from", message) for message in caplog.messages]
+    counts = ("1", "3")  # the first at once, the others together
+    kind, code = "requests refused by their heads", "host_not_allowed"
+    expected = [f"{kind}: {count}, the last ({code}) from" for count in counts]
+    assert lines == ([] if admitted else expected)
+    assert "rebound" not in caplog.text
 
 
 async def test_a_unix_socket_answers_to_any_name(tmp_path: Path) -> None:

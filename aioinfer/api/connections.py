@@ -187,6 +187,7 @@ class ConnectionServer(web.Server):
         stalled: those whose client does not read a response; they may be idle as well.
         counts: what was refused and ended.
         malformed: the log of malformed requests.
+        refused: the log of requests that are refused by their heads alone.
     """
 
     def __init__(self, handler: RequestHandler, make_request: RequestFactory, config: ServerConfig):
@@ -206,6 +207,7 @@ class ConnectionServer(web.Server):
         self.idle = WaitingConnections(config.keepalive_timeout_s, self._ends("idle", drop))
         self.stalled = WaitingConnections(config.send_timeout_s, self._ends("send", drop))
         self.malformed = LimitedLog(_log, "malformed requests")
+        self.refused = LimitedLog(_log, "requests refused by their heads")
 
     def _ends(self, kind: str, end: Callable[[Connection], None]) -> Callable[[Connection], None]:
         """Returns a function that counts a time-out and ends its connection."""
@@ -280,6 +282,7 @@ class ConnectionServer(web.Server):
         for waiting in (self.receiving, self.idle, self.stalled):
             waiting.close()
         self.malformed.close()
+        self.refused.close()
 
     def note_received(self, connection: Connection) -> None:
         """Records that a client has sent something: on an idle connection, a head begins."""

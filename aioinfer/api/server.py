@@ -160,6 +160,8 @@ class HttpServer:
             response = await info.live(request)
         except RequestError as error:
             response = error_response(error)
+            if self._connections is not None and not isinstance(error, NotReadyError):
+                self._connections.refused.count(f"({error.code}) from {request.remote}")
         await mark_response(request, response)
         return response
 
