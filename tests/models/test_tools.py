@@ -96,6 +96,24 @@ async def test_required_calls_follow_their_schemas(
     assert right >= 25  # of 44 that need a call
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_ends_where_several_calls_may_come(qwen: Served, stream: bool) -> None:
+    """Clients execute calls of a message that ends with `tool_calls` alone. So the model must find
+    its end where `parallel_tool_calls` is not given, as agents leave it."""
+
+    async def reason(question: Question) -> str:
+        body = body_of(question, "required") | {"max_tokens": 320}
+        del body["parallel_tool_calls"]
+        if stream:
+            last = (await qwen.stream("/v1/chat/completions", **body))[-1]
+        else:
+            last = await qwen.post("/v1/chat/completions", **body)
+        return str(last["choices"][0]["finish_reason"])
+
+    reasons = await asyncio.gather(*map(reason, QUESTIONS))
+    assert reasons.count("tool_calls") >= 45
+
+
 async def test_named_calls_follow_their_schemas(qwen: Served) -> None:
     for question, choice in await ask(qwen, named):
         (name,) = calls_of(choice)
