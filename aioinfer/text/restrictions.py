@@ -23,8 +23,8 @@ _FEW_TOKENS = 128
 
 
 class RepeatedCalls:
-    """Looks for a tool call that equals an earlier one in a message, as its tokens come: 2 to 3 us a
-    token.
+    """Looks for a tool call that equals an earlier one in a message, as its tokens come. It takes 2
+    to 3 us a token.
 
     Attributes:
         is_found: whether there is one.

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Collection
 
 from aioinfer.text.message_parser import CallDelta, MessageDelta
+
+#: Latest calls of a function with which another one is compared, while the event loop waits.
+_MAX_COMPARED = 64
 
 
 class _Arguments:
@@ -57,9 +62,9 @@ class Draft:
         self._trims = False  # whether white space is to be left out until other text comes
         self._drops_call = False
         self._name, self._written, self._length = "", list[str](), 0  # of the call that is open
-        self._earlier: dict[str, list[_Arguments]] = {}  # of the complete calls, by name
+        self._earlier: dict[str, deque[_Arguments]] = {}  # of the complete calls, by name
         # arguments that the open call may repeat: it is held back until none are left
-        self._repeatable: list[_Arguments] | None = None
+        self._repeatable: Collection[_Arguments] | None = None
 
     def content(self, text: str) -> None:
         """Appends to the answer. White space at its end waits for what follows."""
@@ -124,11 +129,13 @@ class Draft:
         if self._drops_call:
             return
         text = "".join(self._written)
-        if any(each.equals(text) for each in self._repeatable or ()):
+        whole = [each for each in self._repeatable or () if len(each.dense) == self._length]
+        if any(each.equals(text) for each in whole):
             self._repeatable, self.repeats_call, self._drops_call = None, True, True
             return
         self._release()
-        self._earlier.setdefault(self._name, []).append(_Arguments(text))
+        earlier = self._earlier.setdefault(self._name, deque(maxlen=_MAX_COMPARED))
+        earlier.append(_Arguments(text))
 
     def _release(self) -> None:
         """Adds the call that was held back, which repeats none."""
