@@ -99,7 +99,7 @@ def make_config(
         if dotted is None:
             continue
         if dotted in values:
-            raise ConfigError(f"{dotted} is given twice, in settings and as {name!r}")
+            raise ConfigError(f"{dotted} is given twice, once as {name!r}")
         values[dotted] = _value_of(name, dotted, value)
     return load_config(file, values)
 

@@ -360,6 +360,8 @@ async def test_another_server_goes_on_behind_what_the_client_has(n: int) -> None
         assert tokens == wanted
         assert again.generated() == [array("i", each) for each in wanted]
         assert sum(delta.finish_reason is not None for delta in deltas) == n
+    again = await second.frontend.submit(prompt, params, known=sent[:5])
+    assert [delta.token_ids for delta in await again.collect()] == wanted
     await first.close()
     await second.close()
 

@@ -321,8 +321,15 @@ class RequestOutput:
             self._is_collected = False
         if self._error is not None:
             raise self._error
-        deltas, self._queue = self._queue, {}
-        return [deltas[index].join() for index in sorted(deltas)]
+        wholes: dict[int, Delta] = {}
+        for delta in self._queue.values():  # several of a sequence that was restored
+            delta.join()
+            if delta.index in wholes:
+                wholes[delta.index].merge(delta)
+            else:
+                wholes[delta.index] = delta
+        self._queue = {}
+        return [wholes[index].join() for index in sorted(wholes)]
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
