@@ -8,8 +8,10 @@ import pytest
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.constraints import Mask, mask_words
+from aioinfer.text.formats.registry import message_format
 from aioinfer.text.grammar import CompiledGrammar, GrammarCompiler
-from aioinfer.text.restrictions import CompiledRestrictions, ParallelFiller
+from aioinfer.text.message_parser import ToolUse
+from aioinfer.text.restrictions import CompiledRestrictions, ParallelFiller, RepeatedCalls
 from aioinfer.text.token_lists import AllowedTokens, BadWords, mask_of, mask_of_all
 from aioinfer.text.tokenizer import Tokenizer
 from tests import real_tokenizers
@@ -54,6 +56,33 @@ def test_filters_narrow_a_grammar(tokenizer: Tokenizer, digits: CompiledGrammar)
     assert state.forced() == []
     state.accept([one])
     assert state.is_finished
+
+
+def test_a_repeated_call_completes_an_output(tokenizer: Tokenizer) -> None:
+    """Of the sequence that repeats it: each has a search of its own."""
+    format, use = message_format("", {}, "hermes", "none"), ToolUse([{"name": "f"}], "required")
+    spec = format.grammar(use, in_thought=False, answer=None)
+    assert spec is not None
+    restricted = CompiledRestrictions(
+        GrammarCompiler(tokenizer, VOCAB_SIZE, [END]).compile(spec),
+        [],
+        mask_of_all(VOCAB_SIZE),
+        lambda: RepeatedCalls(tokenizer.detokenizer(), format.parser(use, in_thought=False)),
+    )
+    first = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    other = first.replace("1", "2")
+    for ways in ("by itself", "with others"):
+        same, differs = restricted.start(), restricted.start()
+        for state, text in ((same, first + first), (differs, first + other)):
+            tokens = ids(tokenizer, text.removesuffix("}\n</tool_call>\n"))
+            for token in tokens:
+                assert not state.is_finished
+                if ways == "by itself":
+                    state.accept([token])
+                else:
+                    assert ParallelFiller().accept([(state, token)]) == [None]
+        assert same.is_finished
+        assert not differs.is_finished
 
 
 def test_filters_alone() -> None:
