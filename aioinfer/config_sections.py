@@ -133,13 +133,13 @@ class ChatConfig:
         False,
     )
     max_stored_responses: int = key(
-        "Responses of `/v1/responses` that are kept in memory, for `previous_response_id` and for "
-        "later retrieval; the oldest go first.",
+        "Responses of `/v1/responses`, conversations, and chat completions with `store` that are "
+        "kept in memory, all together; the oldest go first.",
         1000,
         minimum=0,
     )
     max_stored_bytes: int = key(
-        "Bytes of all stored responses, with the conversations before them.",
+        "Bytes of all of them, with the items and messages before them.",
         64 * 2**20,
         minimum=0,
     )

@@ -10,14 +10,24 @@ from aiohttp import web
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import ChoiceEvents, collect, new_envelope, stream, submitted
+from aioinfer.api.delivery import (
+    ChoiceEvents,
+    Reply,
+    collect,
+    new_envelope,
+    stream,
+    submitted,
+    usage,
+)
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.logprobs import chat_logprobs, formatted
 from aioinfer.api.message_events import MessageEvents, finish_reason
+from aioinfer.api.object_store import checked_metadata
 from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
+from aioinfer.api.stored_chats import RecordedChoice, keep_chat
 from aioinfer.engine.chat_turn import (
     Turn,
     make_parser,
@@ -30,7 +40,7 @@ from aioinfer.engine.chat_turn import (
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.logprobs import TokenLogprob
-    from aioinfer.engine.output import Delta
+    from aioinfer.engine.output import Delta, RequestOutput
     from aioinfer.text.tokenizer import Tokenizer
 
 
@@ -50,6 +60,8 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, frontend: Frontend, body: ChatRequest
 ) -> web.StreamResponse:
+    if body.store:
+        checked_metadata(body.metadata)
     turn = await turn_of(frontend, body)
     envelope = new_envelope(
         request,
@@ -73,25 +85,50 @@ async def _answer(
     ) as outputs:
         if body.stream:
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids, body.echoed())
-            return await stream(
+            recorded = [RecordedChoice(*each) for each in enumerate(choices)] if body.store else []
+            response = await stream(
                 request,
                 envelope,
                 outputs,
-                [choices],
+                [recorded or choices],
                 count_thought,
                 with_timings=bool(body.timings_per_token),
             )
+            if recorded and all(choice.delta.finish_reason for choice in recorded):
+                deltas = [choice.delta.join() for choice in recorded]
+                count = sum(choice.num_tokens for choice in recorded)
+                reply = Reply(deltas, usage(outputs, count, count_thought))
+                whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
+                keep_chat(request, body, whole)
+            return response
         reply = await collect(outputs, count_thought)
-    scores, num_top, of_prompt = outputs[0].prompt_scores, body.prompt_logprobs, None
+    whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
+    if body.store:
+        keep_chat(request, body, whole)
+    return json_response(whole)
+
+
+async def _whole(
+    frontend: Frontend,
+    body: ChatRequest,
+    envelope: Envelope,
+    turn: Turn,
+    reply: Reply,
+    output: RequestOutput,
+) -> dict[str, Any]:
+    """Returns a reply in one piece."""
+    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
+    scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
     if num_top is not None and scores is not None:
         of_prompt = await prompt_logprobs(names, scores, num_top)
-    with_ids = {} if shown_ids is None else {"prompt_token_ids": shown_ids}
-    found = [
-        await choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=bool(with_ids))
+    with_ids = bool(body.return_token_ids)
+    choices = [
+        await choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=with_ids)
         for index, delta in enumerate(reply.choices)
     ]
-    whole = {"choices": found, "usage": reply.usage, "prompt_logprobs": of_prompt}
-    return json_response(envelope.fields() | whole | with_ids)
+    whole = envelope.fields() | {"object": "chat.completion", "choices": choices}
+    whole |= {"usage": reply.usage, "prompt_logprobs": of_prompt}
+    return whole | ({"prompt_token_ids": turn.prompt} if with_ids else {})
 
 
 async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:

@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 from msgspec import Meta
 
+from aioinfer.api.limits import ACCOUNT
 from aioinfer.config import ChatConfig
 from aioinfer.errors import RequestError
 
@@ -166,3 +167,8 @@ def json_size(value: Any) -> int:
 
 
 OBJECT_STORE = web.AppKey("object_store", ObjectStore)
+
+
+def owner_of(request: web.Request) -> str | None:
+    """Returns the name of the API key whose objects a request may see."""
+    return request[ACCOUNT].key.name

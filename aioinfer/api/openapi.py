@@ -25,6 +25,7 @@ from aioinfer.api.admin import AbortRequest
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.context import FRONTEND
+from aioinfer.api.conversations import CreateConversation, CreateItems, UpdateObject
 from aioinfer.api.experts import MAX_COPIES, MAX_RANKS
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.file_store import FileObject
@@ -104,6 +105,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         streams=True,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     ),
+    ("POST", "/v1/conversations"): Operation(CreateConversation, replies.Conversation),
+    ("GET", "/v1/conversations/{id}"): Operation(reply=replies.Conversation),
+    ("POST", "/v1/conversations/{id}"): Operation(UpdateObject, replies.Conversation),
+    ("DELETE", "/v1/conversations/{id}"): Operation(),
+    ("POST", "/v1/conversations/{id}/items"): Operation(CreateItems, replies.Page),
+    ("GET", "/v1/conversations/{id}/items"): Operation(reply=replies.Page, query=_PAGE),
+    ("GET", "/v1/conversations/{id}/items/{item_id}"): Operation(),
+    ("DELETE", "/v1/conversations/{id}/items/{item_id}"): Operation(reply=replies.Conversation),
+    ("GET", "/v1/chat/completions"): Operation(reply=replies.Page, query=_PAGE | {"model": _TEXT}),
+    ("GET", "/v1/chat/completions/{id}"): Operation(reply=replies.ChatCompletion),
+    ("POST", "/v1/chat/completions/{id}"): Operation(UpdateObject, replies.ChatCompletion),
+    ("DELETE", "/v1/chat/completions/{id}"): Operation(),
+    ("GET", "/v1/chat/completions/{id}/messages"): Operation(reply=replies.Page, query=_PAGE),
     ("DELETE", "/v1/responses/{id}"): Operation(),
     ("POST", "/v1/responses/{id}/cancel"): Operation(),
     ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
@@ -191,6 +205,9 @@ EXAMPLES: dict[type, dict[str, Any]] = {
     MessagesRequest: {"messages": _MESSAGES, "max_tokens": 32},
     CountTokensRequest: {"messages": _MESSAGES},
     ResponseRequest: {"input": "Name a river.", "max_output_tokens": 32},
+    CreateConversation: {"items": _MESSAGES, "metadata": {"topic": "rivers"}},
+    UpdateObject: {"metadata": {"topic": "hills"}},
+    CreateItems: {"items": _MESSAGES},
     OllamaChat: {"messages": _MESSAGES, "options": {"num_predict": 32}},
     OllamaGenerate: {"prompt": "Name a river.", "options": {"num_predict": 32}},
     ShowRequest: {},

@@ -359,6 +359,8 @@ class ChatRequest(SamplingBody, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None  # type: ignore[assignment]
 
     def check(self) -> None:
         super().check()
@@ -423,11 +425,9 @@ class BatchChatRequest(ChatRequest, kw_only=True):
     def check(self) -> None:
         if self.stream:
             raise RequestError("stream must be false: one reply answers all", param="stream")
-        if self.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs is not supported for several conversations",
-                param="prompt_logprobs",
-            )
+        for name in ("prompt_logprobs", "store"):
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name} is not supported for several conversations", param=name)
         if self.n not in (None, 1):
             raise RequestError("n must be 1: each conversation has one answer", param="n")
         for index, conversation in enumerate(self.chats()):

@@ -145,6 +145,15 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
+class Conversation(Struct, kw_only=True):
+    """A conversation without its items."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
 class InputTokens(Struct, kw_only=True):
     """How many tokens the prompt of a response would have."""
 

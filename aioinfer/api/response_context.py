@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from aioinfer.api.limits import ACCOUNT
-from aioinfer.api.object_store import OBJECT_STORE, StoredObject
+from aioinfer.api.object_store import OBJECT_STORE, owner_of
 from aioinfer.api.responses_body import ResponseRequest, input_items, to_messages
 from aioinfer.engine.chat_turn import encode_turn
 
@@ -28,23 +27,23 @@ class ResponseContext:
     Attributes:
         before: the items of the conversation, or of the previous response and its output.
         new: the items of the input.
-        conversation: that gets them and the output when the response is complete.
+        conversation: the id of the one that gets the input and the output when the response is
+            complete.
     """
 
     before: Sequence[dict[str, Any]]
     new: Sequence[dict[str, Any]]
-    conversation: StoredObject | None = None
+    conversation: str | None = None
 
     @classmethod
     def find(cls, request: web.Request, body: ResponseRequest) -> ResponseContext:
         """Returns the context of a request. Raises `RequestError` naming the id of what is not
         stored."""
-        store, owner = request.app[OBJECT_STORE], request[ACCOUNT].key.name
+        store, owner = request.app[OBJECT_STORE], owner_of(request)
         before: Sequence[dict[str, Any]] = ()
-        conversation = None
-        if (id := body.conversation_id) is not None:
-            conversation = store.find(owner, "conversation", id, "conversation")
-            before = conversation.items
+        conversation = body.conversation_id
+        if conversation is not None:
+            before = store.find(owner, "conversation", conversation, "conversation").items
         elif (id := body.previous_response_id) is not None:
             previous = store.find(owner, "response", id, "previous_response_id")
             before = [*previous.items, *_output(previous.body)]
@@ -83,13 +82,13 @@ class ResponseContext:
     ) -> None:
         """Stores a response that has ended, unless `store` is false, and adds it to its
         conversation if it is complete and that is still stored."""
-        store, owner = request.app[OBJECT_STORE], request[ACCOUNT].key.name
+        store, owner = request.app[OBJECT_STORE], owner_of(request)
         if body.store is not False:
             store.add(owner, ended, self.items, events)
-        conversation = self.conversation
-        if conversation is None or ended["status"] not in ("completed", "incomplete"):
+        if self.conversation is None or ended["status"] not in ("completed", "incomplete"):
             return
-        if (owner, conversation.body["id"]) in store:
+        if (owner, self.conversation) in store:
+            conversation = store.find(owner, "conversation", self.conversation)  # as it is by now
             taken = {item["id"] for item in conversation.items}
             new = [item for item in self.new if item["id"] not in taken]
             items = [*conversation.items, *new, *_output(ended)]

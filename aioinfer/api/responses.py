@@ -13,8 +13,7 @@ from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.limits import ACCOUNT
-from aioinfer.api.object_store import OBJECT_STORE
+from aioinfer.api.object_store import OBJECT_STORE, owner_of
 from aioinfer.api.paging import page_of
 from aioinfer.api.prompts import with_token_ids
 from aioinfer.api.response_context import ResponseContext
@@ -82,7 +81,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     With `stream`, its events behind number `starting_after`, where it was a stream in the
     background.
     """
-    id, owner = request.match_info["id"], _owner(request)
+    id, owner = request.match_info["id"], owner_of(request)
     first = _first_event(request)
     events: AsyncIterator[bytes] | None
     if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
@@ -130,7 +129,7 @@ async def _send(request: web.Request, events: AsyncIterator[bytes]) -> web.Strea
 
 async def cancel_response(request: web.Request) -> web.Response:
     """Ends a response in the background; one that is complete stays as it is."""
-    id, owner = request.match_info["id"], _owner(request)
+    id, owner = request.match_info["id"], owner_of(request)
     runs = request.app[RESPONSE_RUNS]
     if (run := runs.find(owner, id)) is not None:
         await runs.cancel(run)
@@ -145,7 +144,7 @@ async def cancel_response(request: web.Request) -> web.Response:
 
 async def delete_response(request: web.Request) -> web.Response:
     """Drops a stored response; one in the background is cancelled."""
-    id, owner = request.match_info["id"], _owner(request)
+    id, owner = request.match_info["id"], owner_of(request)
     runs, store = request.app[RESPONSE_RUNS], request.app[OBJECT_STORE]
     if (run := runs.find(owner, id)) is not None:
         await runs.cancel(run)
@@ -157,7 +156,7 @@ async def delete_response(request: web.Request) -> web.Response:
 async def list_input_items(request: web.Request) -> web.Response:
     """Lists the items that a response was generated from, the newest first, with those of the
     responses and the conversation before it; `limit`, `after`, `order`."""
-    id, owner = request.match_info["id"], _owner(request)
+    id, owner = request.match_info["id"], owner_of(request)
     if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
         items: Sequence[dict[str, Any]] = run.context.items
     else:
@@ -177,14 +176,10 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
-def _owner(request: web.Request) -> str | None:
-    return request[ACCOUNT].key.name
-
-
 def _context(request: web.Request, body: ResponseRequest) -> ResponseContext:
     """Returns what a response is generated from. Raises `RequestError`."""
     previous = body.previous_response_id
-    if previous is not None and request.app[RESPONSE_RUNS].find(_owner(request), previous):
+    if previous is not None and request.app[RESPONSE_RUNS].find(owner_of(request), previous):
         raise RequestError("the previous response has not ended yet", param="previous_response_id")
     return ResponseContext.find(request, body)
 

@@ -18,6 +18,7 @@ from aioinfer.api import (
     chat,
     chat_batch,
     completions,
+    conversations,
     experts,
     files,
     info,
@@ -31,6 +32,7 @@ from aioinfer.api import (
     pooling,
     render,
     responses,
+    stored_chats,
     tokenization,
 )
 from aioinfer.api.access import Cors, mark_response, require_key
@@ -335,6 +337,8 @@ def _add_models(app: web.Application) -> None:
         ("/v1/responses", responses.create_response),
         ("/responses", responses.create_response),
         ("/v1/responses/input_tokens", responses.count_input_tokens),
+        ("/v1/conversations", conversations.create_conversation),
+        ("/v1/conversations/{id}/items", conversations.create_items),
         ("/v1/messages", anthropic.create_message),
         ("/v1/messages/count_tokens", anthropic.count_tokens),
         ("/api/chat", ollama.chat),
@@ -369,6 +373,28 @@ def _add_models(app: web.Application) -> None:
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)
     app.router.add_post("/v1/responses/{id}/cancel", responses.cancel_response)
     app.router.add_get("/v1/responses/{id}/input_items", responses.list_input_items)
+    for path, get, post, delete in (
+        (
+            "/v1/conversations/{id}",
+            conversations.get_conversation,
+            conversations.update_conversation,
+            conversations.delete_conversation,
+        ),
+        (
+            "/v1/chat/completions/{id}",
+            stored_chats.get_chat,
+            stored_chats.update_chat,
+            stored_chats.delete_chat,
+        ),
+    ):
+        app.router.add_get(path, get)
+        app.router.add_post(path, post, expect_handler=defer_continue)
+        app.router.add_delete(path, delete)
+    app.router.add_get("/v1/conversations/{id}/items", conversations.list_items)
+    app.router.add_get("/v1/conversations/{id}/items/{item_id}", conversations.get_item)
+    app.router.add_delete("/v1/conversations/{id}/items/{item_id}", conversations.delete_item)
+    app.router.add_get("/v1/chat/completions", stored_chats.list_chats)
+    app.router.add_get("/v1/chat/completions/{id}/messages", stored_chats.list_chat_messages)
     app.router.add_get("/v1/models", info.list_models)
     app.router.add_get("/v1/models/{id:.+}", info.get_model)
     app.router.add_get("/models", info.list_models)

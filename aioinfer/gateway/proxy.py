@@ -4,7 +4,7 @@ router chooses, and the reply back as it comes.
 It is what clients see of a deployment: TLS, allowed hosts and the bounds on connections and bodies
 are its own, by the same code as a server's (`api.connections`, `api.listener`). Everything else is
 the replicas': API keys, limits, errors and all endpoints. Only what a replica keeps to itself
-(files, batches, stored responses, pauses) is not to be had through a gateway.
+(files, batches, stored responses and conversations, pauses) is not to be had through a gateway.
 
 A request that a replica has refused before anything was done for it (it leaves, its queue is full,
 nothing listens there any more) goes to another. So does one whose replica is lost, unless its
@@ -50,7 +50,21 @@ _MAX_TRIES = 4
 _MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
 #: Paths, or what they begin with, whose state a single replica keeps.
-_KEPT = ("/v1/batches", "/v1/files", "/v1/responses/", *sorted(ADMIN_PATHS))
+_KEPT = (
+    "/v1/batches",
+    "/v1/chat/completions/chatcmpl-",
+    "/v1/conversations",
+    "/v1/files",
+    "/v1/responses/",
+    *sorted(ADMIN_PATHS),
+)
+
+
+def _is_kept(method: str, path: str) -> bool:
+    """Whether what a request asks for is in a single replica."""
+    if method == "GET" and path == "/v1/chat/completions":
+        return True
+    return path.startswith(_KEPT) and path != "/v1/responses/input_tokens"
 
 
 class Gateway:
@@ -169,7 +183,7 @@ class Gateway:
         path = target.partition("?")[0]
         if (own := self._own(path)) is not None:
             return own
-        if path.startswith(_KEPT):
+        if _is_kept(request.method, path):
             raise RequestError(
                 f"{path} is kept by a single replica: it is not to be had through a gateway",
                 status=501,

@@ -57,6 +57,21 @@ async def test_tokens_are_charged_when_queued_and_settled_at_the_end(tmp_path: P
         assert 10 <= int(headers["x-ratelimit-remaining-tokens"]) <= 60
 
 
+async def test_a_key_finds_its_own_conversations_alone(tmp_path: Path) -> None:
+    async with serve(tmp_path / "keys", '[a]\nkey = "a"\n[b]\nkey = "b"\n') as http:
+        a, b = ({"Authorization": f"Bearer {key}"} for key in "ab")
+        body = {"items": [{"role": "user", "content": "mine"}]}
+        async with http.post("/v1/conversations", json=body, headers=a) as response:
+            path = f"/v1/conversations/{(await response.json())['id']}"
+        for below in ("", "/items"):
+            async with http.get(path + below, headers=a) as response:
+                assert response.status == 200
+            async with http.get(path + below, headers=b) as response:
+                assert response.status == 404
+        async with http.delete(path, headers=b) as response:
+            assert response.status == 404
+
+
 async def test_a_request_that_is_wrong_costs_no_tokens(tmp_path: Path) -> None:
     text = '[a]\nkey = "a"\ntokens_per_minute = 100000\n'
     async with serve(tmp_path / "keys", text) as http:

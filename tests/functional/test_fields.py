@@ -239,7 +239,7 @@ BODIES = {
     if operation.body not in (None, dict, AbortRequest, CreateBatch)
     and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/infill", "/r"))
     and path not in ("/v1/score", "/v1/rerank", "/responses")
-    and "{" not in path
+    and "{" not in path  # of something that is stored
 }
 WRONG_TYPES = ({"_": 1}, [{"_": 1}], [[0.5]], True, "\0", 0.5, -(2**70))
 
@@ -390,6 +390,7 @@ COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "suffix"}
 CHATS_ELSEWHERE = {
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
     "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message", "verbosity",
+    "store", "metadata",
 }  # fmt: skip
 
 

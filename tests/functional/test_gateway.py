@@ -160,8 +160,9 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         async with http.post("/v1/completions", json={"prompt": text(1, 40)}) as response:
             assert response.status == 401
             assert (await response.json())["error"]["code"] == "invalid_api_key"
-        async with http.get("/v1/files") as response:
-            assert response.status == 501
+        for path in ("/v1/files", "/v1/conversations/conv_1", "/v1/chat/completions"):
+            async with http.get(path) as response:
+                assert response.status == 501
         async with http.get("/v1/models", headers={"Host": "elsewhere.example"}) as response:
             assert response.status == 421
         async with aiohttp.ClientSession() as bare:

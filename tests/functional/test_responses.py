@@ -185,6 +185,68 @@ async def test_input_tokens_are_counted(client: openai.AsyncOpenAI, served: Serv
     assert not served.engine._sequences
 
 
+async def test_a_conversation(client: openai.AsyncOpenAI, served: Served) -> None:
+    first: Any = {"role": "user", "content": "What is the capital of France?"}
+    made = await client.conversations.create(items=[first], metadata={"topic": "cities"})
+    assert (made.object, made.metadata) == ("conversation", {"topic": "cities"})
+    assert await client.conversations.retrieve(made.id) == made
+    renamed = await client.conversations.update(made.id, metadata={"topic": "rivers"})
+    assert renamed.metadata == {"topic": "rivers"}
+    more: Any = [{"role": "assistant", "content": "It is Paris."}, first]
+    added = await client.conversations.items.create(made.id, items=more)
+    items = client.conversations.items
+    listed = [item async for item in items.list(made.id, order="asc", limit=2)]
+    assert listed[1:] == added.data
+    assert [item.role for item in listed] == ["user", "assistant", "user"]  # type: ignore[union-attr]
+    left = await items.delete(listed[2].id or "", conversation_id=made.id)
+    assert left == renamed
+    with pytest.raises(openai.NotFoundError):
+        await items.retrieve(listed[2].id or "", conversation_id=made.id)
+    assert await items.retrieve(listed[1].id or "", conversation_id=made.id) == listed[1]
+    # a response has the items before it, and adds its own
+    ask: Any = {"role": "user", "content": "And of Italy?"}
+    reply = await client.responses.create(**USUAL, conversation=made.id, input=[ask])
+    assert reply.conversation is not None
+    assert reply.conversation.id == made.id
+    sent: Any = [first, more[0], ask]
+    known = await client.responses.create(**USUAL, input=sent)
+    assert reply.output_text == known.output_text
+    assert reply.usage is not None
+    assert known.usage is not None
+    assert reply.usage.input_tokens == known.usage.input_tokens
+    newest = [item async for item in items.list(made.id)]
+    assert [item.role for item in newest] == ["assistant", "user", "assistant", "user"]  # type: ignore[union-attr]
+    assert newest[0].id == reply.output[0].id
+    assert newest[0].content[0].text == reply.output_text  # type: ignore[union-attr]
+    # so do a stream and a response in the background, stored or not
+    options: list[dict[str, Any]] = [{"stream": True, "store": False}, {"background": True}]
+    for option in options:
+        sequel = await client.responses.create(
+            **USUAL, **option, conversation={"id": made.id}, input="Go on."
+        )
+        if "stream" in option:
+            assert [event async for event in sequel]
+        else:  # what is added meanwhile is kept
+            await items.create(made.id, items=[ask])
+            await ended(client, sequel.id)
+    assert len([item async for item in items.list(made.id)]) == 9
+    cancelled = await client.responses.create(
+        **LONG, extra_body={"ignore_eos": True}, conversation=made.id, background=True
+    )
+    await client.responses.cancel(cancelled.id)
+    assert len([item async for item in items.list(made.id)]) == 9
+    gone = await client.conversations.delete(made.id)
+    assert (gone.deleted, gone.object) == (True, "conversation.deleted")
+    with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+        await client.conversations.retrieve(made.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.responses.create(**USUAL, conversation=made.id, input="Hi")
+    assert caught.value.param == "conversation"
+    error = await served.post("/v1/conversations", 400, items=[{"type": "web_search_call"}])
+    assert error["error"]["param"] == "items[0]"
+    await served.post("/v1/conversations", 400, items=[first] * 21)
+
+
 async def test_a_prompt_that_does_not_fit_is_truncated(client: openai.AsyncOpenAI) -> None:
     turns: Any = [{"role": "user", "content": f"{i} " + "word " * 100} for i in range(8)]
     turns.append({"role": "user", "content": "What is the capital of France?"})

@@ -1,0 +1,108 @@
+"""Objects in memory: bounds, and that each API key finds its own alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioinfer.api.object_store import ObjectStore, checked_metadata
+from aioinfer.config import ChatConfig
+from aioinfer.errors import RequestError
+
+
+def make(max_objects: int = 10, max_bytes: int = 10_000) -> ObjectStore:
+    return ObjectStore(ChatConfig(max_stored_responses=max_objects, max_stored_bytes=max_bytes))
+
+
+def response(id: str) -> dict[str, Any]:
+    return {"id": id, "object": "response", "metadata": {}}
+
+
+def conversation(id: str) -> dict[str, Any]:
+    return {"id": id, "object": "conversation", "metadata": {}}
+
+
+def text(length: int) -> list[dict[str, Any]]:
+    return [{"id": "msg_1", "text": "x" * length}]
+
+
+def test_each_key_finds_its_own() -> None:
+    store = make()
+    store.add("a", response("r"), [])
+    store.add("b", conversation("c"), [])
+    assert store.find("a", "response", "r").body["id"] == "r"
+    for owner, kind, id in (("b", "response", "r"), (None, "response", "r"),
+                            ("a", "conversation", "c"), ("b", "response", "c")):  # fmt: skip
+        with pytest.raises(RequestError) as caught:
+            store.find(owner, kind, id)  # type: ignore[arg-type]
+        assert caught.value.status == 404
+    with pytest.raises(RequestError):
+        store.remove("b", "response", "r")
+    assert [each.body["id"] for each in store.all_of("b", "conversation")] == ["c"]
+    assert list(store.all_of("b", "response")) == []
+
+
+def test_the_oldest_go() -> None:
+    store = make(max_objects=2)
+    for id in ("1", "2", "3"):
+        store.add("a", response(id), [])
+    assert [each.body["id"] for each in store.all_of("a", "response")] == ["3", "2"]
+    store = make(max_bytes=1000)
+    for id in ("1", "2", "3"):
+        store.add(None, response(id), text(600))
+    assert [each.body["id"] for each in store.all_of(None, "response")] == ["3"]
+    store.remove(None, "response", "3")
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_a_conversation_is_as_new_as_its_last_change() -> None:
+    store = make(max_objects=2)
+    store.add(None, conversation("1"), [])
+    store.add(None, conversation("2"), [])
+    store.change_items(None, store.find(None, "conversation", "1"), text(10))
+    store.add(None, conversation("3"), [])
+    assert [each.body["id"] for each in store.all_of(None, "conversation")] == ["3", "1"]
+    assert store.find(None, "conversation", "1").items == text(10)
+
+
+def test_what_is_too_large_leaves_the_others() -> None:
+    store = make(max_bytes=1000)
+    store.add(None, response("1"), [])
+    store.add(None, response("2"), text(2000))
+    store.add(None, conversation("3"), [])
+    store.change_items(None, store.find(None, "conversation", "3"), text(2000))
+    assert [id for _, id in store._stored] == ["1"]
+    with pytest.raises(RequestError, match=r"chat\.max_stored_bytes leaves no room"):
+        store.check_room(1001, "a conversation")
+    with pytest.raises(RequestError, match="no room"):
+        make(max_objects=0).check_room(1, "a conversation")
+
+
+def test_bytes_follow_all_changes() -> None:
+    store = make()
+    store.add(None, conversation("1"), text(5))
+    store.add(None, conversation("1"), text(7))  # in the place of the other
+    store.change_items(None, store.find(None, "conversation", "1"), text(50))
+    store.change_metadata(store.find(None, "conversation", "1"), {"a": "b" * 30})
+    stored = store.find(None, "conversation", "1")
+    assert stored.body["metadata"] == {"a": "b" * 30}
+    known = make()
+    known.add(None, stored.body, stored.items)
+    assert store.num_bytes == known.num_bytes == stored.num_bytes
+    deep: Any = []
+    for _ in range(1000):
+        deep = [deep]
+    store.add(None, conversation("2"), [{"id": "x", "deep": deep}])
+    assert len(store) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"a": 1}, {"a" * 65: "b"}, {"a": "b" * 513}, {str(n): "" for n in range(17)}, []]
+)
+def test_bounds_of_metadata(wrong: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        checked_metadata(wrong)
+    assert caught.value.param == "metadata"
+    assert checked_metadata(None) == {}
+    assert checked_metadata({"a" * 64: "b" * 512}) == {"a" * 64: "b" * 512}
