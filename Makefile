@@ -3,8 +3,8 @@
 # make test         installs what the tests need as well, checks the code and runs the tests (ten to
 #                   fifteen minutes on two cores), all but those of make test-extended
 # make test-fast    checks the code and runs the tests without servers, worker processes, real
-#                   models and kernels: for daily work, under two minutes on two cores.
-#                   tests/conftest.py (SLOW) lists what it leaves out.
+#                   models, tokenizers and kernels: for daily work, under two minutes on two cores
+#                   (about 200 s of CPU time). tests/conftest.py (SLOW) lists what it leaves out.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
@@ -37,7 +37,7 @@ test-kernels: $(VENV)/.test
 	$(PYTEST) --dist load tests/kernels
 
 test-fast: check
-	$(PYTEST) --dist loadfile -m "not slow" $(addprefix --ignore tests/,compiled functional gpu models) $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile --fast $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check

@@ -35,31 +35,56 @@ collect_ignore = ["clients"]
 KERNELS = TESTS / "kernels"
 #: Files that take longest, which begin first, so that none of them is left to one core at the end.
 LONGEST = ("test_equality.py", "test_request_path.py", "test_recovery.py", "test_multiprocess.py")
-#: Folders and files that are marked `slow`, which `make test-fast` leaves out: their tests start
-#: servers or worker processes, load real models, or compile. (It leaves out the kernels as well,
-#: which take a run of their own.)
+#: Folders, files and tests that `make test-fast` (`--fast`) leaves out: they start servers or
+#: worker processes, load real models or real tokenizers, or compile, or else take several seconds
+#: of CPU time. (It leaves out the kernels, too, which take a run of their own.)
 SLOW = frozenset(
     [
         "compiled",
         "functional",
         "gpu",
         "models",
+        "test_bench.py",
         "test_bench_executors.py",
         "test_bench_gpu.py",
+        "test_bench_large_bodies.py",
         "test_bench_plot.py",
+        "test_bench_processes.py",
         "test_bench_sweep.py",
+        "test_chat_template.py",
         "test_compiled.py",
+        "test_detokenizer.py",
+        "test_encoding.py",
+        "test_engine.py::test_checks_of_sound_records_change_nothing",
+        "test_formats.py::test_a_parser_takes_time_that_grows_with_the_text",
         "test_gguf.py",
+        "test_gguf_file.py::test_smollm2_is_as_the_gguf_package_reads_it",
         "test_gguf_tokenizer.py",
         "test_host_agent.py",
+        "test_loop_errors.py",
         "test_main.py",
+        "test_masking.py::test_an_end_token_under_a_constraint_is_no_text",
+        "test_masks.py::test_masks_are_shared_and_untouched_ones_take_no_memory",
+        "test_meeting_file.py::test_two_processes_meet",
         "test_multiprocess.py",
+        "test_page.py",
         "test_parallel.py",
+        "test_partial_blocks.py::test_outputs_are_right_whatever_is_copied",
+        "test_perplexity.py",
+        "test_pieces.py",
         "test_pipeline_parallel.py",
+        "test_plain_content.py",
         "test_ray.py",
+        "test_request_path.py",
+        "test_requested_logprobs.py::test_a_model_of_several_widths",
+        "test_ring.py::test_through_a_spawned_process",
         "test_schema.py",
+        "test_sentencepiece_bpe.py",
         "test_soak.py",
+        "test_stack_dump.py",
         "test_startup_errors.py",
+        "test_token_bound.py",
+        "test_tokenizer.py",
         "test_torchrun.py",
     ]
 )
@@ -239,8 +264,16 @@ KEPT = frozenset(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option that `make test-extended` uses."""
+    """Adds the options that `make test-extended` and `make test-fast` use."""
     parser.addoption("--extended", action="store_true", help="run the tests in EXTENDED alone")
+    parser.addoption("--fast", action="store_true", help="leave out what is in SLOW")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the folders and files in SLOW with `--fast`, without importing them."""
+    if config.getoption("--fast") and collection_path.is_relative_to(TESTS):
+        return collection_path.relative_to(TESTS).as_posix() in SLOW or None
+    return None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -275,22 +308,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow tests, leaves out those in EXTENDED or all others, and puts the files that take
-    longest first; the sort leaves the others, and the tests of each, in their order."""
+    """Leaves out the tests in EXTENDED or all others, with `--fast` the tests in SLOW, and puts the
+    files that take longest first; the sort leaves the others, and the tests of each, in order."""
     wanted, others = [], []
     for item in items:
         file = item.path.relative_to(TESTS).as_posix()
         names = {f"{file}::{item.name}", f"{file}::{item.name.partition('[')[0]}"}
         is_extended = not EXTENDED.isdisjoint(names | {file}) and KEPT.isdisjoint(names)
         is_wanted = is_extended == config.getoption("--extended")
+        if config.getoption("--fast") and not SLOW.isdisjoint(names):
+            is_wanted = False
         (wanted if is_wanted else others).append(item)
     items[:] = wanted
     if others:
         config.hook.pytest_deselected(items=others)
-    for item in items:
-        path = item.path.relative_to(TESTS)
-        if path.parts[0] in SLOW or path.as_posix() in SLOW:
-            item.add_marker("slow")
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
