@@ -25,11 +25,11 @@ import orjson
 from aiohttp import web
 
 from aioinfer.api.context import RECEIVED
-from aioinfer.api.errors import ERROR_CODE, Handler
+from aioinfer.api.errors import ERROR_CODE, Handler, error_response
 from aioinfer.api.request_body import REQUEST_BODIES
 from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.engine.output import KnownDelta
-from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput
@@ -76,6 +76,16 @@ class GatewayAccess:
         given = request.headers.get(STREAM_HEADER)
         if given is None:
             return await handler(request)
+        try:
+            await self._read(request, given)
+        except Exception as error:  # `json_errors` comes behind
+            return error_response(error, request.path)
+        response = await handler(request)
+        if not response.prepared and (code := response.get(ERROR_CODE)) is not None:
+            response.headers[ERROR_HEADER] = code
+        return response
+
+    async def _read(self, request: web.Request, given: str) -> None:
         token, *state = given.split()
         if not secrets.compare_digest(token.encode(), self._token):
             raise RequestError(f"{STREAM_HEADER} needs the token of a gateway", status=403)
@@ -86,11 +96,11 @@ class GatewayAccess:
                 body = b"".join(await held.receive(request))
             end = len(body) - int(size)
             request[RECEIVED] = [body[:end]]
-            request[_STATE] = StreamState(int(created), key, _decoder.decode(body[end:]))
-        response = await handler(request)
-        if not response.prepared and (code := response.get(ERROR_CODE)) is not None:
-            response.headers[ERROR_HEADER] = code
-        return response
+            try:
+                known = _decoder.decode(body[end:])
+            except msgspec.DecodeError as error:
+                raise RequestError(f"the marks behind the body are wrong: {error}") from error
+            request[_STATE] = StreamState(int(created), key, known)
 
 
 class EventStream(web.StreamResponse):
@@ -130,9 +140,9 @@ class EventStream(web.StreamResponse):
         await self.write(events)
 
     async def write_failure(self, error: Exception, events: bytes) -> None:
-        """Sends the events of a failure. A dead engine ends the connection instead, where a gateway
-        can go on with the stream elsewhere."""
-        if self.is_marked and isinstance(error, EngineDeadError):
+        """Sends the events of a failure. Where an engine is dead, and no other of this server has
+        room, the connection ends instead: a gateway can go on with the stream elsewhere."""
+        if self.is_marked and isinstance(error, EngineDeadError | OverloadedError):
             raise ConnectionResetError("a gateway goes on with the stream")
         await self.write(events)
 

@@ -120,7 +120,7 @@ class Relay:
         if reply.content_type not in _STREAMS:
             return await self._pass_whole(reply, replica)
         if self._num_sent and STREAM_HEADER not in reply.headers:
-            raise ReplicaLostError
+            raise RefusedError
         if self._response is None:
             headers = CIMultiDict(_kept(reply, replica))
             self._response = web.StreamResponse(status=reply.status, headers=headers)
@@ -154,10 +154,11 @@ class Relay:
         code = reply.headers.get(ERROR_HEADER)
         headers = CIMultiDict(_kept(reply, replica))
         response = web.Response(status=reply.status, body=body, headers=headers)
-        if code in _REFUSALS:
-            raise RefusedError(response)
-        if code == "engine_dead" or self._response is not None:
+        if code == "engine_dead":
             raise ReplicaLostError
+        # an error cannot be the end of a stream that was going well: limits are of each replica
+        if code in _REFUSALS or self._response is not None:
+            raise RefusedError(response)
         return response
 
     async def _pass_stream(

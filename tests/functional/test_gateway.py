@@ -114,21 +114,25 @@ async def test_prefixes_streams_and_a_replica_that_leaves(folder: Path) -> None:
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(folder: Path) -> None:
+async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As soon as there is another: until then it waits."""
+    monkeypatch.setattr("aioinfer.gateway.replica._LEAVING_S", 0.05)
     async with fleet(folder, server__shutdown_timeout_s=0.05) as found:
         body = {"prompt": text(6, 40), "max_tokens": 300, "stream": True, "ignore_eos": True}
         body |= {"temperature": 0, "stream_options": {"include_usage": True}}
         async with found.http.post("/v1/completions", json=body) as response:
             began = await response.content.readuntil(b"\n\n")
-            replica = response.headers["X-Aioinfer-Replica"]
-            (leaver,) = (r for r in found.replicas if r.address.name == replica)
+            name = response.headers["X-Aioinfer-Replica"]
+            (leaver,) = (r for r in found.replicas if r.address.name == name)
             found.members.remove(leaver)
             (other,) = found.members
             found.members.clear()
             await leaver.stop()
             await found.wait_for(0)
             found.members.append(other)
+            await found.wait_for(1)
             data = (began + await response.read()).decode()
         *events, usage, done = data.strip().split("\n\n")
         assert done == "data: [DONE]"
@@ -166,6 +170,12 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
         async with http.get("/v1/models", headers={"Host": "elsewhere.example"}) as response:
             assert response.status == 421
         async with aiohttp.ClientSession() as bare:
+            url, headers = found.replicas[0].address.url, {"X-Aioinfer-Stream": "forged 1 key 2"}
+            async with bare.post(f"{url}/v1/completions", headers=headers) as response:
+                assert response.status == 403
+            headers = {"X-Aioinfer-Stream": f"{TOKEN} 1 key 2"}
+            async with bare.post(f"{url}/v1/completions", data="{}", headers=headers) as response:
+                assert response.status == 400, "no marks are there"
             for replica in found.replicas:
                 async with bare.get(replica.address.reports_url) as response:
                     assert response.status == 401
