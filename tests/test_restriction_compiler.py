@@ -100,7 +100,7 @@ async def test_a_wrong_grammar_names_the_field_of_each_request(
     compiler: RestrictionCompiler,
 ) -> None:
     async def fail(param: str) -> str | None:
-        spec = GrammarSpec("json_schema", '{"not": {}}', param=param)
+        spec = GrammarSpec("json_schema", '{"not": {"pattern": "a"}}', param=param)
         with pytest.raises(RequestError, match="'not' is not supported") as caught:
             await compiler.compile(SamplingParams(grammar=spec))
         return caught.value.param

@@ -45,6 +45,31 @@ CASES: list[tuple[Any, Any, list[Any], list[Any]]] = [
         [{}, {"x": 1, "xy": 2}],
         [{"y": 1}],
     ),
+    (
+        AB | {"propertyNames": {"enum": ["a", "c"]}},
+        OBJECT | {"properties": {"a": {}, "b": False, "c": True}, "additionalProperties": False},
+        [{}, {"a": 1, "c": 2}],
+        [{"b": 1}, {"d": 1}],
+    ),
+    (
+        AB | {"propertyNames": {"maxLength": 1}},
+        AB | {"patternProperties": {"^(?s:.{0,1})$": True}, "additionalProperties": False},
+        [{}, {"a": 1, "c": 2}],
+        [{"aa": 1}],
+    ),
+    (
+        OBJECT | {"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"pattern": "^x"}}},
+        OBJECT
+        | {"patternProperties": {"^x": True}, "additionalProperties": False,
+           "$defs": {"n": {"pattern": "^x"}}},
+        [{}, {"x": 1, "xy": 2}],
+        [{"y": 1}],
+    ),
+    ({"type": "string", "format": "color"}, {"type": "string"}, ["a"], [1]),
+    ({"format": "idn-email"}, {"format": "email"}, [1], []),
+    ({"then": {"const": 1}, "type": "string"}, {"type": "string"}, ["a"], [1]),
+    ({"$ref": "#/$defs/a<b>", "$defs": {"a<b>": {"const": 1}}},
+     {"$ref": "#/$defs/a%3Cb%3E", "$defs": {"a<b>": {"const": 1}}}, [1], [2]),
     (OBJECT | {"propertyNames": {"type": "string"}}, OBJECT, [{"a": 1}], [3]),
     (OBJECT | {"propertyNames": False}, OBJECT | {"additionalProperties": False}, [{}],
      [{"a": 1}]),
@@ -90,6 +115,8 @@ def test_a_keyword_is_rewritten(
     for value, is_valid in [(v, True) for v in allowed] + [(v, False) for v in forbidden]:
         for each in (schema, expected):
             assert jsonschema.Draft202012Validator(each).is_valid(value) == is_valid, (each, value)
+    if "$defs" in schema:  # relative to the whole
+        return
     inner = {"anyOf": [{"properties": {"contains": schema}}, {"items": schema}], "$defs": {"x": 1}}
     assert rewrite(inner) == {
         "anyOf": [{"properties": {"contains": expected}}, {"items": expected}],
@@ -106,19 +133,23 @@ def test_a_keyword_is_rewritten(
         INTEGERS | {"uniqueItems": True},
         {"const": {"contains": 1, "minLength": 2.0}},
         {"properties": {"contains": {"type": "string"}, "not": {}}},
+        {"not": {"pattern": "a"}},
+        {"if": {"pattern": "a"}, "then": {"minLength": 3}},
+        {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]},
+        {"dependentRequired": {f"{number}": ["a"] for number in range(20)}},
+        {"propertyNames": {"format": "date"}},
+        {"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {}}},
+        {"minProperties": 9, "properties": {f"{number}": {} for number in range(20)}},
+        {"minProperties": 1, "properties": {"a": {}}, "additionalProperties": False},
         {"contains": {}, "maxContains": 2},
         {"contains": {}, "minContains": 1000},
         {"contains": {}, "prefixItems": [{}]},
         {"$schema": "http://json-schema.org/draft-07/schema#", "contains": {}},
         {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
-        {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}},
-        {"propertyNames": {"maxLength": 3}},
         {"propertyNames": {"type": "integer", "enum": ["a"]}},
-        {"minProperties": 1, "properties": {"a": {}}},
         {"type": "integer", "exclusiveMinimum": 3},
         {"exclusiveMinimum": True, "minimum": 3},
         {"exclusiveMinimum": 0},
-        {"not": {}},
     ],
 )
 def test_what_stays(schema: Any) -> None:

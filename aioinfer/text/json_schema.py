@@ -8,7 +8,7 @@ llguidance itself refuses the keywords that it does not know to be annotations (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -61,15 +61,14 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, 
             yield (keyword,), value
 
 
-def map_inner(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def map_inner(schema: Schema, change: Callable[[Any], Any], but: Collection[str] = ()) -> Schema:
     """Returns a schema with each of the schemas right within it changed; the same object where
-    all of these stay the same objects."""
+    all of these stay the same objects. Schemas of the keywords `but` stay."""
     found: dict[str, Any] = {}
     for place, inner in inner_schemas(schema):
-        after = change(inner)
-        if after is inner:
-            continue
         keyword = place[0]
+        if keyword in but or (after := change(inner)) is inner:
+            continue
         assert isinstance(keyword, str)
         if len(place) == 1:
             found[keyword] = after

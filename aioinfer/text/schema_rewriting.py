@@ -7,10 +7,16 @@ is refused by its name when the grammar is compiled.
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES, Schema, map_inner
+from aioinfer.text.schema_logic import TYPES, Logic, TooComplexError, different
 from aioinfer.text.schema_numbers import (
     check_numbers,
     exact_bounds,
@@ -18,6 +24,7 @@ from aioinfer.text.schema_numbers import (
     whole_counts,
 )
 from aioinfer.text.schema_parts import with_parts
+from aioinfer.text.schema_strings import plain_format
 
 Steps = tuple[Callable[[Schema], Schema], ...]
 
@@ -26,10 +33,14 @@ _IN_PLACE = frozenset(
     ["anyOf", "allOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef",
      "dependentSchemas"]
 )  # fmt: skip
+#: Keywords of which less is more; where they are left, the schema is refused.
+_REVERSED = frozenset(["not", "if", "then", "else", "oneOf"])
 #: Items that `contains` may demand.
 _MAX_CONTAINED = 16
 #: Names that `propertyNames` may list.
 _MAX_NAMES = 1_000
+#: Arrays that `uniqueItems` may become, and combinations of properties that `minProperties` may.
+_MAX_ARRAYS, _MAX_COMBINATIONS = 300, 64
 
 
 def rewrite(schema: Any) -> Any:
@@ -42,9 +53,28 @@ def rewrite(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     parted = with_parts(schema)
-    rewritten = _rewrite(parted, _STEPS)
-    if _size(rewritten) > MAX_SCHEMA_VALUES:
-        rewritten = _rewrite(parted, _STEPS_OF_NUMBERS)
+    logic = Logic(parted)
+    before: Steps = (
+        logic.counted,
+        logic.dependencies,
+        logic.negation,
+        logic.condition,
+        logic.alternatives,
+    )
+    after: Steps = (
+        *_STEPS,
+        partial(_property_names, logic=logic),
+        partial(_unique_items, logic=logic),
+    )
+    try:
+        rewritten = _rewrite(
+            parted, _Draft((_unevaluated, *before), (_contains, *after)), _Draft(before, after)
+        )
+    except TooComplexError:
+        rewritten = None
+    if rewritten is None or _size(rewritten) > MAX_SCHEMA_VALUES:
+        of_numbers = _Draft((), _STEPS_OF_NUMBERS)
+        rewritten = _rewrite(parted, of_numbers, of_numbers)
     rewritten = with_parts(rewritten)
     check_numbers(rewritten)
     return rewritten
@@ -67,32 +97,85 @@ def _size(value: Any) -> int:
     return sizes[id(value)]
 
 
-def _rewrite(schema: Any, steps: Steps) -> Any:
+class _Draft(NamedTuple):
+    """The steps for schemas of some drafts: those before the schemas within are rewritten, which
+    have to see these as they were given (a negation of less is more), and those after."""
+
+    before: Steps
+    after: Steps
+
+
+def _rewrite(schema: Any, newest: _Draft, older: _Draft) -> Any:
+    """Returns a schema rewritten by the steps of draft 2020-12, or of an older one."""
     if not isinstance(schema, dict):
         return schema
     draft = schema.get("$schema")
     if isinstance(draft, str) and "2020-12" not in draft:
-        steps = _STEPS_OF_ALL_DRAFTS
-    changed = map_inner(schema, lambda inner: _rewrite(inner, steps))
-    for step in steps:
+        newest = older
+    changed = schema
+    for step in newest.before:
+        changed = step(changed)
+    changed = map_inner(changed, lambda inner: _rewrite(inner, newest, older), but=_REVERSED)
+    for step in newest.after:
         changed = step(changed)
     return changed
 
 
 def _without(schema: Schema, *keywords: str, **others: Any) -> Schema:
-    if not keywords:
+    if not others and not schema.keys() & set(keywords):
         return schema
     return {name: value for name, value in schema.items() if name not in keywords} | others
 
 
-def _unique_items(schema: Schema) -> Schema:
-    """`uniqueItems` that forbids nothing."""
+def _unique_items(schema: Schema, logic: Logic) -> Schema:
+    """`uniqueItems` that forbids nothing, or of items of few values: all arrays of these are
+    listed. Where they are too many, items come in the order of their values, and only so many."""
     if "uniqueItems" not in schema:
         return schema
-    most = schema.get("maxItems")
+    least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_SCHEMA_VALUES)
     if schema["uniqueItems"] is False or (isinstance(most, int) and most <= 1):
         return _without(schema, "uniqueItems")
-    return schema
+    if schema["uniqueItems"] is not True or not isinstance(least, int) or not isinstance(most, int):
+        return schema
+    first, rest = schema.get("prefixItems"), schema.get("items", True)
+    if isinstance(rest, list):
+        first, rest = rest, schema.get("additionalItems", True)
+    if isinstance(first, list):
+        is_closed = rest is False or most <= len(first)
+        if is_closed and _are_all_disjoint(first, logic):
+            return _without(schema, "uniqueItems")
+        return schema
+    values = logic.listed(rest)
+    if values is None or "contains" in schema:
+        return schema
+    arrays = _arrays_of(different(values), least, most)
+    if not arrays:
+        return schema
+    gone = ("uniqueItems", "items", "minItems", "maxItems")
+    if schema.get("type") == "array":
+        return _without(schema, *gone, allOf=[*schema.get("allOf", []), {"enum": arrays}])
+    others = {"type": [name for name in TYPES if name != "array"]}
+    either = {"anyOf": [others, {"enum": arrays}]}
+    return _without(schema, *gone, allOf=[*schema.get("allOf", []), either])
+
+
+def _are_all_disjoint(schemas: list[Any], logic: Logic) -> bool:
+    return all(logic.are_disjoint(*pair) for pair in itertools.combinations(schemas, 2))
+
+
+def _arrays_of(values: list[Any], least: int, most: int) -> list[list[Any]]:
+    """Returns arrays of different values: all, or those in the order of the values."""
+    for choose in (itertools.permutations, itertools.combinations):
+        found: list[list[Any]] = []
+        for length in range(min(most, len(values)) + 1):
+            number = math.perm if choose is itertools.permutations else math.comb
+            if len(found) + number(len(values), length) > _MAX_ARRAYS:
+                break
+            if length >= least:
+                found += map(list, choose(values, length))
+        else:
+            return found
+    return found
 
 
 def _unevaluated(schema: Schema) -> Schema:
@@ -111,31 +194,51 @@ def _unevaluated(schema: Schema) -> Schema:
     return schema
 
 
-def _property_names(schema: Schema) -> Schema:
-    """`propertyNames` by a list or by a pattern, where an object's members have no other names."""
-    names = schema.get("propertyNames")
+def _property_names(schema: Schema, logic: Logic) -> Schema:
+    """`propertyNames` by a list, a pattern or lengths. Properties that are listed and have another
+    name may not come; others are listed, too, or are those of the pattern."""
+    names = logic.followed(schema.get("propertyNames"))
     if names is True or names == {} or names == {"type": "string"}:
         return _without(schema, "propertyNames")
-    if {"properties", "patternProperties"} & schema.keys():
-        return schema
-    rest = schema.get("additionalProperties", True)
     if names is False:
-        return _without(schema, "propertyNames", additionalProperties=False)
-    if not isinstance(names, dict):
+        names = {"enum": []}
+    if not isinstance(names, dict) or names.get("type", "string") != "string":
         return schema
-    rules = _without(names, "type", "title", "description")
-    if names.get("type", "string") != "string":
+    if "patternProperties" in schema or not isinstance(schema.get("properties", {}), dict):
         return schema
+    rules = _without(names, "type", "title", "description", "$comment", "examples")
+    named, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
     listed = rules.get("enum", [rules["const"]] if "const" in rules else None)
     if len(rules) == 1 and isinstance(listed, list) and len(listed) <= _MAX_NAMES:
-        properties = {name: rest for name in listed if isinstance(name, str)}
-        return _without(schema, "propertyNames", properties=properties, additionalProperties=False)
+        others = {name: rest for name in listed if isinstance(name, str) and name not in named}
+        properties = {name: each if name in listed else False for name, each in named.items()}
+        properties |= others if rest is not False else {}
+        found = {"properties": properties} if properties else {}
+        return _without(schema, "propertyNames", **found, additionalProperties=False)
+    pattern = _pattern_of(rules)
+    if pattern is None or (named and rest not in (True, False, {})):
+        return schema
+    properties = {}
+    for name, each in named.items():
+        try:
+            is_right = re.search(pattern, name) is not None
+        except re.error:
+            return schema
+        properties[name] = each if is_right else False
+    others = {} if rest is False else {"patternProperties": {pattern: rest}}
+    if named:
+        others["properties"] = properties
+    return _without(schema, "propertyNames", **others, additionalProperties=False)
+
+
+def _pattern_of(rules: Schema) -> str | None:
+    """Returns the pattern of the texts that a `pattern` or lengths allow."""
     if rules.keys() == {"pattern"} and isinstance(rules["pattern"], str):
-        patterns = {rules["pattern"]: rest}
-        return _without(
-            schema, "propertyNames", patternProperties=patterns, additionalProperties=False
-        )
-    return schema
+        return rules["pattern"]
+    least, most = rules.get("minLength", 0), rules.get("maxLength", "")
+    if rules.keys() <= {"minLength", "maxLength"} and isinstance(least, int):
+        return f"^(?s:.{{{least},{most}}})$"
+    return None
 
 
 def _contains(schema: Schema) -> Schema:
@@ -161,42 +264,71 @@ def _contains(schema: Schema) -> Schema:
 
 
 def _numbers_of_properties(schema: Schema) -> Schema:
-    """`minProperties` and `maxProperties` that follow from what else the schema says."""
-    required = schema.get("required")
+    """`minProperties` and `maxProperties` that follow from what else the schema says, or that are
+    few combinations of the properties that are listed. Then others do not count for the minimum,
+    and do not come where there is a maximum."""
+    required = schema.get("required", [])
+    named = schema.get("properties", {})
+    if not isinstance(required, list) or not isinstance(named, dict):
+        return schema
+    optional = [name for name, each in named.items() if name not in required and each is not False]
+    num_required = _num_different(required)
     least, most = schema.get("minProperties"), schema.get("maxProperties")
-    if isinstance(least, int) and (
-        least <= 0 or (isinstance(required, list) and least <= _num_different(required))
-    ):
-        schema = _without(schema, "minProperties")
-    named = schema.get("properties")
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    num_named = len(named) if isinstance(named, dict) else 0
-    if isinstance(most, int) and closed and most >= num_named:
+    added: list[Schema] = []
+    if isinstance(least, int) and least <= num_required:
+        schema = _without(schema, "minProperties")
+    elif isinstance(least, int) and optional and not (closed and least == 1):
+        num_chosen = least - num_required
+        if 0 < math.comb(len(optional), num_chosen) <= _MAX_COMBINATIONS:
+            chosen = itertools.combinations(optional, num_chosen)
+            schema = _without(schema, "minProperties")
+            added.append({"anyOf": [{"required": list(names)} for names in chosen]})
+    if isinstance(most, int) and closed and most >= len(named):
         schema = _without(schema, "maxProperties")
-    return schema
+    elif isinstance(most, int) and optional and "patternProperties" not in schema:
+        num_absent = max(0, len(optional) + num_required - most)
+        if most >= num_required and math.comb(len(optional), num_absent) <= _MAX_COMBINATIONS:
+            absent = itertools.combinations(optional, num_absent)
+            schema = _without(schema, "maxProperties", additionalProperties=False)
+            if num_absent:
+                added.append(
+                    {"anyOf": [{"properties": dict.fromkeys(names, False)} for names in absent]}
+                )
+    if not added:
+        return schema
+    return {**schema, "allOf": [*schema.get("allOf", []), *added]}
 
 
 def _num_different(names: list[Any]) -> int:
     return len({name for name in names if isinstance(name, str)})
 
 
-def _negation(schema: Schema) -> Schema:
-    """`not` that forbids nothing."""
-    if schema.get("not") is False:
-        return _without(schema, "not")
-    return schema
+def _without_effect(schema: Schema) -> Schema:
+    """Keywords that say nothing without others."""
+    if "contains" not in schema:
+        schema = _without(schema, "minContains", "maxContains")
+    return _without(schema, "$recursiveAnchor", "$dynamicAnchor", "$vocabulary")
 
 
-_STEPS_OF_ALL_DRAFTS: Steps = (
+def _reference(schema: Schema) -> Schema:
+    """A reference with characters that have to be escaped, such as of `Partial<Record<a,b>>`."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return schema
+    escaped = "#" + quote(reference[1:], safe="/%~!$&'()*+,;=:@?-._")
+    return schema if escaped == reference else {**schema, "$ref": escaped}
+
+
+#: What is done to schemas after what they hold is rewritten.
+_STEPS: Steps = (
     whole_counts,
     exact_bounds,
     inclusive_bounds,
-    _unique_items,
-    _property_names,
+    plain_format,
+    _reference,
+    _without_effect,
     _numbers_of_properties,
-    _negation,
 )
-#: Those of draft 2020-12, in which `prefixItems` exists.
-_STEPS: Steps = (_unevaluated, _contains, *_STEPS_OF_ALL_DRAFTS)
 #: What is done to a schema that the others would make too large.
 _STEPS_OF_NUMBERS: Steps = (whole_counts, exact_bounds)

@@ -229,7 +229,7 @@ async def test_offline() -> None:
             )
             assert len(plain.token_ids) == 5
             jsonschema.validate(json.loads(city.text), CITY)
-            wrong = SamplingParams(grammar=GrammarSpec("json_schema", '{"not": {}}'))
+            wrong = SamplingParams(grammar=GrammarSpec("json_schema", '{"not": {"pattern": "a"}}'))
             with pytest.raises(RequestError, match="'not' is not supported"):
                 llm.generate("x", wrong)
 
