@@ -1,13 +1,15 @@
 """Sends random JSON schemas to a served model and checks that every answer that ended by itself
 follows its schema.
 
-    python scripts/check_schemas.py [--model PATH | --random] [--schemas 500] [--suite FOLDER] \
-        [--temperatures 0,1] [--max-tokens 120] [--concurrency 64] [--set section.key=value]
+    python scripts/check_schemas.py [--model PATH | --random] [--schemas 500] \
+        [--suite FOLDER | --folder FOLDER] [--temperatures 0,1] [--max-tokens 120] [--concurrency 64] [--set section.key=value]
 
 A third of the schemas each come from our own generator (`tests/random_schemas.py`), from a strategy
 of hypothesis, and from a folder of the JSON Schema test suite (`json/tests/draft2020-12` of the
-source distribution of `jsonschema`); without `--suite`, half come from each of the others. They are
-always the same ones. `--random` serves a tiny model of random weights with SmolLM2's tokenizer. A
+source distribution of `jsonschema`); without `--suite`, half come from each of the others.
+`--folder` takes all of them from files instead, each with a schema (of SchemaStore, say, or of
+JSONSchemaBench, whose files hold it as `schema` or `json_schema`). They are always the same ones.
+`--random` serves a tiny model of random weights with SmolLM2's tokenizer. A
 request has a seed of its own. Prints how many answers were valid, cut off by their length, invalid
 or failed, how many schemas were refused, and what for. The exit status is 1 if an answer is
 invalid. A vocabulary that cannot spell a text which a schema demands is what requests fail for.
@@ -30,6 +32,7 @@ from typing import Any
 import aiohttp
 import hypothesis
 import jsonschema
+import referencing.exceptions
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +41,7 @@ from benchlib.server_process import ROOT, ServerProcess, exiting_at_signals
 
 sys.path.insert(0, str(ROOT))
 
+from aioinfer.sampling_params import MAX_GRAMMAR_CHARS
 from tests.random_schemas import random_schemas
 from tests.tiny_models import tiny_model
 
@@ -46,7 +50,7 @@ VOCAB_SIZE = 49_152
 SETTINGS = ["cache.cpu_memory_gib=1", "scheduler.max_num_seqs=64", "model.max_model_len=1024"]
 #: Of a prompt, what of the schema it shows.
 _SHOWN_CHARS = 240
-_QUOTED = re.compile(r"(?:keyword|format) ('[^']+')")
+_QUOTED = re.compile(r"(?:keyword|format) ('[^']+')|(look-?around)")
 
 _SIZES = st.integers(0, 4)
 _NUMBERS = st.integers(-20, 100)
@@ -140,8 +144,24 @@ def suite_schemas(folder: Path, count: int) -> list[dict[str, Any]]:
     return random.Random(0).sample(schemas, min(count, len(schemas)))
 
 
-def make_schemas(count: int, suite: Path | None) -> list[dict[str, Any]]:
-    """Returns so many schemas of all sources."""
+def folder_schemas(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Returns the schemas of so many files of a folder, those that are too long left out."""
+    schemas = []
+    for file in sorted(folder.rglob("*.json")):
+        value = json.loads(file.read_text())
+        for name in ("json_schema", "schema"):
+            if isinstance(value, dict) and isinstance(value.get(name), dict | str):
+                value = value[name]
+        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, dict) and len(json.dumps(value)) <= MAX_GRAMMAR_CHARS:
+            schemas.append(value)
+    return random.Random(0).sample(schemas, min(count, len(schemas)))
+
+
+def make_schemas(count: int, suite: Path | None, folder: Path | None) -> list[dict[str, Any]]:
+    """Returns so many schemas of all sources, or of a folder alone."""
+    if folder is not None:
+        return folder_schemas(folder, count)
     share = count // (2 if suite is None else 3)
     schemas = hypothesis_schemas(share)
     if suite is not None:
@@ -153,11 +173,12 @@ def judge(schema: dict[str, Any], choice: dict[str, Any]) -> tuple[str, str]:
     """Returns what an answer is, and what is wrong with an invalid one."""
     if choice["finish_reason"] != "stop":
         return "cut off", ""
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        validator = jsonschema.Draft202012Validator(
-            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
-        )
+        validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
         validator.validate(json.loads(choice["message"]["content"]))
+    except (re.error, referencing.exceptions.Unresolvable) as error:
+        return "not checked", str(error)
     except (ValueError, jsonschema.ValidationError) as error:
         return "invalid", f"{str(error).splitlines()[0]} in {choice['message']['content']!r}"
     return "valid", ""
@@ -170,7 +191,7 @@ def reason_of(message: str) -> str:
     if message.startswith("Resource "):
         return "references to other documents"
     found = _QUOTED.search(message)
-    return found[1] if found else message[:90]
+    return found[1] or found[2] if found else message[:90]
 
 
 class Check:
@@ -238,7 +259,7 @@ async def check_all(
 
 def report(checks: dict[float, Check], console: Console) -> None:
     """Prints a table of the counts, the reasons of refusals, and all faults."""
-    kinds = ("valid", "cut off", "invalid", "failed", "refused")
+    kinds = ("valid", "cut off", "invalid", "not checked", "failed", "refused")
     table = Table("temperature", *kinds)
     for temperature, check in checks.items():
         table.add_row(str(temperature), *(str(check.counts[kind]) for kind in kinds))
@@ -257,6 +278,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--random", action="store_true", help="a tiny model of random weights")
     parser.add_argument("--schemas", type=int, default=500, help="default: %(default)s")
     parser.add_argument("--suite", type=Path, help="draft2020-12 of the JSON Schema test suite")
+    parser.add_argument("--folder", type=Path, help="files with a schema each")
     parser.add_argument("--temperatures", default="0,1", help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=120, help="default: %(default)s")
     parser.add_argument("--concurrency", type=int, default=64, help="default: %(default)s")
@@ -267,7 +289,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Returns the exit status."""
     options, console = parse_options(), Console(width=160)
-    schemas = make_schemas(options.schemas, options.suite)
+    schemas = make_schemas(options.schemas, options.suite, options.folder)
     with tempfile.TemporaryDirectory() as folder, exiting_at_signals():
         settings = [*SETTINGS, f"model.path={options.model}", *options.set]
         if options.random:

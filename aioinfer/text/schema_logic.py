@@ -87,16 +87,35 @@ class Logic:
             added = [{"anyOf": [_both(condition, then), _both(negated, other)]}]
         return _with(schema, added, "if", "then", "else")
 
+    def conditions(self, schema: Schema) -> Schema:
+        """Returns a schema with alternatives in the place of members of `allOf` that are `if` with
+        `then`, if no two of their conditions can hold: one alternative for each, and one without
+        them all. (One after the other, they would become a product of alternatives.)"""
+        members = _schemas(schema.get("allOf"))
+        found = [
+            each
+            for each in members
+            if isinstance(each, dict) and "if" in each and each.keys() <= {"if", "then", "$comment"}
+        ]
+        if not 1 < len(found) <= _MAX_BRANCHES:
+            return schema
+        within = [_both(_around(schema), each["if"]) for each in found]
+        if not all(self.are_disjoint(*pair) for pair in itertools.combinations(within, 2)):
+            return schema
+        negated = [self.negate(each["if"]) for each in found]
+        if None in negated:
+            return schema
+        options = [_both(each["if"], each.get("then", True)) for each in found]
+        rest = [each for each in members if not any(each is other for other in found)]
+        return {**schema, "allOf": [*rest, {"anyOf": [*options, _all(negated)]}]}
+
     def alternatives(self, schema: Schema) -> Schema:
         """Returns a schema with `anyOf` in the place of `oneOf`: each alternative holds with the
         negation of those that are not evidently disjoint from it."""
         given = schema.get("oneOf")
         if not isinstance(given, list) or not 0 < len(given) <= _MAX_BRANCHES:
             return schema
-        around = {
-            name: schema[name] for name in ("type", "properties", "required") if name in schema
-        }
-        within = [_both(around, each) if around else each for each in given]
+        within = [_both(_around(schema), each) for each in given]
         others: list[list[Any]] = [[] for _ in given]
         for first, second in itertools.combinations(range(len(given)), 2):
             if self.are_disjoint(within[first], within[second]):
@@ -316,6 +335,11 @@ def _without(schema: Schema, *keywords: str) -> Schema:
     if not schema.keys() & set(keywords):
         return schema
     return {name: value for name, value in schema.items() if name not in keywords}
+
+
+def _around(schema: Schema) -> Schema:
+    """Returns what holds for the alternatives within a schema, too."""
+    return {name: schema[name] for name in ("type", "properties", "required") if name in schema}
 
 
 def _both(first: Any, second: Any) -> Any:

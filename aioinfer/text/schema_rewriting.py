@@ -40,7 +40,7 @@ _MAX_CONTAINED = 16
 #: Names that `propertyNames` may list.
 _MAX_NAMES = 1_000
 #: Arrays that `uniqueItems` may become, and combinations of properties that `minProperties` may.
-_MAX_ARRAYS, _MAX_COMBINATIONS = 300, 64
+_MAX_ARRAYS, _MAX_COMBINATIONS = 500, 64
 
 
 def rewrite(schema: Any) -> Any:
@@ -58,6 +58,7 @@ def rewrite(schema: Any) -> Any:
         logic.counted,
         logic.dependencies,
         logic.negation,
+        logic.conditions,
         logic.condition,
         logic.alternatives,
     )
@@ -164,18 +165,22 @@ def _are_all_disjoint(schemas: list[Any], logic: Logic) -> bool:
 
 
 def _arrays_of(values: list[Any], least: int, most: int) -> list[list[Any]]:
-    """Returns arrays of different values: all, or those in the order of the values."""
-    for choose in (itertools.permutations, itertools.combinations):
+    """Returns arrays of different values: all, or those in the order of the values; no array at
+    all where these would have one value at most."""
+    most = min(most, len(values))
+    for choose, count in (
+        (itertools.permutations, math.perm),
+        (itertools.combinations, math.comb),
+    ):
         found: list[list[Any]] = []
-        for length in range(min(most, len(values)) + 1):
-            number = math.perm if choose is itertools.permutations else math.comb
-            if len(found) + number(len(values), length) > _MAX_ARRAYS:
+        for length in range(most + 1):
+            if len(found) + count(len(values), length) > _MAX_ARRAYS:
                 break
             if length >= least:
                 found += map(list, choose(values, length))
         else:
             return found
-    return found
+    return found if found and len(found[-1]) > 1 else []
 
 
 def _unevaluated(schema: Schema) -> Schema:
