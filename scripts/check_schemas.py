@@ -2,7 +2,8 @@
 follows its schema.
 
     python scripts/check_schemas.py [--model PATH | --random] [--schemas 500] \
-        [--suite FOLDER | --folder FOLDER] [--temperatures 0,1] [--max-tokens 120] [--concurrency 64] [--set section.key=value]
+        [--suite FOLDER | --folder FOLDER] [--temperatures 0,1] [--max-tokens 120] \
+        [--concurrency 64] [--set section.key=value]
 
 A third of the schemas each come from our own generator (`tests/random_schemas.py`), from a strategy
 of hypothesis, and from a folder of the JSON Schema test suite (`json/tests/draft2020-12` of the

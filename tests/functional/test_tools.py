@@ -209,7 +209,7 @@ async def test_wrong_tools_are_named(served: Served, fields: dict[str, Any], par
 
 async def test_a_schema_that_cannot_be_enforced(served: Served) -> None:
     """It is refused where calls must follow it; under "auto" any arguments may come."""
-    function = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    function = {"name": "f", "parameters": {"type": "object", "not": {"pattern": "a"}}}
     tools = [TOOLS[0], {"type": "function", "function": function}]
     ask = {"messages": ASK, "max_tokens": 1}
     place = "tools[1].function.parameters"
