@@ -37,6 +37,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "output_expires_after": (),
         "personality": (),
         "prediction": (),
+        "prompt": (),
         "stream": (False,),
         "suffix": ("",),
         "truncation": ("disabled", False),  # of Responses, and Voyage's embeddings

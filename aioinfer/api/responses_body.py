@@ -126,12 +126,9 @@ class ResponseRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     background: bool | None = None
     user: str | None = None
-    prompt: Any = None
 
     def check(self) -> None:
         """See `Body.check`."""
-        if self.prompt:
-            raise RequestError("prompt is not supported here", param="prompt")
         if self.background and self.store is False:
             raise RequestError(
                 "background can only be used when `store` is true", param="background"

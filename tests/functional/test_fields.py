@@ -120,6 +120,9 @@ class TestPrompts:
                 **GREEDY,
             )  # fmt: skip
             assert reply["choices"][0]["prompt_token_ids"] == ids[-expected:]
+        only = {"echo": True, "max_tokens": 0, "return_token_ids": True}
+        choice = await served.complete(prompt=text, truncate_prompt_tokens=-1, **only)
+        assert choice["prompt_token_ids"] == ids[-512:]
         choice = await served.complete(prompt=text, truncate_prompt_tokens=2, echo=True, **GREEDY)
         assert choice["text"].startswith(served.frontend.tokenizer.decode(ids[-2:], False))
         reply = await served.post(
