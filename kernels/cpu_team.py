@@ -30,7 +30,6 @@ import threading
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 from aioinfer.kernels.cpu_functions import compile_functions
 from aioinfer.kernels.cpu_vectors import load_integer, store_integer
 from llvmlite import ir
@@ -319,11 +318,16 @@ class Team:
     """
 
     def __init__(self) -> None:
-        self._memory = np.zeros(_BYTES // 8 + _LINE // 8, np.int64)
-        self.address = -(-self._memory.ctypes.data // _LINE) * _LINE
-        self._helpers: list[Any] = []
-        self._growing = threading.Lock()
         library = ctypes.CDLL(None)
+        library.aligned_alloc.restype = ctypes.c_void_p
+        # never given back: helpers wait there until the process ends
+        self.address: int = library.aligned_alloc(ctypes.c_size_t(_LINE), ctypes.c_size_t(_BYTES))
+        if not self.address:
+            raise MemoryError
+        ctypes.memset(self.address, 0, _BYTES)
+        self._words = (ctypes.c_int64 * (_BYTES // 8)).from_address(self.address)
+        self._helpers = 0
+        self._growing = threading.Lock()
         for place, name in (_CLOCK, "clock_gettime"), (_WAIT, "sem_wait"), (_POST, "sem_post"):
             self._words[place // 8] = ctypes.cast(library[name], ctypes.c_void_p).value or 0
         for place in _WAKE_HELPERS, _WAKE_CALLER:
@@ -331,28 +335,27 @@ class Team:
                 raise OSError("sem_init failed")
 
     @property
-    def _words(self) -> Any:
-        """The memory as int64."""
-        first = (self.address - self._memory.ctypes.data) // 8
-        return self._memory[first : first + _BYTES // 8]
-
-    @property
     def times_late(self) -> int:
         """How often a helper was so late that the caller went on alone."""
-        return int(self._words[_LATE // 8])
+        return self._words[_LATE // 8]
 
     def grow(self, threads: int) -> int:
         """Starts helpers until there are `threads` threads with a caller; returns the address."""
         with self._growing:
-            while len(self._helpers) < threads - 1:
-                arguments = (ctypes.c_int64 * 2)(self.address, len(self._helpers))
-                self._helpers.append(arguments)
-                thread = threading.Thread(
-                    target=compile_kernel(), args=(ctypes.addressof(arguments),),
-                    name=f"kernels {len(self._helpers)}", daemon=True,
-                )  # fmt: skip
-                thread.start()
+            if threads > 1:
+                compile_kernel()  # here, where an error is seen
+            while self._helpers < threads - 1:
+                self._helpers += 1
+                name = f"kernels {self._helpers}"
+                threading.Thread(
+                    target=self._help, args=(self._helpers - 1,), name=name, daemon=True
+                ).start()
         return self.address
+
+    def _help(self, index: int) -> None:
+        """A helper's thread, which does not return."""
+        arguments = (ctypes.c_int64 * 2)(self.address, index)
+        compile_kernel()(ctypes.addressof(arguments))
 
 
 @cache
