@@ -436,8 +436,8 @@ class ServerConfig:
         False,
     )
     served_model_names: list[str] = key(
-        "Names that the `model` of a request may have. Default: `model.path`. A file's names are "
-        "those of its own `model.path`: they do not hold where the command line names another.",
+        "Names that the `model` of a request may have. Default: `model.path`. A file's names "
+        "stand for the file's own `model.path`: not for another that the command line gives.",
         [],
     )
     max_body_bytes: int = key(

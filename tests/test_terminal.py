@@ -92,20 +92,20 @@ while (text := reader.read()) is not None:
 def typed(first: str, *keys: bytes) -> list[str]:
     """Returns the messages that a process reads, by its own account, from a terminal on which
     `keys` are pressed, each when it prompts."""
-    ours, theirs = pty.openpty()
+    controller, device = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", READ.format(first=first)],
-        stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"},
+        stdin=device, stdout=device, stderr=device, env=os.environ | {"TERM": "xterm"},
     )  # fmt: skip
-    os.close(theirs)
+    os.close(device)
     output, keys_left, until = b"", [*keys, b"\x04"], time.monotonic() + 30
-    with process, os.fdopen(ours, "rb", buffering=0) as terminal:
+    with process, os.fdopen(controller, "rb", buffering=0) as terminal:
         prompts = 0
         while process.poll() is None and time.monotonic() < until:
             if keys_left and output.count(b"> ") > prompts:
                 prompts = output.count(b"> ")
-                os.write(ours, keys_left.pop(0))
-            if select.select([ours], [], [], 0.1)[0]:
+                os.write(controller, keys_left.pop(0))
+            if select.select([controller], [], [], 0.1)[0]:
                 try:
                     output += terminal.read(4096)
                 except OSError:  # the other side is closed

@@ -146,9 +146,9 @@ def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: 
     """Compares what a CPU worker is about to load, with its KV cache, with the memory that there
     is: beyond it, the kernel would end some process without a word.
 
-    Workers that start together all see the same free memory, and one that is started anew sees the
-    others' in use. So one worker alone is compared with what is free, and all of them with what the
-    machine has.
+    Workers that start together all see the same free memory, and one that replaces another sees
+    what the rest have in use. So one worker alone is compared with what is free, and all of them
+    with what the machine has.
 
     Args:
         config: the whole configuration.

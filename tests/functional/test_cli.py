@@ -113,23 +113,23 @@ async def test_a_chat_with_a_server_remembers_what_was_said(served: Served, tmp_
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_chat_on_a_terminal(served: Served) -> None:
     """What is pasted is one question; the answer is rendered, and its pace is shown."""
-    ours, theirs = pty.openpty()
+    controller, device = pty.openpty()
     process = await asyncio.create_subprocess_exec(
         *command("chat", "--url", served.url, "--temperature", "0", "--max-tokens", "12"),
-        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"},
+        cwd=ROOT, stdin=device, stdout=device, stderr=device, env=os.environ | {"TERM": "xterm"},
     )  # fmt: skip
-    os.close(theirs)
+    os.close(device)
 
     def talk() -> str:
         """Asks at the first prompt, ends at the second, and returns all that was shown."""
         output = b""
         keys = [b"\x1b[200~Count to\nthree.\x1b[201~\r", b"\x04"]
         with suppress(OSError):  # the process has ended
-            while data := os.read(ours, 4096):
+            while data := os.read(controller, 4096):
                 output += data
                 if keys and output.count(b"> ") == 3 - len(keys):
-                    os.write(ours, keys.pop(0))
-        os.close(ours)
+                    os.write(controller, keys.pop(0))
+        os.close(controller)
         return output.decode()
 
     output = await asyncio.to_thread(talk)
