@@ -191,7 +191,7 @@ def _streamed(path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _without(value: Any) -> Any:
     """Returns a value without ids and times."""
     dropped = {
-        "id", "item_id", "created", "created_at", "timings", "total_duration",
+        "id", "item_id", "created", "created_at", "system_fingerprint", "timings", "total_duration",
         "prompt_eval_duration", "eval_duration", "tokens_cached", "prompt_tokens_details",
         "input_tokens_details", "cache_read_input_tokens", "input_tokens", "total_tokens",
     }  # fmt: skip
