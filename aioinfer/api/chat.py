@@ -86,21 +86,23 @@ async def _answer(
         if body.stream:
             choices = _stream_choices(frontend, names, envelope, turn, shown_ids, body.echoed())
             recorded = [RecordedChoice(*each) for each in enumerate(choices)] if body.store else []
-            response = await stream(
+
+            async def keep() -> None:
+                deltas = [choice.delta.join() for choice in recorded]
+                count = sum(choice.num_tokens for choice in recorded)
+                reply = Reply(deltas, usage(outputs, count, count_thought))
+                whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
+                keep_chat(request, body, whole)
+
+            return await stream(
                 request,
                 envelope,
                 outputs,
                 [recorded or choices],
                 count_thought,
                 with_timings=bool(body.timings_per_token),
+                before_end=keep if recorded else None,
             )
-            if recorded and all(choice.delta.finish_reason for choice in recorded):
-                deltas = [choice.delta.join() for choice in recorded]
-                count = sum(choice.num_tokens for choice in recorded)
-                reply = Reply(deltas, usage(outputs, count, count_thought))
-                whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
-                keep_chat(request, body, whole)
-            return response
         reply = await collect(outputs, count_thought)
     whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
     if body.store:

@@ -316,10 +316,12 @@ async def stream(
     count_thought: ThoughtCount | None = None,
     *,
     with_timings: bool = False,
+    before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come; `choices[i]` make the events of
     `outputs[i]`. `count_thought` is for the usage, which comes `with_timings` of the first choice
-    where they are wanted.
+    where they are wanted. `before_end` is awaited when all deltas are sent, before the client
+    learns that it has all.
 
     A failure ends the stream with an error event and `[DONE]`, for which some clients wait.
     """
@@ -332,6 +334,8 @@ async def stream(
                 for number, (output, of_output) in enumerate(zip(outputs, choices, strict=True))
             ]
         )
+        if before_end is not None:
+            await before_end()
         end = b""
         if envelope.include_usage:
             whole = usage(outputs, sum(num_tokens), count_thought)

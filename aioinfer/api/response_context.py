@@ -60,15 +60,15 @@ class ResponseContext:
 
         Raises `RequestError` if what is left does not fit.
         """
+        items, middle = self.items, 0
         if body.truncation != "auto":
-            return await _encode(frontend, body, self.items)
-        items = self.items
+            return await _encode(frontend, body, items)
         room = frontend.max_model_len - (body.max_output_tokens or 1)
         low, high = 0, len(items) - 1  # the last one stays
         while low < high:
-            middle = (low + high) // 2
             ids = await _encode(frontend, body, items[middle:], max_tokens=_MAX_UNCUT_TOKENS)
             low, high = (low, middle) if len(ids) <= room else (middle + 1, high)
+            middle = (low + high) // 2  # at first all items are tried
         while low < len(items) - 1 and items[low]["type"] == "function_call_output":
             low += 1  # its call is left out
         return await _encode(frontend, body, items[low:])

@@ -96,7 +96,6 @@ class Reasoning(Struct, kw_only=True):
 
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None
 
 
 class ConversationId(Struct, kw_only=True):
