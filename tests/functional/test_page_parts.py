@@ -223,7 +223,7 @@ async def test_a_call_from_the_page_of_endpoints(
     assert browser.errors.empty(), browser.errors
 
 
-# ---------------------------------------------------------------- for who does not see it
+# ---------------------------------------------------------------- for screen readers
 
 
 @pytest.mark.parametrize("width", [390, 1280])
