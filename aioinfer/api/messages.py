@@ -23,7 +23,7 @@ _FEW_PARTS = 16
 _MAX_ROLE = 64
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-#: The names by which chat templates know roles whose names are newer or older than theirs.
+#: Roles under the names that chat templates know: "developer" is newer, "function" is older.
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 #: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]

@@ -60,7 +60,7 @@ def check_files(config: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files that a model's weights were given in: a GGUF file, or those of a folder.
+    """The files of a model's weights as they were given: a GGUF file, or safetensors in a folder.
 
     Attributes:
         format: "gguf" or "safetensors".
