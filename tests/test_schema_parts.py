@@ -7,6 +7,7 @@ import pytest
 
 from aioinfer.errors import RequestError
 from aioinfer.text.schema_parts import with_parts
+from aioinfer.text.schema_rewriting import rewrite
 
 
 def levels(value: Any) -> int:
@@ -32,6 +33,7 @@ def nested(count: int, innermost: Any, value: Any = 3) -> Any:
 def test_a_deep_schema_has_parts_of_few_levels() -> None:
     schema, value = nested(90, {"type": "integer"})
     parted = with_parts(schema)
+    assert parted is not None
     assert levels(schema) > 250
     assert levels(parted) < 100
     validator = jsonschema.Draft202012Validator(parted)
@@ -46,6 +48,7 @@ def test_references_into_parts() -> None:
     whole = {"anyOf": [schema, {"$ref": f"#/anyOf/0{place * 40}/properties/b"}]}
     whole["$defs"] = {"part-0": {"type": "integer"}, "x": {"$ref": "#/$defs/part-0"}}
     parted = with_parts(whole)
+    assert parted is not None
     assert parted["$defs"]["part-0"] == {"type": "integer"}
     validator = jsonschema.Draft202012Validator(parted)
     assert validator.is_valid("text")
@@ -57,6 +60,27 @@ def test_references_into_parts() -> None:
 )
 def test_what_stays(schema: Any) -> None:
     assert with_parts(schema) is schema
+
+
+def test_references_into_what_may_be_rewritten_lead_to_defs() -> None:
+    schema = {"allOf": [{"if": {"type": "string"}}, {"const": "x"}], "$defs": {"a": {"not": {}}},
+              "items": {"anyOf": [{"$ref": "#/allOf/1"}, {"$ref": "#/$defs/a"}]}}  # fmt: skip
+    parted = with_parts(schema)
+    assert parted is not None
+    first, second = parted["items"]["anyOf"]
+    assert second == {"$ref": "#/$defs/a"}
+    assert first == parted["allOf"][1] == {"$ref": "#/$defs/part-0"}
+    assert parted["$defs"]["part-0"] == {"const": "x"}
+
+
+def test_an_id_keeps_references_from_being_moved() -> None:
+    inner = {"$id": "x", "$ref": "#/oneOf/0", "oneOf": [{"const": 1}]}
+    assert with_parts({"items": inner}) is None
+    stable = {"items": {"$id": "x", "not": {"$ref": "#/$defs/a"}, "$defs": {"a": {}}}}
+    assert with_parts(stable) is None
+    assert with_parts({"items": {"$ref": "http://here#/allOf/0"}, "$id": "http://here"}) is None
+    rewritten = rewrite({"items": inner, "not": {}, "maximum": 2**53 + 1})
+    assert rewritten == {"items": inner, "not": {}, "maximum": 2**53}
 
 
 def test_what_cannot_be_parted() -> None:

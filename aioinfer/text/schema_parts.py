@@ -6,6 +6,7 @@ that hold schemas would not be rewritten.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from typing import Any
 from urllib.parse import quote, unquote
@@ -16,25 +17,28 @@ from aioinfer.text.json_schema import Schema, find_target, inner_schemas, map_in
 #: Levels of JSON that a part has before it is parted again, and of values within it that are no
 #: schemas.
 _MAX_LEVELS, _MAX_VALUE_LEVELS = 40, 50
+#: References to what stays where it is.
+_STABLE = re.compile(r"#(/(\$defs|definitions)/[^/]+)+$")
 #: Keywords that change what a reference within them is relative to.
 _IDS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 
 
-def with_parts(schema: Schema) -> Schema:
+def with_parts(schema: Schema) -> Schema | None:
     """Returns a schema of which no part has more levels than llguidance's parser takes, and whose
-    references within the schema lead to members of `$defs`, or to other places that hold schemas.
-    The same object where nothing has to be moved; the argument is not changed.
+    references within the schema all lead to members of `$defs` and `definitions`, which stay where
+    they are when the schema is rewritten. The same object where nothing has to be moved; the
+    argument is not changed. None where an `$id` in the schema says what references are relative to.
 
     Raises `RequestError` for levels that cannot be parted: of constants, or beside an `$id`.
     """
     parts = _Parts(schema)
+    if parts.has_ids and parts.is_deep:
+        raise RequestError(
+            "a JSON schema with an '$id' or an '$anchor' in it may not be nested this deeply"
+        )
+    if parts.is_bound:
+        return None
     if not parts.names:
-        return schema
-    if parts.has_ids:
-        if parts.is_deep:
-            raise RequestError(
-                "a JSON schema with an '$id' or an '$anchor' in it may not be nested this deeply"
-            )
         return schema
     if not isinstance(schema.get("$defs", {}), dict):
         raise RequestError("'$defs' of a JSON schema must be an object")
@@ -49,12 +53,18 @@ class _Parts:
         self._known: dict[int, Schema] = {}
         self._levels: dict[int, int] = {}  # at most, of an object that is there several times
         self.names: dict[int, str] = {}
-        self.has_ids = self.is_deep = False
+        self.has_ids = self.is_deep = self.is_bound = False
         self._visit(root)
         pending = self._references()
+        self.is_bound = self.has_ids and bool(pending)
         while pending:
-            target = find_target(root, pending.pop())
-            if isinstance(target, dict) and id(target) not in self._known:
+            reference = pending.pop()
+            if _STABLE.search(reference) or reference == "#":
+                continue
+            target = find_target(root, reference)
+            if not reference.startswith("#/"):
+                self.is_bound |= "#/" in reference  # from an `$id`, which may be that of the schema
+            elif isinstance(target, dict) and target is not root and id(target) not in self.names:
                 before = self._known.keys() | set()
                 self._visit(target)
                 self._name(target)
@@ -132,7 +142,9 @@ class _Parts:
             else:
                 return reference  # it leads nowhere
             part = self.names.get(id(item))
-            moved = f"{moved}/{quote(place)}" if part is None else f"#/$defs/{quote(part)}"
+            moved = (
+                f"{moved}/{quote(place, safe='$~')}" if part is None else f"#/$defs/{quote(part)}"
+            )
         return moved
 
 

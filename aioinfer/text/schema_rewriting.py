@@ -52,7 +52,12 @@ def rewrite(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
+    of_numbers = _Draft((), _STEPS_OF_NUMBERS)
     parted = with_parts(schema)
+    if parted is None:
+        rewritten = _rewrite(schema, of_numbers, of_numbers)
+        check_numbers(rewritten)
+        return rewritten
     logic = Logic(parted)
     before: Steps = (
         logic.counted,
@@ -74,9 +79,8 @@ def rewrite(schema: Any) -> Any:
     except TooComplexError:
         rewritten = None
     if rewritten is None or _size(rewritten) > MAX_SCHEMA_VALUES:
-        of_numbers = _Draft((), _STEPS_OF_NUMBERS)
         rewritten = _rewrite(parted, of_numbers, of_numbers)
-    rewritten = with_parts(rewritten)
+    rewritten = with_parts(rewritten) or rewritten
     check_numbers(rewritten)
     return rewritten
 

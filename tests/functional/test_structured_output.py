@@ -201,9 +201,8 @@ async def test_a_deep_schema(served: Served) -> None:
     for _ in range(60):
         schema = {"type": "array", "prefixItems": [schema], "minItems": 1, "items": False}
     schema = {"properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
-    choice = await served.complete(
-        prompt="x", max_tokens=200, guided_json={"type": "object"} | schema
-    )
+    fields = {"json": {"type": "object"} | schema, "disable_any_whitespace": True}
+    choice = await served.complete(prompt="x", max_tokens=200, structured_outputs=fields)
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["text"]), schema)
 
