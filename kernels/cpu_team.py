@@ -9,9 +9,10 @@ each of a hundred products of a step. So there is none here:
   those that have not come.
 - Waiting threads spin for `_SPINS` turns, some 0.1 ms, which is longer than what lies between two
   products of a step, and then sleep on a semaphore. An idle team uses no CPU.
-- A helper that loses its core in the middle of a piece makes the caller wait for it. Where that
-  takes longer than `_LATE_NS`, the cores are busy, and the caller computes alone for `_ALONE` times
-  as long as it has waited: it loses at most a few percent to such waits.
+- A helper that loses its core in the middle of a piece makes the caller wait for it, and a helper
+  may be what takes the caller's core. Where either costs more than `_LATE_NS`, the cores are busy,
+  and the caller computes alone, with the helpers asleep: for `_ALONE` times as long as it has lost,
+  and twice as long as the last time if it has not computed with them for as long since.
 
 What is computed does not depend on who takes which piece. A second thread that calls a kernel while
 the team has a task computes alone.
@@ -39,9 +40,9 @@ from numba.extending import intrinsic
 
 #: Turns of a waiting thread before it sleeps.
 _SPINS = 4000
-#: Nanoseconds by which a helper is late, and for how many times as long the caller is alone then.
+#: Nanoseconds that are lost to busy cores, and for how many times as long the caller is alone then.
 _LATE_NS = 1_000_000
-_ALONE = 16
+_ALONE = 4
 _MAX_ALONE_NS = 500_000_000
 
 _I64 = ir.IntType(64)
@@ -58,8 +59,9 @@ _BUSY = 2 * _LINE  # whether the team has a task
 _ALLOWED = 3 * _LINE  # helpers that may take part in the task
 _TASK = _ALLOWED + 8  # the argument of its body
 _BODY = _ALLOWED + 16
-_ALONE_UNTIL = _ALLOWED + 24  # a time, or 0
-_LATE = _ALLOWED + 32  # how often a helper has been late
+_ALONE_UNTIL = _ALLOWED + 24  # when the caller computes with helpers again, or did
+_ALONE_NS = _ALLOWED + 32  # for how long it was alone last
+_LATE = _ALLOWED + 40  # how often it had to be
 _CLOCK = 4 * _LINE  # the addresses of functions of the C library
 _WAIT = _CLOCK + 8
 _POST = _CLOCK + 16
@@ -68,7 +70,7 @@ _WAKE_CALLER = 6 * _LINE
 _TIME = 7 * _LINE  # of the caller: what the clock writes
 _BYTES = 8 * _LINE
 
-_CLOCK_MONOTONIC = 1
+_MONOTONIC, _OF_THREAD = 1, 3  # clocks
 
 
 def _atomic(operation: str) -> Any:
@@ -153,20 +155,10 @@ def _call_with_two(context, body, first, second):
 
 
 @njit
-def _now(team):
-    """Returns nanoseconds of the monotonic clock."""
-    _call_with_two(load_integer(team + _CLOCK), _CLOCK_MONOTONIC, team + _TIME)
+def _now(team, clock):
+    """Returns nanoseconds of a clock."""
+    _call_with_two(load_integer(team + _CLOCK), clock, team + _TIME)
     return load_integer(team + _TIME) * 1_000_000_000 + load_integer(team + _TIME + 8)
-
-
-@njit
-def _is_alone(team):
-    """Whether helpers were late, so that the caller computes without them for now."""
-    until = load_integer(team + _ALONE_UNTIL)
-    if until and _now(team) >= until:
-        store_integer(team + _ALONE_UNTIL, 0)
-        return False
-    return until != 0
 
 
 @njit
@@ -196,13 +188,35 @@ def _close(team):
 
 
 @njit
-def _note_wait(team, began, closed):
-    """Has the caller compute alone for a while if it waited longer for helpers, from `closed` until
-    now, than a busy core explains: a piece takes less than what was computed from `began` on."""
-    waited = _now(team) - closed
+def _note_loss(team, lost):
+    """Has the caller compute alone for a while, after so many nanoseconds were lost."""
+    now, last = _now(team, _MONOTONIC), load_integer(team + _ALONE_NS)
+    alone = _ALONE * lost
+    if now - load_integer(team + _ALONE_UNTIL) < last:
+        alone = max(alone, 2 * last)
+    alone = min(alone, _MAX_ALONE_NS)
+    store_integer(team + _ALONE_NS, alone)
+    store_integer(team + _ALONE_UNTIL, now + alone)
+    store_integer(team + _LATE, load_integer(team + _LATE) + 1)
+
+
+@njit
+def _run_with_helpers(team, task, body, began, helpers):
+    """Calls `body(task)` here and in helpers, at a time, and notes what busy cores have cost."""
+    computed = _now(team, _OF_THREAD)
+    _open(team, task, body, helpers)
+    _call(body, task)
+    closed = _now(team, _MONOTONIC)
+    _close(team)
+    took, waited = closed - began, _now(team, _MONOTONIC) - closed
+    if took > _LATE_NS:  # without its core, the caller computes less than the time that passes
+        took -= _now(team, _OF_THREAD) - computed
+        if took > _LATE_NS:
+            _note_loss(team, took)
+            return
+    # a piece takes less than all that the caller has computed
     if waited > max(_LATE_NS, closed - began):
-        store_integer(team + _LATE, load_integer(team + _LATE) + 1)
-        store_integer(team + _ALONE_UNTIL, closed + waited + min(_ALONE * waited, _MAX_ALONE_NS))
+        _note_loss(team, waited)
 
 
 @njit
@@ -212,15 +226,11 @@ def run_in_team(team, task, body, threads):
     if threads <= 1 or _exchange(team + _BUSY, 1):
         _call(body, task)
         return
-    if _is_alone(team):
+    began = _now(team, _MONOTONIC)
+    if began < load_integer(team + _ALONE_UNTIL):
         _call(body, task)
     else:
-        began = _now(team)
-        _open(team, task, body, threads - 1)
-        _call(body, task)
-        closed = _now(team)
-        _close(team)
-        _note_wait(team, began, closed)
+        _run_with_helpers(team, task, body, began, threads - 1)
     _exchange(team + _BUSY, 0)
 
 
@@ -336,7 +346,7 @@ class Team:
 
     @property
     def times_late(self) -> int:
-        """How often a helper was so late that the caller went on alone."""
+        """How often busy cores cost so much that the caller went on alone."""
         return self._words[_LATE // 8]
 
     def grow(self, threads: int) -> int:
