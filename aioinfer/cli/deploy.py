@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> int:
         _say(f"{model}: loading {arguments.min_replicas} replicas (logs, and Ray's: {logs})")
         with watched(options.name, lambda n, wanted: _say(f"{n} of {wanted} replicas run")):
             urls = deploy(config, arguments, options.name)
-            _say(f"{model} is ready at {' '.join(urls)}")
             with suppress(KeyboardInterrupt):
+                _say(f"{model} is ready at {' '.join(urls)}")
                 threading.Event().wait()
         _say("ending once the requests that have come are answered")
         serve.delete(options.name)

@@ -302,7 +302,7 @@ def test_the_command_says_what_a_user_needs(folder: Path) -> None:
             assert lines[-1], lines
         process.send_signal(signal.SIGTERM)
         lines += process.stdout.readlines()
-    model = "SmolLM2-135M-Instruct"
+    model = re.escape(str(folder))
     wanted = [
         rf"aioinfer \S+ deploys {model} under Ray Serve .*",
         rf"{model}: loading 2 replicas \(logs, and Ray's: \S+/logs\)",
@@ -312,4 +312,5 @@ def test_the_command_says_what_a_user_needs(folder: Path) -> None:
     ]
     assert all(any(re.fullmatch(each, line.strip()) for each in wanted) for line in lines), lines
     assert process.returncode == 0
+    assert lines[-1].startswith("ending")
     assert len(lines) <= 8
