@@ -57,14 +57,6 @@ class NotReadyError(RequestError):
         self.retry_after_s = retry_after_s
 
 
-class KVBlocksGoneError(RequestError):
-    """KV blocks that somebody refers to are not held any more: they were released, or lost with
-    their workers. What they held has to be computed anew."""
-
-    def __init__(self, message: str):
-        super().__init__(message, status=410, code="kv_blocks_gone")
-
-
 class RateLimitError(RequestError):
     """An API key has used up one of its limits; the same request may pass after `retry_after_s`
     seconds.

@@ -84,8 +84,6 @@ def describe_workers(reports: Sequence[WorkerReport]) -> dict[str, str]:
     else:
         rows["engines"] = f"{len(reports)}, each with its KV cache"
         rows |= {f"engine {number}": _cache_text(report) for number, report in enumerate(reports)}
-    if any(not group.keeps_tokens for group in reports[0].groups):
-        rows["prefix cache"] = "off: layers keep a state, which requests cannot share"
     rows["longest request"] = f"{shortest.max_model_len} tokens"
     if shortest.max_model_len_reason:
         rows["longest request"] += f" ({shortest.max_model_len_reason})"
@@ -110,12 +108,7 @@ def _stage_text(number: int, stage: tuple[range, int]) -> str:
 def _cache_text(report: WorkerReport) -> str:
     """Describes how large a worker's KV cache is and, where layers keep different things, what each
     group of them keeps: a line a group."""
-    counts = [
-        f"{count} blocks of {report.block_size} tokens"
-        if group.keeps_tokens
-        else f"{count} requests"
-        for group, count in zip(report.groups, report.num_blocks, strict=True)
-    ]
+    counts = [f"{count} blocks of {report.block_size} tokens" for count in report.num_blocks]
     size = f"{_size(report.kv_cache_bytes)} a worker"
     if report.cache_dtype:
         size += f", {report.cache_dtype}"

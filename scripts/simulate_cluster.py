@@ -351,9 +351,7 @@ class Simulation:
             return
         replica = self._replicas[number]
         size = len(job.prompt)
-        job.request = request = Request(
-            "", job.prompt, size, _PARAMS, size + job.output, plans_ahead=False
-        )
+        job.request = request = Request("", job.prompt, size, _PARAMS, size + job.output)
         request.block_hashes = job.hashes
         replica.jobs[request] = job
         replica.scheduler.add(request)

@@ -48,8 +48,7 @@ def complete(prompt: list[int], max_len: int, end_tokens: frozenset[int], seed: 
 class SymbolicWorker:
     """Executes encoded plans in order and keeps their results until they are fetched.
 
-    A group of layers with a window attends to its last tokens only, and a group with a state keeps
-    the hash of all tokens so far in its one block.
+    A group of layers with a window attends to its last tokens only.
     """
 
     def __init__(
@@ -150,30 +149,22 @@ class SymbolicWorker:
 
     def _write(self, slot: int, start: int, length: int) -> None:
         prefixes = self._prefixes(slot, start + length)
-        for number, group in enumerate(self.groups):
-            if group.keeps_tokens:
-                for position in range(start, start + length):
-                    block = self._block(number, slot, position // self.block_size)
-                    block[position % self.block_size] = prefixes[position + 1]
-            else:
-                block = self._block(number, slot, 0)
-                assert start == 0 or block[0] == prefixes[start], (
-                    f"the state of slot {slot} is not that of its first {start} tokens"
-                )
-                block[0] = prefixes[-1]
+        for number in range(len(self.groups)):
+            for position in range(start, start + length):
+                block = self._block(number, slot, position // self.block_size)
+                block[position % self.block_size] = prefixes[position + 1]
 
     def _check_keys(self, slot: int, start: int, length: int) -> None:
         """Checks that every key that the row's tokens attend to is that of the row's sequence."""
         prefixes = self._prefixes(slot, start + length)
         for number, group in enumerate(self.groups):
-            if group.keeps_tokens:
-                first = 0 if group.window is None else max(0, start - group.window + 1)
-                for position in range(first, start + length):
-                    block = self._block(number, slot, position // self.block_size)
-                    assert block[position % self.block_size] == prefixes[position + 1], (
-                        f"slot {slot} reads another sequence's key or none at position {position} "
-                        f"in group {number}"
-                    )
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, start + length):
+                block = self._block(number, slot, position // self.block_size)
+                assert block[position % self.block_size] == prefixes[position + 1], (
+                    f"slot {slot} reads another sequence's key or none at position {position} "
+                    f"in group {number}"
+                )
 
     def _sample(self, slot: int, end: int) -> int:
         token = sample(self._prefixes(slot, end)[-1], self.seeds[slot])

@@ -27,7 +27,7 @@ def make_beams(name: str, prompt: list[int], new: int, width: int) -> Request:
     ]
     beams = BeamGroup([Beam(request) for request in requests], num_candidates=width)
     for request in requests:
-        request.beams, request.plans_ahead, request.plan_limit = beams, False, 0
+        request.beams, request.plan_limit = beams, 0
     return requests[0]
 
 

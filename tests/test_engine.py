@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from aioinfer.engine.frontend import Frontend
@@ -31,17 +30,11 @@ async def frontend() -> AsyncIterator[Frontend]:
     await frontend.close()
 
 
-async def complete(
-    frontend: Frontend, params: SamplingParams, *, plans_ahead: bool = True
-) -> Delta:
+async def complete(frontend: Frontend, params: SamplingParams) -> Delta:
     """Returns all deltas of a sequence, merged."""
     output = await frontend.submit(PROMPT, params)
-    if not plans_ahead:  # what a request that is made so begins with
-        request = output.sequences[0].request
-        request.plans_ahead, request.plan_limit = False, 0
     (whole,) = await output.collect()
-    request = output.sequences[0].request
-    assert (request.finish_reason, request.stop_reason) == (whole.finish_reason, whole.stop_reason)
+    assert output.sequences[0].finish_reason == whole.finish_reason
     return whole
 
 
@@ -113,42 +106,6 @@ async def test_a_request_whose_text_fails_ends_alone(
     assert frontend.is_healthy()
     finished = frontend.engines[0].metrics.finished
     assert (finished["error"], finished["length"]) == (1, 1)
-
-
-def take_three(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has each row of a step bring three tokens, as speculation will."""
-    executor = frontend.engines[0]._executor
-
-    def post(plan: StepPlan) -> None:
-        rows = plan.samples.astype(bool)
-        first = (plan.starts + plan.lengths)[rows] + 7919 * plan.slots[rows]
-        places = first[:, None] + np.arange(3)
-        tokens = executor.text[places % len(executor.text)]
-        result = StepResult(plan.step_id, tokens, np.full(len(tokens), 3, np.int32))
-        asyncio.get_running_loop().call_soon(executor._on_result, result)
-
-    monkeypatch.setattr(executor, "post", post)
-
-
-async def test_rows_of_several_tokens_give_the_text_of_rows_of_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    frontend = await make_frontend(2, 0.0)
-    params = replace(GREEDY, max_tokens=14)
-    whole = await complete(frontend, params)
-    by_stop = replace(params, stop=(whole.text[9:12],))
-    by_token = replace(params, stop_token_ids=(whole.token_ids[7],), include_stop=True)
-    by_both = replace(params, stop=(frontend.tokenizer.decode(whole.token_ids[13:14]),))
-    late = replace(by_stop, min_tokens=12)
-    expected = [await complete(frontend, given) for given in (by_stop, by_token, by_both, late)]
-    assert [delta.finish_reason for delta in expected[:3]] == ["stop"] * 3
-    take_three(frontend, monkeypatch)
-    assert await complete(frontend, params, plans_ahead=False) == whole
-    for given, delta in zip((by_stop, by_token, by_both, late), expected, strict=True):
-        assert await complete(frontend, given, plans_ahead=False) == delta
-    assert frontend.engines[0].is_idle
-    frontend.engines[0].scheduler.check_integrity()
-    await frontend.close()
 
 
 LONG = replace(GREEDY, max_tokens=500)

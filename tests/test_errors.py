@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from aioinfer.api.errors import describe, error_body, error_response, raw_response
-from aioinfer.errors import KVBlocksGoneError, NotReadyError, OverloadedError, RequestError
+from aioinfer.errors import NotReadyError, OverloadedError, RequestError
 
 
 def test_long_texts_are_shortened_and_keep_both_ends() -> None:
@@ -48,13 +48,6 @@ def test_what_may_be_tried_again_says_when(error: RequestError) -> None:
     response = error_response(error)
     assert response.status == 503
     assert response.headers["Retry-After"] == "1"
-
-
-def test_kv_blocks_that_are_gone_are_a_client_error() -> None:
-    status, body = describe(KVBlocksGoneError("the KV blocks of request 7 are gone"))
-    assert status == 410
-    assert body["error"]["code"] == "kv_blocks_gone"
-    assert body["error"]["type"] == "invalid_request_error"
 
 
 def test_a_raw_response_is_a_whole_one() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.errors import ConfigError, EngineDeadError, KVBlocksGoneError
+from aioinfer.errors import ConfigError, EngineDeadError, OverloadedError
 from aioinfer.executor.host_messages import (
     decode_message,
     encode_message,
@@ -22,7 +22,7 @@ from aioinfer.executor.host_messages import (
 )
 from aioinfer.ipc import host_link
 from aioinfer.ipc.host_link import FrameKind, HostLink, HostListener, LinkError, connect_to_driver
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec
 from aioinfer.worker.process import FailureReport
 from aioinfer.worker.worker import LoadReport
 
@@ -124,9 +124,9 @@ async def test_a_host_does_not_serve_a_false_driver() -> None:
 
 
 def test_what_ranks_report_survives_json() -> None:
-    specs = [AttentionSpec(2, 64), AttentionSpec(2, 64, 128), LatentSpec(576), StateSpec(4096)]
+    specs = [AttentionSpec(2, 64), AttentionSpec(2, 64, 128), LatentSpec(576)]
     groups = tuple(KVGroup(spec, (n, n + 4)) for n, spec in enumerate(specs))
-    report = LoadReport("cpu", "float32", 7, 16, groups, (1, 2, 3, 4), (5, 6, 7, 8), 2048, 512)
+    report = LoadReport("cpu", "float32", 7, 16, groups, (1, 2, 3), (5, 6, 7), 2048, 512)
     message = decode_message(encode_message("loaded", report=plain_report(report))[0])
     assert load_report(message["report"]) == report
 
@@ -136,7 +136,7 @@ def test_what_ranks_report_survives_json() -> None:
     [
         (None, None),
         (ConfigError("model.path"), ConfigError),
-        (KVBlocksGoneError("gone"), KVBlocksGoneError),
+        (OverloadedError("full"), OverloadedError),
         (EngineDeadError("dead"), EngineDeadError),
     ],
 )

@@ -1,4 +1,4 @@
-"""The KV cache manager: tables of several groups, windows, prefixes, forks, and held blocks."""
+"""The KV cache manager: tables of several groups, windows, prefixes and forks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.errors import KVBlocksGoneError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.scheduler.request import NULL_BLOCK, Request
 
 FULL = KVGroup(AttentionSpec(1, 1), (0,))
-STATE = KVGroup(StateSpec(8), (9,))
 
 
 def windowed(window: int) -> KVGroup:
@@ -42,21 +40,21 @@ def compute(cache: KVCacheManager, request: Request, length: int | None = None) 
 
 
 def test_every_group_has_a_table_of_its_own() -> None:
-    cache = make_cache(FULL, windowed(6), STATE)
+    cache = make_cache(FULL, windowed(6))
     first, second = make_request("first", 9), make_request("second", 3)
     for request in (first, second):
         compute(cache, request)
-    assert [len(table) for table in first.blocks] == [3, 3, 1]
-    assert [len(table) for table in second.blocks] == [1, 1, 1]
+    assert [len(table) for table in first.blocks] == [3, 3]
+    assert [len(table) for table in second.blocks] == [1, 1]
     cache.grow(first, 2)
-    assert [len(table) for table in first.blocks] == [5, 5, 1]
+    assert [len(table) for table in first.blocks] == [5, 5]
     assert first.num_blocks == 5
     for one, other in zip(first.blocks, second.blocks, strict=True):
         assert not set(one) & set(other)
     cache.check_integrity([first, second])
     for request in (first, second):
         cache.free(request)
-    assert cache.num_free == cache.num_blocks == 150
+    assert cache.num_free == cache.num_blocks == 100
 
 
 def test_a_sequence_owns_no_more_blocks_of_a_window_than_it_reads() -> None:
@@ -133,15 +131,6 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(data: st.DataObject) -> 
     assert cache.find_prefix(make_request("second", 4 * length + 1)).num_blocks == longest
 
 
-def test_with_a_state_there_are_no_prefix_caching_and_no_forks() -> None:
-    cache = make_cache(FULL, STATE)
-    assert not cache.prefix_caching
-    assert cache.has_states
-    compute(cache, make_request("first", 9))
-    assert cache.find_prefix(make_request("second", 9)).num_blocks == 0
-    assert cache.num_cached == 0
-
-
 def test_a_fork_shares_full_blocks_and_copies_the_last_in_every_group() -> None:
     cache = make_cache(FULL, windowed(6))
     leader = make_request("leader", 15)
@@ -191,48 +180,6 @@ def test_a_window_has_room_for_requests_of_any_length() -> None:
     compute(cache, one)
     assert cache.has_room(12)
     assert not cache.has_room(10**9)
-
-
-def test_held_blocks_outlive_their_request() -> None:
-    cache = make_cache(FULL, windowed(6), STATE)
-    request = make_request("one", 16)
-    compute(cache, request)
-    cache.free_behind_windows(request, 16)
-    tables = tuple(tuple(table) for table in request.blocks)
-    held, again = cache.hold(request), cache.hold(request)
-    assert (held.request_id, held.num_tokens, held.blocks) == ("one", 16, tables)
-    cache.check_integrity([request])
-    cache.free(request)
-    cache.check_integrity([])
-    assert cache.num_free == 150 - 4 - 2 - 1
-    others = cache.pools[0].allocate(46)
-    assert not set(others) & set(tables[0])
-    cache.pools[0].release(others)
-    cache.release(held)
-    assert cache.num_free == 150 - 4 - 2 - 1
-    cache.release(again)
-    assert cache.num_free == 150
-    with pytest.raises(KeyError):
-        cache.release(held)
-    with pytest.raises(KVBlocksGoneError, match="of request one are gone: they were released"):
-        _ = held.blocks
-
-
-def test_blocks_that_were_lost_are_nobodys() -> None:
-    cache = make_cache(FULL)
-    request = make_request("one", 16)
-    compute(cache, request)
-    held = cache.hold(request)
-    assert list(cache.holders()) == [request]
-    cache.lose_held()
-    assert list(cache.holders()) == []
-    with pytest.raises(KVBlocksGoneError, match="the workers that had them were lost") as caught:
-        _ = held.blocks
-    assert (caught.value.status, caught.value.code) == (410, "kv_blocks_gone")
-    num_free = cache.num_free
-    cache.release(held)
-    cache.release(held)
-    assert cache.num_free == num_free, "not another's blocks"
 
 
 def test_usage_is_that_of_the_fullest_group() -> None:

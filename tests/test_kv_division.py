@@ -5,14 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec, group_layers
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, group_layers
 from aioinfer.worker.kv_division import CacheDemand, divide_memory
 
 GIB = 2**30
 SPECS = st.one_of(
     st.builds(AttentionSpec, st.integers(1, 3), st.just(4), st.none() | st.integers(1, 300)),
     st.builds(LatentSpec, st.integers(1, 20)),
-    st.builds(StateSpec, st.integers(1, 20_000)),
 )
 
 
@@ -109,12 +108,10 @@ def test_plenty_of_memory_goes_where_all_tokens_are_kept() -> None:
     groups = (
         KVGroup(AttentionSpec(1, 64, 100), (0,)),
         KVGroup(AttentionSpec(1, 64), (1,)),
-        KVGroup(StateSpec(1000), (2,)),
     )
     demand = make_demand(groups)
-    windows, full, states = divide_memory(demand, GIB, 1000, 1000)
-    assert [windows, None, states] == demand.enough_blocks(1000)
-    assert states == 64
+    windows, full = divide_memory(demand, GIB, 1000, 1000)
+    assert [windows, None] == demand.enough_blocks(1000)
     assert full > 200_000
 
 

@@ -9,30 +9,27 @@ from aioinfer.ipc.kv_spec import (
     AttentionSpec,
     KVGroup,
     LatentSpec,
-    StateSpec,
     group_layers,
     groups_of_stage,
 )
 
-FULL, LATENT, STATE = AttentionSpec(4, 64), LatentSpec(576), StateSpec(1000)
+FULL, LATENT = AttentionSpec(4, 64), LatentSpec(576)
 WINDOW = AttentionSpec(4, 64, 1024)
 
 
 def test_layers_of_equal_specification_are_a_group() -> None:
-    groups = group_layers([WINDOW, WINDOW, FULL, STATE, AttentionSpec(4, 64, 1024), LATENT])
+    groups = group_layers([WINDOW, WINDOW, FULL, AttentionSpec(4, 64, 1024), LATENT])
     assert groups == (
-        KVGroup(WINDOW, (0, 1, 4)),
+        KVGroup(WINDOW, (0, 1, 3)),
         KVGroup(FULL, (2,)),
-        KVGroup(STATE, (3,)),
-        KVGroup(LATENT, (5,)),
+        KVGroup(LATENT, (4,)),
     )
-    assert [group.window for group in groups] == [1024, None, None, None]
-    assert [group.keeps_tokens for group in groups] == [True, True, False, True]
+    assert [group.window for group in groups] == [1024, None, None]
 
 
 def test_a_block_takes_the_bytes_of_all_layers() -> None:
-    sizes = [KVGroup(spec, (0, 1)).bytes_per_block(16, 2) for spec in (WINDOW, LATENT, STATE)]
-    assert sizes == [2 * 16 * (2 * 4 * 64) * 2, 2 * 16 * 576 * 2, 2 * 1000]
+    sizes = [KVGroup(spec, (0, 1)).bytes_per_block(16, 2) for spec in (WINDOW, LATENT)]
+    assert sizes == [2 * 16 * (2 * 4 * 64) * 2, 2 * 16 * 576 * 2]
 
 
 def test_specifications_are_described_in_words() -> None:
@@ -41,7 +38,6 @@ def test_specifications_are_described_in_words() -> None:
         "keys and values of 1 head of size 8, a window of 9 tokens"
     )
     assert str(LATENT) == "latent vectors of size 576"
-    assert str(STATE) == "a state of 1000 bytes a request"
 
 
 @given(window=st.integers(1, 40), chunk=st.integers(1, 40), block_size=st.integers(1, 17))
@@ -59,13 +55,13 @@ def test_a_window_needs_as_many_blocks_as_its_worst_step_reads(
 
 
 @given(
-    spec=st.sampled_from([FULL, LATENT, STATE, AttentionSpec(1, 1, 7)]),
+    spec=st.sampled_from([FULL, LATENT, AttentionSpec(1, 1, 7)]),
     num_blocks=st.integers(1, 30),
     block_size=st.integers(1, 9),
     chunk=st.integers(1, 20),
 )
 def test_the_longest_request_is_the_last_that_its_blocks_suffice_for(
-    spec: AttentionSpec | LatentSpec | StateSpec, num_blocks: int, block_size: int, chunk: int
+    spec: AttentionSpec | LatentSpec, num_blocks: int, block_size: int, chunk: int
 ) -> None:
     group = KVGroup(spec, (0,))
     longest = group.max_tokens(num_blocks, block_size, chunk)

@@ -16,7 +16,7 @@ import torch
 
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.worker import memory
 from aioinfer.worker.kv_division import CacheDemand
@@ -40,7 +40,6 @@ def make_config(max_model_len: int | None = None, **cache: Any) -> Config:
 
 
 FULL, WINDOW = KVGroup(AttentionSpec(1, 1), (0,)), KVGroup(AttentionSpec(1, 1, 33), (1,))
-STATE = KVGroup(StateSpec(1), (2,))
 
 
 def count(config: Config, *groups: KVGroup) -> tuple[int, ...]:
@@ -69,13 +68,13 @@ def test_a_cpu_has_what_is_configured() -> None:
 
 def test_configured_blocks_are_those_of_layers_that_keep_all_tokens() -> None:
     config = make_config(num_blocks=500)
-    groups = FULL, WINDOW, STATE
+    groups = FULL, WINDOW
     # the windows of 4 requests, wherever in a block they begin, and a step of 64 tokens
-    assert count(config, *groups) == (500, (4 * (33 + 2 * 16 - 1) + 64) // 16, 4)
-    assert count(make_config(num_blocks=5), *groups) == (5, 5, 4)
+    assert count(config, *groups) == (500, (4 * (33 + 2 * 16 - 2) + 64) // 16)
+    assert count(make_config(num_blocks=5), *groups) == (5, 5)
 
 
-@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (WINDOW,), (WINDOW, STATE)])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,)])
 def test_the_blocks_of_all_groups_fit_into_what_is_configured(groups: tuple[KVGroup, ...]) -> None:
     used = 3 * sum(count(make_config(cpu_memory_gib=0.5, max_model_len=1000), *groups))
     assert used <= 512

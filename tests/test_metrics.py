@@ -80,9 +80,8 @@ async def test_the_times_of_a_request() -> None:
     after = time.perf_counter()
     metrics.record_admissions([request], [0], before + 2.0)
     for now in (3.0, 3.5, 4.5):
-        request.tokens.append(7)
         metrics.record_tokens([request], [7], before + now)
-    metrics.end(request, "stop")
+    metrics.end(request, "stop", 3)
     assert 2.0 - (after - before) <= metrics.queue_time.sum <= 2.0
     assert metrics.prefill_time.sum == pytest.approx(1.0)
     assert metrics.time_to_first_token.sum == pytest.approx(4.0)

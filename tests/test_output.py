@@ -14,7 +14,7 @@ from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
 from aioinfer.errors import GenerationError
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Finish, Request
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import qwen_folder
 
@@ -130,19 +130,16 @@ def take_all(
     request = Request("test", array("i", [1, 2]), 2, sampling, 2 + len(tokens))
     sequence = OutputSequence(0, request, output, tokenizer.detokenizer([1, 2]))
     shown = ""
-    for number, token in enumerate(tokens):
-        request.tokens.append(token)
-        if number == len(tokens) - 1:
-            request.status, request.finish_reason = (
-                Status.FINISHED,
-                "stop" if end_token is not None else "length",
-            )
-            request.stop_reason = end_token
-        stop = sequence.append(token, None)
+    last = Finish("length") if end_token is None else Finish("stop", end_token)
+    for number, token in enumerate(tokens, 1):
+        finish = sequence.append(token, None, last if number == len(tokens) else None)
         delta = output._queue.pop(0)
         shown += delta.text
-        if delta.finish_reason:
-            return shown, stop, delta.finish_reason
+        if finish is not None:
+            assert delta.finish_reason == finish.reason
+            stop = finish.stop_reason
+            return shown, stop if isinstance(stop, str) else None, finish.reason
+        assert delta.finish_reason is None
     raise AssertionError("no last delta")
 
 

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.errors import IntegrityError, KVBlocksGoneError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.errors import IntegrityError
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
 from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import kv_cache
-from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import NULL_BLOCK, Flow, ForkGroup, Request, Status
+from aioinfer.scheduler.request import NULL_BLOCK, Finish, Flow, ForkGroup, Request, Status
 from aioinfer.scheduler.scheduler import Scheduler
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
@@ -34,7 +33,6 @@ def make_request(name: str, prompt: list[int], new: int, **fields) -> Request:
 
 
 FULL = KVGroup(AttentionSpec(1, 1), (0,))
-STATE = KVGroup(StateSpec(8), (2,))
 
 
 def windowed(window: int) -> KVGroup:
@@ -75,10 +73,7 @@ class Harness:
     def restart(self) -> None:
         """Loses the worker with all that it holds and all results on their way, and goes on with a
         new one."""
-        old, self.worker = self.worker, self.new_worker()
-        if isinstance(old, TakingWorker):
-            self.worker.__class__ = TakingWorker
-            self.worker.k, self.worker.take = old.k, old.take
+        self.worker = self.new_worker()
         self.scheduler.restart(self.limits, list(self.scheduler.requests()))
         self.scheduler.check_integrity()
 
@@ -116,7 +111,7 @@ class Harness:
         for slot, start, length in zip(plan.slots, plan.starts, plan.lengths, strict=True):
             for group, table in zip(self.limits.groups, requests[slot].blocks, strict=True):
                 first = 0 if group.window is None else max(0, start - group.window + 1) // size
-                last = (start + length - 1) // size if group.keeps_tokens else 0
+                last = (start + length - 1) // size
                 assert last < len(table)
                 assert NULL_BLOCK not in table[first : last + 1], "a row reads a freed block"
 
@@ -483,12 +478,12 @@ def test_results_out_of_order_are_refused():
 GROUPS = st.one_of(
     st.just((FULL,)),
     st.lists(
-        st.one_of(st.just(FULL), st.integers(1, 30).map(windowed), st.just(STATE)),
+        st.one_of(st.just(FULL), st.integers(1, 30).map(windowed)),
         min_size=1,
         max_size=3,
     ).map(tuple),
 )
-# ---------------------------------------------------------------- blocked requests
+# ---------------------------------------------------------------- waiting requests
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
@@ -510,55 +505,6 @@ def test_requests_that_are_aborted_while_they_wait_are_not_kept(by_priority: boo
     assert len(kept) <= harness.scheduler.num_waiting == 8
     harness.run()
     assert all(request.finish_reason == "length" for request in (first, *others))
-
-
-def test_a_blocked_request_holds_nobody_up():
-    harness = Harness(max_num_seqs=1)
-    blocked = make_request("blocked", [1, 2], 3, blocked_on="grammar")
-    first, second = make_request("first", [3, 4], 3), make_request("second", [5, 6], 3)
-    harness.add(blocked, first, second)
-    scheduler = harness.scheduler
-    assert (scheduler.num_blocked, scheduler.num_waiting, scheduler.num_waiting_tokens) == (1, 2, 4)
-    assert scheduler.num_prefill_tokens == 4, "nothing of it can be scheduled"
-    assert not scheduler.is_idle
-    while first.status is not Status.FINISHED or second.status is not Status.FINISHED:
-        harness.step()
-    assert blocked.status is Status.BLOCKED
-    assert scheduler.schedule() is None
-    assert not scheduler.is_idle
-    scheduler.unblock(blocked)
-    harness.run()
-    assert_complete(blocked)
-
-
-def test_an_unblocked_request_is_served_by_its_arrival():
-    harness = Harness(max_num_seqs=1)
-    running = make_request("running", [1], 20)
-    harness.add(running)
-    harness.step()
-    early, late = make_request("early", [2], 2, blocked_on="keys"), make_request("late", [3], 2)
-    harness.add(early, late)
-    harness.scheduler.unblock(early)
-    harness.scheduler.unblock(early)
-    order = []
-    while not harness.scheduler.is_idle:
-        harness.step()
-        order += [r.request_id for r in harness.scheduler.running if r.request_id not in order]
-    assert order == ["running", "early", "late"]
-
-
-def test_a_blocked_request_can_be_aborted():
-    harness = Harness()
-    blocked = make_request("blocked", [1, 2], 3, blocked_on="grammar")
-    harness.add(blocked)
-    assert list(harness.scheduler.requests()) == [blocked]
-    harness.scheduler.finish(blocked, "abort")
-    harness.scheduler.finish(blocked, "abort")
-    harness.scheduler.check_integrity()
-    assert harness.scheduler.is_idle
-    assert blocked.finish_reason == "abort"
-    harness.scheduler.unblock(blocked)
-    assert harness.scheduler.is_idle, "it has ended"
 
 
 # ---------------------------------------------------------------- constrained requests
@@ -600,7 +546,7 @@ def test_forced_tokens_are_computed_in_one_row(depth: int) -> None:
     harness.step()
     expected = expected_output(request)
     assert (request.num_output, request.num_pending) == (1, depth - 1)
-    assert harness.scheduler.force(request, expected[1:6]) == 5
+    assert harness.scheduler.force(request, expected[1:6]) == (5, None)
     assert (request.num_output, request.num_pending) == (6, 0)
     harness.scheduler.check_integrity()
     harness.run()
@@ -624,8 +570,11 @@ def test_a_request_ends_within_its_forced_tokens() -> None:
     harness = Harness(num_blocks=256)
     harness.add(stops, short)
     harness.step()
-    assert harness.scheduler.force(stops, expected[1 : end + 5]) == end
-    assert harness.scheduler.force(short, expected[1:60]) == 3
+    assert harness.scheduler.force(stops, expected[1 : end + 5]) == (
+        end,
+        Finish("stop", expected[end]),
+    )
+    assert harness.scheduler.force(short, expected[1:60]) == (3, Finish("length"))
     assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[end])
     assert (short.finish_reason, short.num_output) == ("length", 4)
     harness.scheduler.check_integrity()
@@ -640,7 +589,7 @@ def test_a_plan_takes_so_many_forced_tokens_and_no_more(monkeypatch: pytest.Monk
     harness.add(*requests)
     harness.step()
     taken = [
-        harness.scheduler.force(request, expected_output(request)[1:6]) for request in requests
+        harness.scheduler.force(request, expected_output(request)[1:6])[0] for request in requests
     ]
     assert taken == [5, 0, 0]
     harness.run()
@@ -651,97 +600,6 @@ def test_a_plan_takes_so_many_forced_tokens_and_no_more(monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- rows of several tokens
 
 
-class TakingWorker(SymbolicWorker):
-    """Takes any number of tokens, up to k, in the rows of requests with odd seeds."""
-
-    def __init__(self, *sizes, k: int, take):
-        super().__init__(*sizes)
-        self.k, self.take = k, take
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        super()._execute(plan)
-        slots = plan.slots[plan.samples == 1].tolist()
-        tokens, counts = np.full((len(slots), self.k), -9, np.int32), np.ones(len(slots), np.int32)
-        for row, slot in enumerate(slots):
-            known = self.tokens[slot]
-            known.pop()
-            count = counts[row] = self.take(self.k) if self.seeds[slot] % 2 else 1
-            taken = complete(known, len(known) + int(count), frozenset(), self.seeds[slot])
-            tokens[row, : len(taken)] = taken
-            known += taken
-        return StepResult(plan.step_id, tokens, counts)
-
-
-def taking_harness(k: int, take, **limits) -> Harness:
-    harness = Harness(**limits)
-    harness.worker.__class__ = TakingWorker
-    harness.worker.k, harness.worker.take = k, take
-    return harness
-
-
-def test_a_row_of_several_tokens_ends_at_a_stop_or_at_the_length():
-    expected = complete([1, 2, 3], 99, frozenset(), 1)
-    at = next(i for i in range(4, 90) if expected[i] not in expected[:i])
-    stops = make_request(
-        "stops", [1, 2, 3], 90, seed=1, plans_ahead=False, end_tokens=frozenset([expected[at]])
-    )
-    ends = make_request("ends", [1, 2, 3], 7, seed=1, plans_ahead=False)
-    harness = taking_harness(5, lambda k: k, num_blocks=256)
-    harness.add(stops, ends)
-    outputs = []
-    while not harness.scheduler.is_idle:
-        while harness.scheduler.num_in_flight < 2 and harness.post():
-            pass
-        outputs.append(harness.scheduler.update(harness.worker.results.popleft()))
-        harness.scheduler.check_integrity()
-    assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[at])
-    assert stops.tokens[3:].tolist() == expected[: at + 1]
-    assert ends.finish_reason == "length"
-    assert ends.tokens[3:].tolist() == expected[:7]
-    first = outputs[0]
-    assert first.tokens[:5] == expected[:5]
-    assert first.rows == list(range(10)), "where the tokens stand, row by row"
-    assert all(p.num_tokens <= 10 for p in harness.plans)
-
-
-def test_a_row_that_takes_nothing_is_computed_again():
-    counts = iter([0, 0, 2, 0, 1, 1])
-    request = make_request("slow", [1, 2, 3], 4, seed=1, plans_ahead=False)
-    harness = taking_harness(2, lambda k: next(counts))
-    harness.add(request)
-    harness.run()
-    assert_complete(request)
-    starts = [(int(p.starts[0]), int(p.lengths[0])) for p in harness.plans]
-    assert starts == [(0, 3), (2, 1), (2, 1), (3, 2), (4, 1), (5, 1)]
-
-
-def test_a_failed_row_of_several_tokens_ends_its_request():
-    harness = taking_harness(3, lambda k: k)
-    bad = make_request("bad", list(range(9)), 9, seed=1, plans_ahead=False)
-    harness.add(bad)
-    harness.post()
-    result = harness.worker.results.popleft()
-    tokens = result.tokens.copy()
-    tokens[0, 1] = -1
-    output = harness.scheduler.update(StepResult(result.step_id, tokens, result.num_taken))
-    assert output.tokens == [tokens[0, 0], -1]
-    assert bad.finish_reason == "error"
-    harness.run()
-
-
-def test_only_requests_that_are_not_planned_ahead_wait_for_their_results():
-    harness = Harness()
-    ahead, behind = make_request("ahead", [1], 9), make_request("behind", [2], 9, plans_ahead=False)
-    harness.add(ahead, behind)
-    assert harness.post()
-    assert harness.post()
-    assert [len(plan.slots) for plan in harness.plans] == [2, 1]
-    harness.run()
-    for request in (ahead, behind):
-        assert_complete(request)
-    assert harness.scheduler.stats.wasted_rows == 0
-
-
 @pytest.mark.parametrize("steps", range(12))
 def test_after_a_loss_of_workers_requests_end_as_they_would_have(steps: int) -> None:
     harness = Harness(max_num_seqs=2, num_blocks=12)
@@ -750,22 +608,20 @@ def test_after_a_loss_of_workers_requests_end_as_they_would_have(steps: int) -> 
         make_request(str(number), [prompt] * 9, 8, seed=number, group=group if prompt else None)
         for number, prompt in enumerate([0, 0, 2, 2, 2])
     ]
-    blocked = make_request("blocked", [7] * 5, 3, blocked_on="grammar")
-    harness.add(*requests, blocked)
+    harness.add(*requests)
     for _ in range(steps):
         harness.step()
     ran = [request for request in requests if request.slot >= 0]
     known = [len(request.tokens) for request in requests]
     harness.restart()
     scheduler = harness.scheduler
-    assert (scheduler.num_in_flight, scheduler.running, scheduler.num_blocked) == (0, [], 1)
+    assert (scheduler.num_in_flight, scheduler.running) == (0, [])
     assert [len(request.tokens) for request in requests] == known
     assert scheduler.kv_cache.num_free_cached == 0
     assert harness.post()
     assert not ran or min(ran) in scheduler.running, "whoever came first goes first"
-    scheduler.unblock(blocked)
     harness.run()
-    for request in [*requests, blocked]:
+    for request in requests:
         assert_complete(request)
 
 
@@ -823,19 +679,11 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         prefix_caching=draw(st.booleans(), "caching"),
         by_priority=draw(st.booleans(), "by_priority"),
     )
-    if draw(st.booleans(), "several tokens a row"):
-        harness.worker.__class__ = TakingWorker
-        harness.worker.k = draw(st.integers(1, 4), "k")
-        # a state cannot be taken back: there a row takes one token at least
-        fewest = int(any(not group.keeps_tokens for group in groups))
-        harness.worker.take = lambda k: draw(st.integers(fewest, k))
     if harness.limits.paces_prefill:
         harness.step_s = lambda: draw(st.sampled_from([0.0, 0.001, 0.002, 0.1]))
     flows = draw(st.integers(1, 3), "flows")
-    plans_ahead = not isinstance(harness.worker, TakingWorker)
     requests: list[Request] = []
     aborted: set[Request] = set()
-    held: list[HeldBlocks] = []
     for number in range(draw(st.integers(1, 12), "arrivals")):
         prompt = [draw(st.integers(0, 2)) for _ in range(draw(st.integers(1, 20)))]
         ends = frozenset(draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=4)))
@@ -846,8 +694,6 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 end_tokens=ends, group=group,
                 priority=draw(st.integers(0, 3)),
                 flow=Flow(str(number % flows), 1.0 + number % flows),
-                blocked_on=draw(st.sampled_from([None, None, "grammar"])),
-                plans_ahead=plans_ahead or sibling % 2 == 0,
                 is_constrained=number % 3 == 0,
             )  # fmt: skip
             harness.add(request)
@@ -859,27 +705,9 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 if victim.status is not Status.FINISHED:
                     harness.scheduler.finish(victim, "abort")
                     aborted.add(victim)
-            if harness.scheduler.running and draw(st.integers(0, 9)) == 0:
-                held.append(
-                    harness.scheduler.hold(draw(st.sampled_from(harness.scheduler.running)))
-                )
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
-                for blocks in held:
-                    with pytest.raises(KVBlocksGoneError):
-                        _ = blocks.blocks
-                    if draw(st.booleans()):
-                        harness.scheduler.release(blocks)
-                held.clear()
             _force_some(harness, draw)
-            if blocked := [r for r in requests if r.status is Status.BLOCKED]:
-                assert harness.scheduler.num_blocked == len(blocked)
-                if draw(st.integers(0, 2)) == 0:
-                    harness.scheduler.unblock(draw(st.sampled_from(blocked)))
-    for blocks in held:
-        harness.scheduler.release(blocks)
-    for request in requests:
-        harness.scheduler.unblock(request)
     harness.run()
     for request in requests:
         if request not in aborted:
@@ -888,13 +716,13 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
 
 def _force_some(harness: Harness, draw) -> None:
     """Sometimes takes what a running request is going to sample as forced."""
-    may = [r for r in harness.scheduler.running if r.is_constrained and r.plans_ahead]
+    may = [r for r in harness.scheduler.running if r.is_constrained]
     if not may or draw(st.integers(0, 3)):
         return
     request = draw(st.sampled_from(may))
     if request.num_output and request.num_pending < 2:
         wanted = expected_output(request)[request.num_output :][: draw(st.integers(1, 9))]
-        assert harness.scheduler.force(request, wanted) == len(wanted)
+        assert harness.scheduler.force(request, wanted)[0] == len(wanted)
         harness.scheduler.check_integrity()
 
 

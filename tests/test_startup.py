@@ -7,7 +7,7 @@ import re
 import pytest
 
 from aioinfer.executor.base import WorkerReport
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.startup import StartupDisplay
 
 
@@ -43,7 +43,6 @@ def test_the_table_shows_each_engine(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"model +│ Triton kernels", shown)
     shown = shown_for(reports[:1], capsys)
     assert "engine" not in shown
-    assert "prefix cache" not in shown
     assert re.search(r"KV cache +│ 1.00 GiB a worker: 100 blocks", shown)
 
 
@@ -54,17 +53,14 @@ def test_the_table_shows_what_each_group_of_layers_keeps(
     groups = (
         KVGroup(AttentionSpec(1, 256, 512), (0, 1, 3)),
         KVGroup(AttentionSpec(1, 256), (2,)),
-        KVGroup(StateSpec(4096), (4, 5)),
     )
-    shown = shown_for([make_report(0, groups, 70, 900, 8)], capsys)
+    shown = shown_for([make_report(0, groups, 70, 900)], capsys)
     assert re.search(r"KV cache +│ 1.00 GiB a worker +│", shown)
     assert (
         "3 layers from 0 to 3: keys and values of 1 head of size 256, a window of 512 tokens: "
         "70 blocks of 16 tokens" in shown
     )
     assert "layer 2: keys and values of 1 head of size 256: 900 blocks of 16 tokens" in shown
-    assert "2 layers from 4 to 5: a state of 4096 bytes a request: 8 requests" in shown
-    assert re.search(r"prefix cache +│ off: layers keep a state", shown)
 
 
 def test_a_bar_for_each_phase(

@@ -124,7 +124,7 @@ async def show_load(request: web.Request) -> web.Response:
     """Returns what is queued and running on all engines: `server_load`, as vLLM has it, is both
     together."""
     stats = request.app[FRONTEND].stats()
-    queued = stats["waiting"] + stats["blocked"]
+    queued = stats["waiting"]
     return json_response(
         {
             "server_load": stats["running"] + queued,

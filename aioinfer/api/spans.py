@@ -176,18 +176,18 @@ def _generation_attributes(record: RequestRecord, model: str, operation: str | N
     if not record.outputs:
         return attributes
     params = record.outputs[0].params
-    requests = [sequence.request for sequence in record.sequences()]
+    sequences = record.sequences()
     attributes |= {
         # they have been rounded to float32
         "gen_ai.request.temperature": round(params.temperature, 6),
         "gen_ai.request.top_p": round(params.top_p, 6),
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [
-            request.finish_reason or "error" for request in requests[:_MAX_REASONS]
+            sequence.finish_reason or "error" for sequence in sequences[:_MAX_REASONS]
         ],
         "gen_ai.usage.input_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
         "gen_ai.usage.cache_read.input_tokens": sum(o.num_cached_tokens for o in record.outputs),
-        "gen_ai.usage.output_tokens": sum(request.num_output for request in requests),
+        "gen_ai.usage.output_tokens": sum(sequence.num_output for sequence in sequences),
     }
     if params.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = params.max_tokens

@@ -58,19 +58,18 @@ class BeamSearches:
         """Takes the rows of beams that a step has brought, and decides how the searches go on whose
         beams have all come. Returns the leaders of these."""
         advanced: list[Request] = []
-        logprobs, per_row = result.logprobs, result.tokens.shape[1]
+        logprobs = result.logprobs
         for row, request in output.beam_rows:
             assert request.beams is not None
             leader = request.beams.leader
             sequence = self._sequences.get(leader)
             if sequence is None or sequence.search is None:
                 continue  # its request has failed earlier in this step
-            if logprobs is None or result.tokens[row, 0] < 0:
+            if logprobs is None or result.tokens[row] < 0:
                 error = GenerationError("the model's logits held NaN")
                 self._engine.fail(sequence.output, error)
                 continue
-            place = row * per_row
-            found = logprobs.top_tokens[place], logprobs.top_logprobs[place]
+            found = logprobs.top_tokens[row], logprobs.top_logprobs[row]
             if sequence.search.take(request, *found):
                 advanced.append(leader)
                 self._advance(leader, sequence)

@@ -1,13 +1,15 @@
 """The emission of a step: its tokens become text, and the text goes to the clients, in portions.
 
-The step loop owns an `Emission`. It begins one for each result, once the next step has been posted,
-and the event loop does other work between two portions of a large one.
+The step loop owns an `Emission`. It adds each result, and emits once the next step has been posted;
+the event loop does other work between two portions of a large step. What is emitted are values
+(`StepOutput`): the scheduler may have gone on with the next step meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from aioinfer.engine.logprobs import ResultLogprobs
@@ -40,7 +42,7 @@ class EmittingEngine(Protocol):
 
 
 class Emission:
-    """What is left to emit of the step whose tokens were taken last.
+    """The steps whose tokens were taken and are not all emitted.
 
     Attributes:
         is_whole: whether all tokens that the scheduler took were emitted or are about to be. If
@@ -52,32 +54,38 @@ class Emission:
         self.is_whole = True
         self._engine = engine
         self._sequences = sequences
-        self._portions: Iterator[None] = iter(())
+        self._steps: deque[Iterator[None]] = deque()  # the portions of each, oldest first
 
-    def begin(self, output: StepOutput, result: StepResult) -> None:
-        """Sets what is to be emitted next; all of the former step was emitted."""
-        self._portions = self._emit(output, result)
+    def add(self, output: StepOutput, result: StepResult) -> None:
+        """Adds the tokens of a step to what is to be emitted."""
+        self._steps.append(self._emit(output, result))
 
     def emit_portion(self) -> None:
-        """Emits a portion of the tokens, and has the event loop call it again for the next."""
-        if self._advance():
+        """Emits all steps but the last wholly, and a portion of the last, and has the event loop
+        call it again for the next portion."""
+        while len(self._steps) > 1:
+            self._advance()
+        if self._steps and self._advance():
             asyncio.get_running_loop().call_soon(self.emit_portion)
 
     def emit_rest(self) -> None:
         """Emits all that is left."""
-        while self._advance():
-            pass
+        while self._steps:
+            self._advance()
 
     def _advance(self) -> bool:
-        """Emits up to `_PORTION` tokens. Returns whether more are left."""
+        """Emits up to `_PORTION` tokens of the oldest step, and drops the step when all of its
+        tokens are emitted. Returns whether more of it are left."""
         with self._engine.metrics.timer.emit:
             try:
-                return next(self._portions, _ALL_EMITTED) is not _ALL_EMITTED
+                if next(self._steps[0], _ALL_EMITTED) is not _ALL_EMITTED:
+                    return True
             except Exception as error:
                 self.is_whole = False
                 lost = EngineDeadError(f"tokens could not be emitted: {error!r}")
                 self._engine.handle_loss(lost)
-                return False
+        self._steps.popleft()
+        return False
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
         """Appends each new token to its sequence, and ends the requests whose text ends in a stop
@@ -86,38 +94,36 @@ class Emission:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        engine, sequences = self._engine, self._sequences
+        engine, sequences, finished = self._engine, self._sequences, output.finished
         logprobs = ResultLogprobs(result) if result.sections else None
-        stopped, num_more, several = False, 0, output.has_several
-        for number, (request, token, row) in enumerate(
-            zip(output.requests, output.tokens, output.rows, strict=True), 1
+        has_stopped = False
+        for place, (request, token, row) in enumerate(
+            zip(output.requests, output.tokens, output.rows, strict=True)
         ):
             sequence = sequences.get(request)
             if sequence is None:
-                continue  # its request was aborted, failed, or stopped earlier in this step
+                continue  # it was aborted, failed, or ended in a stop string before this token
             if token < 0:
                 engine.fail(sequence.output, _without_token(sequence))
                 continue
-            if several:
-                num_more = _count_equal(output.requests, number)
             try:
-                stop = sequence.append(
+                finish = sequence.append(
                     token,
                     None if logprobs is None else logprobs.of(row, token, request.params),
-                    num_more,
+                    finished.get(place),
                 )
             except Exception as error:  # one request's text must not end the others
                 message = f"the tokens could not be turned into text: {error!r}"
                 engine.fail(sequence.output, GenerationError(message))
                 continue
-            if stop is not None:
-                engine.scheduler.finish(request, "stop", stop)
-                stopped = True
-            if request.finish_reason is not None and (stop is not None or not num_more):
-                engine.forget(request, request.finish_reason)
-            if number % _PORTION == 0:
+            if finish is not None:
+                if place not in finished:
+                    engine.scheduler.finish(request, *finish)
+                    has_stopped = True
+                engine.forget(request, finish.reason)
+            if (place + 1) % _PORTION == 0:
                 yield
-        if stopped:
+        if has_stopped:
             engine.plan_soon()
 
 
@@ -130,11 +136,3 @@ def _without_token(sequence: OutputSequence) -> GenerationError:
         "no token may come next: what the request allows and forbids excludes all (or the model's "
         "logits held NaN)"
     )
-
-
-def _count_equal(requests: Sequence[Request], start: int) -> int:
-    """Returns how many of `requests`, from `start` on, are `requests[start - 1]`."""
-    end = start
-    while end < len(requests) and requests[end] is requests[start - 1]:
-        end += 1
-    return end - start

@@ -293,9 +293,11 @@ class Engine:
 
     def forget(self, request: Request, outcome: str) -> None:
         """Records that a request has ended and that its text is emitted."""
-        self._sequences.pop(request, None)
+        sequence = self._sequences.pop(request, None)
+        if sequence is not None:
+            sequence.finish_reason = outcome
         self.masking.forget(request)
-        self.metrics.end(request, outcome)
+        self.metrics.end(request, outcome, 0 if sequence is None else sequence.num_output)
         if not self._sequences:
             self._idle.set()
 
@@ -336,18 +338,16 @@ class Engine:
     def _step(self, result: StepResult) -> None:
         """Handles the result of step N-1 while the workers execute step N.
 
-        take    the executor has read the result from the ring; text of step N-2 that is not emitted
-                yet goes out now, since `update` changes the state of its requests
+        take    the executor has read the result from the ring
         update  the scheduler appends the tokens and ends requests: blocks and slots become free;
                 constraints take in theirs, and the masks of step N are filled, if it has any
         plan    step N+1 is made of what remains and of new requests
         post    it goes to the workers before anything else is done: they never wait for text
         emit    tokens become text, and text goes to the clients, in portions between which the
-                event loop does other work
+                event loop does other work; what is left of step N-2 goes first
         """
         timer, emission = self.metrics.timer, self.emission
         timer.begin()
-        emission.emit_rest()
         if self.state is not EngineState.SERVING:
             return  # of workers that are about to be ended: the step counts as never posted
         emission.is_whole = False
@@ -356,15 +356,15 @@ class Engine:
             self.prompt_outputs.accept(result)
             if result.sections:
                 self.metrics.expert_load.accept(result)
-            self.masking.accept(output)
+            output = self.masking.accept(output)
             searched = self.beam_searches.accept(output, result) if output.beam_rows else []
         self.masking.fill()
-        emission.begin(output, result)
+        emission.add(output, result)
         emission.is_whole = True
         self._plan_and_post()
         requests, tokens = output.requests, output.tokens
         if searched:  # a search counts as one token a round
-            requests, tokens = requests + searched, tokens + [0] * len(searched)
+            requests, tokens = [*requests, *searched], [*tokens, *[0] * len(searched)]
         self.metrics.record_step(result, requests, tokens)
         emission.emit_portion()
 

@@ -300,7 +300,6 @@ class Frontend:
         return {
             "running": sum(scheduler.num_running for scheduler in schedulers),
             "waiting": sum(scheduler.num_waiting for scheduler in schedulers),
-            "blocked": sum(scheduler.num_blocked for scheduler in schedulers),
             "kv_cache_usage": sum(scheduler.kv_cache.usage for scheduler in schedulers)
             / len(schedulers),
             "steps": sum(total.steps for total in totals),

@@ -27,10 +27,12 @@ next step computes them in one row (`Scheduler.force`).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,7 +41,7 @@ from aioinfer.errors import GenerationError
 from aioinfer.executor.base import Executor
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Finish, Request, Status
 from aioinfer.scheduler.steps import StepOutput
 from aioinfer.text.constraints import Constraint, Mask, MaskFiller
 
@@ -52,6 +54,21 @@ MIN_JUMP, MAX_JUMP = 3, 64
 #: Looking for forced tokens takes the event loop 3 to 80 us a sequence (a JSON grammar, 152 000
 #: tokens): many would wait for it longer than they win by a jump.
 MAX_JUMPERS = 8
+
+
+#: The end of a request whose constraint allows no further token.
+_COMPLETE = Finish("stop")
+
+
+class _Jump(NamedTuple):
+    """The tokens that a constraint forces behind a sampled one, and why the request ends with the
+    last of them, if it does."""
+
+    tokens: Sequence[int]
+    finish: Finish | None
+
+
+_NO_JUMP = _Jump((), None)
 
 
 class PlainFiller:
@@ -118,7 +135,7 @@ class Masking:
         self,
         metrics: EngineMetrics,
         finish: Callable[[Request], None],
-        force: Callable[[Request, Sequence[int]], int],
+        force: Callable[[Request, Sequence[int]], tuple[int, Finish | None]],
         fail: Callable[[Request, Exception], None],
         go_on: Callable[[], None],
     ):
@@ -159,10 +176,11 @@ class Masking:
 
     # ---------------------------------------------------------------- tokens
 
-    def accept(self, output: StepOutput) -> None:
-        """Takes in the tokens of a step, and ends the requests whose output is complete."""
+    def accept(self, output: StepOutput) -> StepOutput:
+        """Takes in the tokens of a step, and ends the requests whose output is complete. Returns
+        the step's tokens with those that are forced, and with the ends of requests."""
         if not self._constraints:
-            return
+            return output
         places = [
             place
             for place, request in enumerate(output.requests)
@@ -173,7 +191,7 @@ class Masking:
         tokens = [
             (self._constraints[output.requests[place]], output.tokens[place]) for place in places
         ]
-        jumps: dict[int, list[int]] = {}
+        jumps: dict[int, _Jump] = {}
         for place, (constraint, _), error in zip(
             places, tokens, self.filler.accept(tokens), strict=True
         ):
@@ -182,40 +200,42 @@ class Masking:
                 self._fail(request, _as_generation_error(error))
                 continue
             try:
-                forced = self._proceed(request, constraint, len(tokens) <= self.max_jumpers)
+                jump = self._proceed(request, constraint, len(tokens) <= self.max_jumpers)
             except Exception as failure:  # one request's failure must not end the others
                 self._fail(request, _as_generation_error(failure))
                 continue
-            if forced:
-                jumps[place] = forced
-        if jumps:
-            _insert(output, jumps)
+            if jump is not _NO_JUMP:
+                jumps[place] = jump
+        return _insert(output, jumps) if jumps else output
 
-    def _proceed(self, request: Request, constraint: Constraint, may_jump: bool) -> list[int]:
-        """Ends a request whose output is complete, and has another one jump ahead if it may.
-        Returns the tokens that it jumps over."""
+    def _proceed(self, request: Request, constraint: Constraint, may_jump: bool) -> _Jump:
+        """Ends a request whose output is complete, and lets another one jump ahead if it may."""
         if constraint.is_finished:
             self._finish(request)
-            return []
-        return self._jump(request, constraint) if may_jump else []
+            return _Jump([], _COMPLETE)
+        return self._jump(request, constraint) if may_jump else _NO_JUMP
 
-    def _jump(self, request: Request, constraint: Constraint) -> list[int]:
-        """Appends the tokens that must come next, if they are enough for it to pay, and returns
-        them. Log-probabilities are known only of tokens that were sampled."""
+    def _jump(self, request: Request, constraint: Constraint) -> _Jump:
+        """Appends the tokens that must come next, if they are enough for it to pay.
+        Log-probabilities are known only of tokens that were sampled."""
         if request.params.logprobs is not None or request.slot < 0:
-            return []
+            return _NO_JUMP
         forced = constraint.forced()[:MAX_JUMP]
         if len(forced) < MIN_JUMP:
-            return []
+            return _NO_JUMP
         is_sampled = request.num_pending > 0
-        forced = forced[: self._force(request, forced)]
-        if forced and request.status is not Status.FINISHED:
+        count, finish = self._force(request, forced)
+        if not count:
+            return _NO_JUMP
+        forced = forced[:count]
+        if finish is None:
             constraint.accept(forced)
             if constraint.is_finished:
                 self._finish(request)
+                finish = _COMPLETE
             elif is_sampled:  # by the posted row, which is to count it for penalties
                 self._only[request] = forced[0]
-        return forced
+        return _Jump(forced, finish)
 
     # ---------------------------------------------------------------- masks
 
@@ -331,15 +351,26 @@ class Masking:
             self._thread = None
 
 
-def _insert(output: StepOutput, jumps: dict[int, list[int]]) -> None:
-    """Puts forced tokens behind those of the requests at these places of the output."""
-    before = list(zip(output.requests, output.tokens, output.rows, strict=True))
-    output.requests, output.tokens, output.rows, output.has_several = [], [], [], True
-    for place, (request, token, row) in enumerate(before):
-        forced = jumps.get(place, [])
-        output.requests += [request] * (1 + len(forced))
-        output.tokens += [token, *forced]
-        output.rows += [row] * (1 + len(forced))
+def _insert(output: StepOutput, jumps: Mapping[int, _Jump]) -> StepOutput:
+    """Returns the output with forced tokens behind the tokens at the places of `jumps`."""
+    requests: list[Request] = []
+    tokens: list[int] = []
+    rows: list[int] = []
+    finished: dict[int, Finish] = {}
+    for place, (request, token, row) in enumerate(
+        zip(output.requests, output.tokens, output.rows, strict=True)
+    ):
+        forced, finish = jumps.get(place, _NO_JUMP)
+        requests += [request] * (1 + len(forced))
+        tokens += [token, *forced]
+        rows += [row] * (1 + len(forced))
+        if finish is None:
+            finish = output.finished.get(place)
+        if finish is not None:
+            finished[len(requests) - 1] = finish
+    return dataclasses.replace(
+        output, requests=requests, tokens=tokens, rows=rows, finished=finished
+    )
 
 
 def _as_generation_error(error: BaseException) -> GenerationError:

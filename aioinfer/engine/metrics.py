@@ -213,8 +213,9 @@ class EngineMetrics:
         )
         return times
 
-    def end(self, request: Request, reason: str) -> None:
-        """Records the end of a request. Does nothing if it was recorded before."""
+    def end(self, request: Request, reason: str, num_output: int = 0) -> None:
+        """Records the end of a request that has passed on `num_output` tokens. Does nothing if it
+        was recorded before."""
         times = self._open.pop(request, None)
         if times is None:
             return
@@ -224,10 +225,10 @@ class EngineMetrics:
         decoding = times.last_token - times.first_token
         self.e2e_latency.add(times.last_token - times.arrived)
         self.decode_time.add(decoding)
-        if request.num_output > 1:
-            self.time_per_output_token.add(decoding / (request.num_output - 1))
+        if num_output > 1:
+            self.time_per_output_token.add(decoding / (num_output - 1))
         self.request_prompt_tokens.add(request.prompt_len)
-        generated = 0 if request.params.prompt_only else request.num_output
+        generated = 0 if request.params.prompt_only else num_output
         self.request_generation_tokens.add(generated)
 
     def release(self, request: Request) -> None:

@@ -29,7 +29,7 @@ from aioinfer.scheduler.prompt_rows import (
     PromptScores,
     PromptStates,
 )
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Finish, Request
 from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
@@ -162,13 +162,12 @@ class RequestOutput:
         if self.params.prompt_only:
             return 0
         if self.params.beam_search is not None:
-            return self.params.n * self.sequences[0].request.num_output
-        return sum(sequence.request.num_output for sequence in self.sequences)
+            return self.params.n * self.sequences[0].num_output
+        return sum(sequence.num_output for sequence in self.sequences)
 
     def generated(self) -> list[Sequence[int]]:
         """Returns the tokens so far of each sequence, an end token included."""
-        requests = [sequence.request for sequence in self.sequences]
-        return [request.tokens[len(self.prompt_token_ids) :] for request in requests]
+        return [sequence.generated() for sequence in self.sequences]
 
     @property
     def prompt_scores(self) -> PromptScores | None:
@@ -348,13 +347,14 @@ class OutputSequence:
     """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
     `times` is when it was queued, scheduled and so on, once the engine has it. `constraint` is
-    what restricts its next tokens, or None. `search` is the beam search that it stands for, or
-    None, and `make_detokenizer` then makes one for each result, if there is text.
+    what restricts its next tokens, or None. `finish_reason` is set once it has ended: "stop",
+    "length", "abort" or "error". `search` is the beam search that it stands for, or None, and
+    `make_detokenizer` then makes one for each result, if there is text.
     """
 
     __slots__ = (
-        "_detokenizer", "_min_tokens", "_stops", "constraint", "index", "make_detokenizer",
-        "output", "request", "search", "times",
+        "_detokenizer", "_min_tokens", "_num_output", "_stops", "constraint", "finish_reason",
+        "index", "make_detokenizer", "output", "request", "search", "times",
     )  # fmt: skip
 
     def __init__(
@@ -373,84 +373,93 @@ class OutputSequence:
         self.index = index
         self.request = request
         self.output = output
+        self._num_output = 0
+        self.finish_reason: str | None = None
         self.times: RequestTimes | None = None
         self._detokenizer = detokenizer
         params = request.params
         self._min_tokens = params.min_tokens
         self._stops = output.stops and output.stops.for_other_text()
 
-    def append(self, token: int, logprob: TokenLogprob | None, num_more: int = 0) -> str | None:
-        """Passes on a new token with its text. Returns the stop string that the text now ends in,
-        if it does.
+    @property
+    def num_output(self) -> int:
+        """Tokens that were passed on: the scheduler may know of more. Of a beam search, the length
+        of its beams."""
+        return self._num_output if self.search is None else self.request.num_output
 
-        The reader's last delta has the finish reason, and the caller has to end the
-        request in the scheduler. Where the scheduler has ended it in the same step, by its length
-        or by an end token, the stop string is the reason that counts, here and in the request.
+    def generated(self) -> Sequence[int]:
+        """Returns the tokens that were passed on; of a beam search, those of its first beam."""
+        start = self.request.prompt_len
+        return self.request.tokens[start : start + self.num_output]
+
+    def append(
+        self, token: int, logprob: TokenLogprob | None, finish: Finish | None
+    ) -> Finish | None:
+        """Passes on a new token with its text. Returns why the sequence ends with it, if it does.
+
+        A stop string in the text comes before any other reason, and the caller ends the request in
+        the scheduler where it has not ended there.
 
         Args:
             token: the next token of the sequence.
             logprob: its log-probability, if the request has `logprobs`.
-            num_more: how many tokens of the same step come after it.
+            finish: why the request has ended with this token in the scheduler, or None.
         """
-        request, detokenizer, stops = self.request, self._detokenizer, self._stops
-        if (request.status is Status.FINISHED and not num_more) or detokenizer is None:
-            return self._append_last(token, logprob, num_more)
+        self._num_output += 1
+        detokenizer, stops = self._detokenizer, self._stops
+        if finish is not None or detokenizer is None:
+            return self._append_last(token, logprob, finish)
         text, stop = detokenizer.next(token), None
-        if stops is not None and (
-            not self._min_tokens or request.num_output - num_more >= self._min_tokens
-        ):
+        if stops is not None and self._num_output >= self._min_tokens:
             text, stop = stops.feed(text)
-            if stop is not None and request.status is Status.FINISHED:
-                request.finish_reason, request.stop_reason = "stop", stop
-        self.output.push(self.index, text, token, logprob, None if stop is None else "stop", stop)
-        return stop
+        if stop is None:
+            self.output.push(self.index, text, token, logprob, None, None)
+            return None
+        self.output.push(self.index, text, token, logprob, "stop", stop)
+        return Finish("stop", stop)
 
     def restore(self, known: KnownDelta) -> None:
         """Appends tokens that the client has. They are computed anew once the scheduler has the
         request, as after a preemption. See `RequestOutput.restore`."""
-        request, tokens, reason = self.request, known.token_ids, known.finish_reason
-        if self.constraint is not None and reason is None:
+        tokens, finish = known.token_ids, None
+        if known.finish_reason is not None:
+            is_end = bool(tokens) and tokens[-1] in self.request.end_tokens
+            finish = Finish(known.finish_reason, tokens[-1] if is_end else known.stop_reason)
+            self.finish_reason = finish.reason
+        elif self.constraint is not None:
             self.constraint.accept(tokens)
+        self.request.restore(tokens, known.num_cached or 0, finish)
         for number, token in enumerate(tokens, 1):
-            request.tokens.append(token)
-            if reason is not None and number == len(tokens):
-                is_end = token in request.end_tokens
-                self._finish(reason, token if is_end else known.stop_reason)
-            self.append(token, None)
-        if reason is not None and not tokens:
-            self._finish(reason, known.stop_reason)
-            self.output.put(Delta(self.index, finish_reason=reason))
-        request.num_cached = max(request.num_cached, known.num_cached or 0)
-        request.clear_place()
+            self.append(token, None, finish if number == len(tokens) else None)
+        if finish is not None and not tokens:
+            self.output.put(Delta(self.index, finish_reason=finish.reason))
 
-    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        request = self.request
-        request.status, request.finish_reason = Status.FINISHED, reason
-        request.stop_reason = stop_reason
-
-    def _append_last(self, token: int, logprob: TokenLogprob | None, num_more: int) -> str | None:
+    def _append_last(
+        self, token: int, logprob: TokenLogprob | None, finish: Finish | None
+    ) -> Finish | None:
         """Passes on the last token of a request that the scheduler has ended, or any token where
         there is no text."""
-        request, detokenizer, stops = self.request, self._detokenizer, self._stops
-        if request.params.prompt_only:  # the token that ended it is nobody's
-            self.output.put(Delta(self.index, finish_reason=request.finish_reason))
-            return None
-        if num_more:
+        params, detokenizer, stops = self.request.params, self._detokenizer, self._stops
+        if finish is None:
             self.output.push(self.index, "", token, logprob, None, None)
             return None
-        text, stop = "", None
+        if params.prompt_only:  # the token is not part of the output
+            self.output.put(Delta(self.index, finish_reason=finish.reason))
+            return finish
+        text = ""
         if detokenizer is not None:
             # an end token is no text; a constraint may end a request with any token
-            if request.stop_reason is None or request.params.include_stop:
+            if finish.stop_reason is None or params.include_stop:
                 text = detokenizer.next(token)
             text += detokenizer.flush()
-            if stops is not None and request.num_output >= self._min_tokens:
+            if stops is not None and self._num_output >= self._min_tokens:
                 text, stop = stops.feed(text)
-                text += stops.flush() if stop is None else ""
-        if stop is not None:
-            request.finish_reason, request.stop_reason = "stop", stop
-        reason = request.stop_reason
-        if isinstance(reason, int) and reason not in request.params.stop_token_ids:
+                if stop is None:
+                    text += stops.flush()
+                else:
+                    finish = Finish("stop", stop)
+        reason = finish.stop_reason
+        if isinstance(reason, int) and reason not in params.stop_token_ids:
             reason = None  # the model's own end token, as in vLLM
-        self.output.push(self.index, text, token, logprob, request.finish_reason, reason)
-        return stop
+        self.output.push(self.index, text, token, logprob, finish.reason, reason)
+        return finish

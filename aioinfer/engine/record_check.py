@@ -88,7 +88,7 @@ class RecordCheck:
         kept: list[Request] = []
         ended: list[Request] = []
         for request in self._sequences:
-            waits = request.status in (Status.WAITING, Status.BLOCKED) and request.slot < 0
+            waits = request.status is Status.WAITING and request.slot < 0
             (kept if waits and not request.num_pending else ended).append(request)
         self._engine.scheduler.rebuild(kept, ended)
         for request in ended:

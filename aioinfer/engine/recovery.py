@@ -182,13 +182,8 @@ class Recovery:
         engine = self._engine
         engine.emission.emit_rest()
         engine.beam_searches.emit_rest()
-        held = engine.scheduler.held_requests()
         self._requeue_all(reason)
         engine.masking.begin_anew()  # no thread may go on with what another engine will use
-        for request in held:  # whoever holds the blocks means to go on from them
-            if (sequence := self._sequences.get(request)) is not None:
-                message = f"the request's KV blocks were held, and are lost: {reason}"
-                engine.fail(sequence.output, EngineDeadError(message))
 
     def _requeue_all(self, reason: str) -> None:
         """Puts the requests that ran back into the queue, and ends those that cannot be resumed:

@@ -144,11 +144,6 @@ class RequestLimits:
         assert params.beam_search is not None
         width, width_field = params.num_sequences, params.beam_search.width_field
         schedulers = self._schedulers
-        if any(scheduler.kv_cache.has_states for scheduler in schedulers):
-            raise RequestError(
-                "this model's layers keep a state that cannot be copied: no beam search",
-                param="use_beam_search",
-            )
         if width > self._config.max_num_seqs:
             raise RequestError(
                 f"a beam search of width {width} needs as many slots, and this server has "

@@ -101,7 +101,7 @@ class SequenceMaker:
         )
         group = BeamGroup([Beam(request) for request in requests], search.num_candidates)
         for request in requests:
-            request.beams, request.plans_ahead, request.plan_limit = group, False, 0
+            request.beams, request.plan_limit = group, 0
         leader.search = BeamRun(search, group)
         if tokenizer is not None:
             leader.make_detokenizer = partial(

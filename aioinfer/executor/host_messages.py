@@ -13,10 +13,10 @@ import orjson
 
 from aioinfer import errors
 from aioinfer.errors import AioinferError, EngineDeadError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec
 from aioinfer.worker.process import FailureReport
 
-_SPECS = {spec.__name__: spec for spec in (AttentionSpec, LatentSpec, StateSpec)}
+_SPECS = {spec.__name__: spec for spec in (AttentionSpec, LatentSpec)}
 
 
 def encode_message(kind: str, **values: Any) -> list[memoryview]:

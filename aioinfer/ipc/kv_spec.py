@@ -73,28 +73,11 @@ class LatentSpec:
         return f"latent vectors of size {self.size}"
 
 
-@dataclass(frozen=True, slots=True)
-class StateSpec:
-    """A state of fixed size for every request, whatever its length (linear attention, Mamba).
-
-    It is updated in place. A row that starts at position 0 begins with an empty state, whatever the
-    block held before.
-
-    Attributes:
-        nbytes: of a layer's state of one request.
-    """
-
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"a state of {self.nbytes} bytes a request"
-
-
 #: Attention kernels read tiles of up to so many tokens whole, from a multiple of it on, and mask
 #: what is behind the window.
 MAX_ATTENTION_TILE = 64
 
-KVSpec = AttentionSpec | LatentSpec | StateSpec
+KVSpec = AttentionSpec | LatentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +95,7 @@ class KVGroup:
     @property
     def window(self) -> int | None:
         """The sliding window of the layers in tokens, or None."""
-        return None if isinstance(self.spec, StateSpec) else self.spec.window
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether its blocks hold tokens, rather than one state of fixed size a request."""
-        return not isinstance(self.spec, StateSpec)
+        return self.spec.window
 
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Returns how many blocks a request of `num_tokens` tokens owns at once at most.
@@ -130,8 +108,6 @@ class KVGroup:
             block_size: tokens a block.
             max_chunk: the maximum of a request's tokens that one step computes.
         """
-        if not self.keeps_tokens:
-            return 1
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
@@ -140,15 +116,13 @@ class KVGroup:
     def max_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int | None:
         """Returns the length of the longest request for which `num_blocks` blocks suffice, or None
         for any length. See `max_blocks` for the arguments."""
-        if self.window is None and self.keeps_tokens:
+        if self.window is None:
             return num_blocks * block_size
         needed = self.max_blocks(num_blocks * block_size + 1, block_size, max_chunk)
         return None if needed <= num_blocks else num_blocks * block_size
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
-        """Returns the bytes of a block of all layers; of a state, of the states of one request."""
-        if isinstance(self.spec, StateSpec):
-            return len(self.layers) * self.spec.nbytes
+        """Returns the bytes of a block of all layers."""
         return len(self.layers) * block_size * self.spec.bytes_per_token(itemsize)
 
 

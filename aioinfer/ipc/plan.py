@@ -1,6 +1,6 @@
 """What crosses the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
 
-Layout (version 2; native byte order, since both sides are one machine). Every message is a header
+Layout (version 3; native byte order, since both sides are one machine). Every message is a header
 (`_PLAN_HEADER`, `_RESULT_HEADER`), the arrays of its fixed part in the order of the dataclass
 fields, each 4 bytes an element, and then its sections (`ipc.sections`): encoding is a handful of
 copies, and decoding is views. A request is described once, by a record among `Admissions`, when it
@@ -38,11 +38,11 @@ from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
 
 __all__ = ["F32", "I32", "Admission", "Admissions", "Logprobs", "StepPlan", "StepResult", "Vacated"]
 
-VERSION = 2
+VERSION = 3
 #: Version, rows, growth, copies, sections; step id.
 _PLAN_HEADER = struct.Struct("=iiiiixxxxq")
-#: Version, rows, tokens a row, entries of `num_taken`, sections; step id, busy nanoseconds.
-_RESULT_HEADER = struct.Struct("=iiiiixxxxqq")
+#: Version, sampled rows, sections; step id, busy nanoseconds.
+_RESULT_HEADER = struct.Struct("=iiixxxxqq")
 
 #: Three quarters of the longest message (16 MiB) of a ring of the usual size.
 MAX_PLAN_BYTES = 12 * 2**20
@@ -173,14 +173,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs(Section):
-    """Log-probabilities of a result's tokens, those of the model, for [sampled * k] tokens: the one
-    at `[row, i]` of the result is number `row * k + i`.
+    """Log-probabilities of a result's tokens, before anything that the sampler does.
 
     Attributes:
-        sampled: float32 [sampled * k], of the sampled tokens; NaN where not requested.
-        top_tokens: int32 [sampled * k, K] the likeliest tokens, likeliest first, -1 where not
+        sampled: float32 [sampled], of the sampled tokens; NaN where not requested.
+        top_tokens: int32 [sampled, K] the likeliest tokens, likeliest first, -1 where not
             requested; K may be 0.
-        top_logprobs: float32 [sampled * k, K], theirs.
+        top_logprobs: float32 [sampled, K], of `top_tokens`.
     """
 
     kind = 1
@@ -206,10 +205,8 @@ class StepResult:
 
     Attributes:
         step_id: the plan's.
-        tokens: int32 [sampled, k], up to k tokens of each row; -1 where the row's logits held NaN,
-            so that nothing could be sampled. The constructor takes [sampled] for k = 1.
-        num_taken: int32 [sampled], how many of its k tokens each row took, from 0 on; empty if
-            every row took all of them.
+        tokens: int32 [sampled]; -1 where the row's logits held NaN, so that nothing could be
+            sampled.
         sections: what only some results have, at most one of a class.
         busy_ns: nanoseconds that the worker spent on the step.
         take_ns: nanoseconds that the engine's process spent on taking the result from its ring;
@@ -218,14 +215,9 @@ class StepResult:
 
     step_id: int
     tokens: I32
-    num_taken: I32 = field(default_factory=lambda: _NONE)
     sections: Sequence[Section] = ()
     busy_ns: int = 0
     take_ns: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tokens.ndim == 1:
-            self.tokens = self.tokens[:, None]
 
     @property
     def logprobs(self) -> Logprobs | None:
@@ -238,12 +230,12 @@ class StepResult:
 
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the message, to be written one after the other."""
-        sampled, k = self.tokens.shape
         header = _RESULT_HEADER.pack(
-            VERSION, sampled, k, len(self.num_taken), len(self.sections), self.step_id, self.busy_ns
+            VERSION, len(self.tokens), len(self.sections), self.step_id, self.busy_ns
         )
-        arrays = (self.tokens, self.num_taken)
-        parts = [memoryview(header), *(as_bytes(part) for part in arrays if len(part))]
+        parts = [memoryview(header)]
+        if len(self.tokens):
+            parts.append(as_bytes(self.tokens))
         for section in self.sections:
             parts.extend(section.encode())
         return parts
@@ -254,13 +246,13 @@ class StepResult:
 
         Raises ValueError on another version or an unknown section.
         """
-        version, sampled, k, taken, sections, step_id, busy_ns = _RESULT_HEADER.unpack_from(message)
+        version, sampled, sections, step_id, busy_ns = _RESULT_HEADER.unpack_from(message)
         _check_version(version, "result")
         # one copy of all: the arrays are views into it, and not into the ring
         reader = Reader(bytes(message), _RESULT_HEADER.size)
-        tokens, num_taken = reader.take(sampled * k).reshape(sampled, k), reader.take(taken)
+        tokens = reader.take(sampled)
         found = decode_sections(reader, sections, RESULT_SECTIONS, "result") if sections else ()
-        return cls(step_id, tokens, num_taken, found, busy_ns)
+        return cls(step_id, tokens, found, busy_ns)
 
 
 def _check_version(version: int, message: str) -> None:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
-from aioinfer.ipc.kv_spec import KVSpec, StateSpec
+from aioinfer.ipc.kv_spec import KVSpec
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.shards import NamedShards
 
@@ -69,8 +69,6 @@ def step_bytes(weights: int, spec: KVSpec, itemsize: int) -> int:
         spec: what it keeps in the KV cache.
         itemsize: bytes of an element there.
     """
-    if isinstance(spec, StateSpec):
-        return weights + STEP_ROWS * spec.nbytes
     keys = STEP_KEYS if spec.window is None else min(STEP_KEYS, STEP_ROWS * spec.window)
     return weights + keys * spec.bytes_per_token(itemsize)
 

@@ -1,13 +1,12 @@
 """The KV cache as the scheduler plans with it: for each group of layers a pool of blocks, and for
 each request a block table in each group.
 
-Layers that keep the same are a group (see `ipc/kv_spec.py`). In a group that keeps tokens, entry i
-of a block table is the block of tokens [i * block_size, (i + 1) * block_size), so the tables of a
-request are equally long. What differs is which entries are needed: where all tokens before it are
-attended to, all of them; behind a sliding window, none, and such blocks go back to their pool while
-the request runs (`NULL_BLOCK` takes their place). A group that keeps a state has one block a
-request. (The idea is that of vLLM's hybrid KV cache manager; here a group has blocks of its own,
-whose number is settled at the start.)
+Layers that keep the same are a group (see `ipc/kv_spec.py`). Entry i of a block table is the block
+of tokens [i * block_size, (i + 1) * block_size), so the tables of a request are equally long. What
+differs is which entries are needed: where all tokens before it are attended to, all of them; behind
+a sliding window, none, and such blocks go back to their pool while the request runs (`NULL_BLOCK`
+takes their place). (The idea is that of vLLM's hybrid KV cache manager; here a group has blocks of
+its own, whose number is settled at the start.)
 
 Which blocks can be freed behind a window. A step that computes tokens from position s on reads keys
 from s - window + 1 on, and so do all steps that are planned after it. Steps that were posted before
@@ -18,10 +17,7 @@ tokens of one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
-`window - 1` tokens before the hit's end. The hit is the longest that every group can serve. A state
-at one position does not give the state at another, and there is no copy of it at block
-boundaries; so a model with such a group has no prefix cache, and its requests with n > 1 compute
-their prompt n times.
+`window - 1` tokens before the hit's end. The hit is the longest that every group can serve.
 
 Behind the hit, a cached block whose first tokens are the next of the prompt is copied
 (`partial_blocks`). Workers copy before a step computes anything: the block must have been computed
@@ -35,9 +31,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from aioinfer.errors import IntegrityError, KVBlocksGoneError
+from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.partial_blocks import MIN_COPIED_TOKENS, PartialBlocks
@@ -62,42 +57,6 @@ class Prefix:
     copied: list[tuple[int, int]]
 
 
-class HeldBlocks:
-    """Blocks that stay as they are when their request ends, until they are released or their
-    workers are lost.
-
-    Attributes:
-        request_id: the request's.
-        num_tokens: tokens whose keys are in the blocks when all steps posted by then have run.
-        is_lost: whether the blocks are gone with their workers.
-    """
-
-    __slots__ = ("_blocks", "is_lost", "num_tokens", "request_id")
-
-    def __init__(self, request_id: str, num_tokens: int, blocks: tuple[tuple[int, ...], ...]):
-        """`blocks` are block tables, one a group; `NULL_BLOCK` behind a window."""
-        self.request_id = request_id
-        self.num_tokens = num_tokens
-        self._blocks: tuple[tuple[int, ...], ...] | None = blocks
-        self.is_lost = False
-
-    @property
-    def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The block tables, one a group; `NULL_BLOCK` behind a window.
-
-        Raises `KVBlocksGoneError` if the blocks are not held any more: others may have them.
-        """
-        if self._blocks is None:
-            why = "the workers that had them were lost" if self.is_lost else "they were released"
-            raise KVBlocksGoneError(f"the KV blocks of request {self.request_id} are gone: {why}")
-        return self._blocks
-
-    def void(self, *, is_lost: bool) -> None:
-        """Records that the blocks are not held any more. `KVCacheManager` is the only caller."""
-        self._blocks = None
-        self.is_lost = is_lost
-
-
 class KVCacheManager:
     """Allocates, shares and frees the blocks of requests.
 
@@ -105,8 +64,6 @@ class KVCacheManager:
         groups: the groups of layers.
         pools: the pool of each group.
         prefix_caching: whether blocks of finished requests are found again.
-        has_states: whether any group keeps a state, which can neither be shared nor go back: no
-            request begins with another's blocks, and no token is computed twice.
     """
 
     def __init__(
@@ -125,8 +82,7 @@ class KVCacheManager:
             num_blocks: of each group.
             block_size: tokens a block.
             max_chunk: the maximum of a request's tokens that one step computes.
-            prefix_caching: whether to keep blocks for prompts that begin alike, where the groups
-                allow it.
+            prefix_caching: whether to keep blocks for prompts that begin alike.
         """
         self.groups = tuple(groups)
         self.pools = tuple(BlockPool(count) for _, count in zip(groups, num_blocks, strict=True))
@@ -136,12 +92,8 @@ class KVCacheManager:
         # requests whose tables have lost blocks behind a window, or begin without, since the last
         # plan
         self._moved: dict[Request, None] = {}
-        self._token_groups = [i for i, group in enumerate(groups) if group.keeps_tokens]
-        self._state_groups = [i for i, group in enumerate(groups) if not group.keeps_tokens]
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
-        self.has_states = bool(self._state_groups)
-        self.prefix_caching = prefix_caching and not self._state_groups
-        self._held: dict[HeldBlocks, Request] = {}
+        self.prefix_caching = prefix_caching
         # the blocks that can be copied; of those that the step being planned may compute, and that
         # cannot be copied before the next one, parent and tokens by hash
         self._partial: PartialBlocks | None = None
@@ -161,7 +113,7 @@ class KVCacheManager:
         """The pool that stands for all in what is reported of this cache: of the first group that
         attends to all tokens, or else of the first."""
         for group, pool in zip(self.groups, self.pools, strict=True):
-            if group.keeps_tokens and group.window is None:
+            if group.window is None:
                 return pool
         return self.pools[0]
 
@@ -212,7 +164,7 @@ class KVCacheManager:
 
     def can_grow(self, count: int) -> bool:
         """Whether a request's block tables can get `count` more blocks."""
-        return all(self.pools[group].num_free >= count for group in self._token_groups)
+        return all(pool.num_free >= count for pool in self.pools)
 
     def fits_beams(self, prompt_len: int, num_tokens: int, width: int) -> bool:
         """Whether `width` beams of `num_tokens` tokens could run if they were alone."""
@@ -283,15 +235,13 @@ class KVCacheManager:
         request.num_blocks = prefix.num_blocks
         request.num_committed = prefix.num_blocks if self.prefix_caching else 0
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
-        for group in self._state_groups:
-            request.blocks[group] = self.pools[group].allocate(1)
         if self._windows:
             self._moved[request] = None
 
     def grow(self, request: Request, count: int) -> None:
         """Appends `count` new blocks to each block table. The caller has checked `can_grow`."""
-        for group in self._token_groups:
-            request.blocks[group] += self.pools[group].allocate(count)
+        for pool, table in zip(self.pools, request.blocks, strict=True):
+            table += pool.allocate(count)
         request.num_blocks += count
 
     def free_behind_windows(self, request: Request, start: int) -> None:
@@ -340,41 +290,6 @@ class KVCacheManager:
         request.blocks = []
         request.num_blocks = request.num_committed = 0
 
-    def hold(self, request: Request) -> HeldBlocks:
-        """Returns a running request's blocks, which stay allocated until `release`, whatever
-        becomes of the request.
-
-        They are missing to the other requests as long. The request may still write to the last
-        block, beyond the tokens that are counted now, and to its state.
-        """
-        for pool, table in zip(self.pools, request.blocks, strict=True):
-            pool.share(_owned(table))
-        blocks = tuple(tuple(table) for table in request.blocks)
-        held = HeldBlocks(request.request_id, request.num_computed, blocks)
-        self._held[held] = request
-        return held
-
-    def release(self, held: HeldBlocks) -> None:
-        """Gives up blocks that were held; does nothing if they were lost. Raises KeyError if they
-        were released before."""
-        if held.is_lost:
-            return
-        del self._held[held]
-        for pool, table in zip(self.pools, held.blocks, strict=True):
-            pool.release(_owned(table))
-        held.void(is_lost=False)
-
-    def holders(self) -> Iterable[Request]:
-        """Returns the requests whose blocks are held, ended ones among them."""
-        return self._held.values()
-
-    def lose_held(self) -> None:
-        """Voids all blocks that are held: the workers that have them are lost, or the records of
-        who owns what are wrong."""
-        for held in self._held:
-            held.void(is_lost=True)
-        self._held.clear()
-
     # ---------------------------------------------------------------- prefixes
 
     def fork(self, leader: Request, num_tokens: int) -> Prefix | None:
@@ -392,7 +307,7 @@ class KVCacheManager:
             if NULL_BLOCK in leader.blocks[group][first : full + 1]:
                 return None
         if num_tokens % self._block_size:
-            prefix.copied = [(group, leader.blocks[group][full]) for group in self._token_groups]
+            prefix.copied = [(group, table[full]) for group, table in enumerate(leader.blocks)]
         return prefix
 
     def replace(self, request: Request, prefix: Prefix) -> int:
@@ -468,9 +383,9 @@ class KVCacheManager:
         any earlier place, so the others are searched again until all agree.
         """
         length = len(hashes)
-        for group in self._token_groups:
-            if self.groups[group].window is None:
-                length = min(length, self.pools[group].count_cached(hashes))
+        for spec, pool in zip(self.groups, self.pools, strict=True):
+            if spec.window is None:
+                length = min(length, pool.count_cached(hashes))
         agreed = 0
         while agreed < len(self._windows):
             for group, window in self._windows:
@@ -537,20 +452,20 @@ class KVCacheManager:
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raises IntegrityError unless the block tables of the running requests are complete and
-        they and the held blocks are the only owners."""
+        they are the only owners."""
         running = list(running)
         for request in running:
             self._check_tables(request)
         for number, pool in enumerate(self.pools):
-            owners = chain((r.blocks for r in running), (held.blocks for held in self._held))
-            pool.check_integrity(_owned(tables[number]) for tables in owners)
+            pool.check_integrity(_owned(request.blocks[number]) for request in running)
 
     def _check_tables(self, request: Request) -> None:
         name = request.request_id
         for group, table in zip(self.groups, request.blocks, strict=True):
-            length = request.num_blocks if group.keeps_tokens else 1
-            if len(table) != length:
-                raise IntegrityError(f"request {name} has {len(table)} blocks, not {length}")
+            if len(table) != request.num_blocks:
+                raise IntegrityError(
+                    f"request {name} has {len(table)} blocks, not {request.num_blocks}"
+                )
             freed = 0
             if group.window is not None:
                 freed = max(0, request.num_computed - group.window + 1) // self._block_size

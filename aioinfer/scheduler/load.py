@@ -17,7 +17,7 @@ def load_of(schedulers: Iterable[Scheduler]) -> Load:
         pool, block_size = scheduler.kv_cache.leading_pool, scheduler.limits.block_size
         values = (
             scheduler.num_running,
-            scheduler.num_waiting + scheduler.num_blocked,
+            scheduler.num_waiting,
             scheduler.num_prefill_tokens,
             (pool.num_blocks - pool.num_free) * block_size,
             scheduler.num_waiting_tokens,

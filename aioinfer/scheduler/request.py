@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,15 +22,25 @@ NULL_BLOCK = -1
 class Status(enum.Enum):
     """The state of a request.
 
-    BLOCKED: it waits for something else than slots and blocks (`Request.blocked_on`), until
-    `Scheduler.unblock`. WAITING: for a slot and blocks; a preempted request is WAITING again.
-    RUNNING: it has a slot. FINISHED: it has ended.
+    WAITING: for a slot and blocks; a preempted request is WAITING again. RUNNING: it has a slot.
+    FINISHED: it has ended.
     """
 
-    BLOCKED = "blocked"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Finish(NamedTuple):
+    """Why a request ended.
+
+    Attributes:
+        reason: "stop", "length", "abort" or "error".
+        stop_reason: the token or string that ended it, if one did.
+    """
+
+    reason: str
+    stop_reason: int | str | None = None
 
 
 class Flow(NamedTuple):
@@ -130,14 +141,11 @@ class Request:
             for the prompt.
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
-        blocked_on: what it waits for before it can be scheduled at all, such as "grammar", or None.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
         prompt_rows: what is wanted of the rows of its prompt, or None.
         requested: the tokens whose log-probabilities its sampled rows bring, or None.
-        plans_ahead: whether a step may be planned while the result of the former step is pending.
-            Required if every row takes exactly one token; without it, rows may take any number.
         is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
-            `ipc.masks`). It is planned ahead like others.
+            `ipc.masks`).
         beams: the beams of its search, if it is one of them.
 
     Kept by the scheduler:
@@ -149,8 +157,7 @@ class Request:
         sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
-        num_blocks: how many blocks its tokens have begun: the length of each block table, except
-            where the group keeps a state.
+        num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
         slot: the worker slot while it runs.
         prefill_step: the step that computed the last token of the prompt, or -1.
@@ -176,10 +183,8 @@ class Request:
     hash_root: bytes = field(default_factory=root_hash)
     group: ForkGroup | None = None
     num_expected: int = 0
-    blocked_on: str | None = None
     prompt_rows: PromptRows | None = None
     requested: RequestedTokens | None = None
-    plans_ahead: bool = True
     flow: Flow = ONE_FLOW
     is_constrained: bool = False
     beams: BeamGroup | None = None
@@ -211,7 +216,7 @@ class Request:
                 param="stop_token_ids",
             )
         self.total = len(self.tokens)
-        self.plan_limit = self.max_len if self.plans_ahead else 0
+        self.plan_limit = self.max_len
 
     @property
     def num_output(self) -> int:
@@ -241,8 +246,27 @@ class Request:
 
     @property
     def awaits_result(self) -> bool:
-        """Whether no token can be planned before the result of a posted step has come."""
-        return self.total >= self.max_len or (not self.plans_ahead and self.num_pending > 0)
+        """Whether its last token is known or on its way."""
+        return self.total >= self.max_len
+
+    def restore(self, tokens: Sequence[int], num_cached: int, finish: Finish | None) -> None:
+        """Makes a request that no scheduler has go on behind output that another server generated.
+
+        Args:
+            tokens: the output.
+            num_cached: prompt tokens that the other server found in its prefix cache.
+            finish: why the request ended there, if it did.
+        """
+        self.tokens.extend(tokens)
+        self.num_cached = max(self.num_cached, num_cached)
+        if finish is not None:
+            self.end(finish)
+        self.clear_place()
+
+    def end(self, finish: Finish) -> None:
+        """Marks the request as ended."""
+        self.status = Status.FINISHED
+        self.finish_reason, self.stop_reason = finish
 
     def detach(self) -> None:
         """Takes its slot and its blocks away, which no longer exist, and forgets the tokens whose

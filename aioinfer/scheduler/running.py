@@ -160,12 +160,11 @@ class RunningRequests:
         """Frees what the prompt chunks of the last plan left behind their windows.
 
         A later plan may write to these blocks, the same one may not: its tokens are written before
-        any of them is read. A row that may take no token has its last one computed again.
+        any of them is read.
         """
         for request in self._advanced:
             if request.slot >= 0:
-                start = request.num_computed - (not request.plans_ahead)
-                self.kv_cache.free_behind_windows(request, start)
+                self.kv_cache.free_behind_windows(request, request.num_computed)
         self._advanced.clear()
 
     def can_force(self, count: int) -> bool:

@@ -20,17 +20,11 @@ them. Blocks behind a sliding window go back while their request runs, by the sa
 never write into an indexed one. It may be shared in the very step that fills it: workers write all
 keys of a layer before they attend to any.
 
-Requests that cannot be planned yet. One that waits for something else than slots and blocks (a
-grammar that is compiled, keys from another host) is BLOCKED: it is in no queue and holds nobody up,
-and `unblock` puts it where it belongs by its key. One whose rows may take any number of tokens,
-or that needs its last token before the next is sampled, is not planned ahead
-(`Request.plans_ahead`): only it waits for its result, not the others.
-
 The parts. `WaitingQueue` has the requests without a slot, `RunningRequests` those with one,
 `StepPlanner` divides a step's budget among them, `BeamPlanner` plans beam searches, `PostedSteps`
 are those whose results have not come. What is here begins and ends requests and takes results.
 
-The engine is the only caller: `add`, `unblock`, `schedule`, `update`, `finish`, `hold`, `release`.
+The engine is the only caller: `add`, `schedule`, `update`, `finish`.
 Imports neither torch nor aiohttp.
 """
 
@@ -40,11 +34,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from aioinfer.errors import IntegrityError
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.beams import BeamPlanner
 from aioinfer.scheduler.fair_queuing import FairQueuing
-from aioinfer.scheduler.kv_cache import HeldBlocks
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
@@ -54,12 +46,12 @@ from aioinfer.scheduler.prompt_rows import (
     PromptScores,
     PromptStates,
 )
-from aioinfer.scheduler.request import BeamGroup, Request, Status
+from aioinfer.scheduler.request import BeamGroup, Finish, Request, Status
 from aioinfer.scheduler.requested_tokens import section_of
 from aioinfer.scheduler.running import RunningRequests
 from aioinfer.scheduler.stats import SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
-from aioinfer.scheduler.steps import BEAM, PostedSteps, StepOutput
+from aioinfer.scheduler.steps import PostedSteps, StepOutput
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
 
@@ -81,6 +73,7 @@ class Scheduler:
         self.last_pooled: Sequence[PromptPool] = ()
         self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
         self.last_advanced: Sequence[tuple[PromptProgress, int]] = ()
+        self.last_sampled: Sequence[Request] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_stand_ins)
 
@@ -123,11 +116,6 @@ class Scheduler:
         return self._waiting.num_requests
 
     @property
-    def num_blocked(self) -> int:
-        """Requests that wait for something else (see `Request.blocked_on`)."""
-        return self._waiting.num_blocked
-
-    @property
     def num_waiting_tokens(self) -> int:
         """Prompt tokens of the requests that wait for a slot or for blocks."""
         return self._waiting.num_tokens
@@ -148,20 +136,14 @@ class Scheduler:
         return len(self._posted)
 
     @property
-    def last_sampled(self) -> Sequence[Request]:
-        """The requests of which the last posted step samples a token, in the order of its result's
-        rows."""
-        return self._posted.last_sampled
-
-    @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not self.running and not self.num_waiting and not self.num_blocked
+        return not self.running and not self.num_waiting
 
     # ---------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
-        """Queues a request, or keeps it until `unblock` if it is blocked on something.
+        """Queues a request.
 
         One that another scheduler has admitted before, and that was detached there, goes before
         those that were never admitted, as after a preemption. The caller has checked that the
@@ -173,16 +155,7 @@ class Scheduler:
         else:
             start = self._fair_queuing.virtual_time(priority)
         request.key = (priority, start, next(self._arrivals))
-        if request.blocked_on is None:
-            self._waiting.add(request)
-        else:
-            self._waiting.block(request)
-
-    def unblock(self, request: Request) -> None:
-        """Queues a request that was blocked, at its place by its key. Nothing if it has ended."""
-        request.blocked_on = None
-        if request.status is Status.BLOCKED:
-            self._waiting.unblock(request)
+        self._waiting.add(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
@@ -212,11 +185,8 @@ class Scheduler:
         """
         if request.status is Status.FINISHED:
             return
-        was_blocked = request.status is Status.BLOCKED
-        self._end(request, reason, stop_reason)
-        if was_blocked:
-            self._waiting.drop_blocked(request)
-        elif request.slot < 0:
+        self._end(request, Finish(reason, stop_reason))
+        if request.slot < 0:
             self._waiting.drop(request)
         else:
             self._running.remove(request)
@@ -243,66 +213,41 @@ class Scheduler:
         """
         for request in ended:
             request.detach()
-            self._mark_finished(request, "error", None)
+            request.end(Finish("error"))
         self._requeue(self.limits, kept)
         self._running.vacated = list(range(self.limits.max_num_seqs))
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
-        self.kv_cache.lose_held()
         self._clear(limits)
         requeued = list(requests)
         self._fair_queuing.restore(requeued)
         for request in requeued:
             request.detach()
-            if request.status is Status.BLOCKED:
-                self._waiting.block(request)
-            else:
-                self._waiting.add(request)
+            self._waiting.add(request)
 
-    def force(self, request: Request, tokens: Sequence[int]) -> int:
+    def force(self, request: Request, tokens: Sequence[int]) -> tuple[int, Finish | None]:
         """Appends tokens to a running request that need not be sampled, as if a result had brought
-        them; the next plan sends them, and has them computed in one row. Returns how many were
-        taken: fewer if the request ends with one of them, none if there are too many in a plan.
+        them; the next plan sends them, and has them computed in one row.
+
+        Returns how many were taken, fewer if the request ends with one of them and none if there
+        are too many in a plan, and why the request ended, if it did.
 
         If a posted step samples the first of them, that row's result is dropped.
         """
         if request.slot < 0 or not self._running.can_force(len(tokens)):
-            return 0
+            return 0, None
         first, num_sampled = len(request.tokens), request.num_pending
         if num_sampled:
             self._posted.drop_row(request)
         request.total = first
         for number, token in enumerate(tokens, 1):
             request.total += 1
-            if self._take_token(request, token):
+            if (finish := self._take_token(request, token)) is not None:
                 self._running.remove_ended()
-                return number
+                return number, finish
         self._running.force(request, first, len(tokens), num_sampled)
-        return len(tokens)
-
-    def hold(self, request: Request) -> HeldBlocks:
-        """Returns the KV blocks of a running request. They stay allocated, past its end too, until
-        `release`; who needs them meanwhile waits.
-
-        They do not outlive the workers: after a `restart` or `rebuild` they are gone, and
-        `HeldBlocks.blocks` raises `KVBlocksGoneError`.
-        """
-        if request.slot < 0:
-            raise IntegrityError(f"request {request.request_id} has no blocks to hold")
-        return self.kv_cache.hold(request)
-
-    def release(self, held: HeldBlocks) -> None:
-        """Gives up blocks that were held; does nothing if they are gone with the workers. Raises
-        KeyError if they were released before.
-
-        The caller plans the next step, since waiting requests may have been short of them.
-        """
-        self.kv_cache.release(held)
-
-    def held_requests(self) -> list[Request]:
-        """Returns the requests that have not ended and whose blocks are held."""
-        return [r for r in self.kv_cache.holders() if r.status is not Status.FINISHED]
+        return len(tokens), None
 
     # ---------------------------------------------------------------- steps
 
@@ -315,6 +260,7 @@ class Scheduler:
         running.send_changes(builder)
         sampled = builder.sampled_requests
         self._posted.add(self._step_id, sampled, has_beams=builder.has_beams)
+        self.last_sampled = sampled
         if self.pacing.is_active:
             self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
@@ -351,109 +297,62 @@ class Scheduler:
         step = self._posted.take(result.step_id)
         if self.pacing.is_active:
             self.pacing.finish(self._clock() if came is None else came)
-        sampled = step.sampled
-        output = StepOutput([], [], [])
-        ended = False
-        if result.tokens.shape[1] > 1 or len(result.num_taken):
-            output.has_several = True
-            ended = self._take_rows(sampled, result, output)
-        else:  # the same for one token a row
-            tokens = result.tokens[:, 0].tolist()
-            for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
-                if request.status is Status.FINISHED:
-                    self.stats.wasted_rows += request is not BEAM
-                    continue
-                output.requests.append(request)
-                output.tokens.append(token)
-                output.rows.append(row)
-                ended |= self._take_token(request, token)
-        if ended:
+        self.stats.wasted_rows += step.num_forced
+        requests: list[Request] = []
+        tokens: list[int] = []
+        rows: list[int] = []
+        finished: dict[int, Finish] = {}
+        sampled = zip(step.sampled, result.tokens.tolist(), strict=True)
+        for row, (request, token) in enumerate(sampled):
+            if request is None:
+                continue
+            if request.status is Status.FINISHED:
+                self.stats.wasted_rows += 1
+                continue
+            if (finish := self._take_token(request, token)) is not None:
+                finished[len(requests)] = finish
+            requests.append(request)
+            tokens.append(token)
+            rows.append(row)
+        if finished:
             self._running.remove_ended()
-        output.beam_rows = step.beam_rows()
-        return output
+        return StepOutput(requests, tokens, rows, finished, step.beam_rows())
 
     def advance(self, beams: BeamGroup, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Appends the tokens that a search has decided on to its beams; see
         `BeamPlanner.advance`."""
         self._beams.advance(beams, parents, tokens)
 
-    def _take_rows(self, sampled: list[Request], result: StepResult, output: StepOutput) -> bool:
-        """Takes rows of several tokens each, up to the one with which a request ends. Returns
-        whether any ended."""
-        k = result.tokens.shape[1]
-        counts = result.num_taken.tolist() or [k] * len(sampled)
-        ended = False
-        for row, (request, tokens, taken) in enumerate(
-            zip(sampled, result.tokens.tolist(), counts, strict=True)
-        ):
-            if request.status is Status.FINISHED:
-                self.stats.wasted_rows += request is not BEAM
-                continue
-            if taken != 1:
-                self._settle_placeholder(request, taken)
-            for place, token in enumerate(tokens[:taken]):
-                output.requests.append(request)
-                output.tokens.append(token)
-                output.rows.append(row * k + place)
-                if self._take_token(request, token):
-                    ended = True
-                    break
-        return ended
-
-    def _settle_placeholder(self, request: Request, taken: int) -> None:
-        """Puts `taken` tokens in the place of the one that was expected of a row.
-
-        What is beyond the first is computed by the next row, as all tokens are that are not in the
-        cache; and if there is none, the last token is computed once more, since its logits are
-        needed again. (A state that has taken it up cannot do so twice: where layers keep a state,
-        every row takes a token.)
-        """
-        if request.plans_ahead:
-            raise IntegrityError("the next row was planned for exactly one token")
-        request.total += taken - 1
-        if not taken and self.kv_cache.has_states:
-            raise IntegrityError("a state cannot be computed again")
-        if not taken and request.slot >= 0:
-            self._running.num_prefill -= request.num_uncomputed
-            request.num_computed -= 1
-            self._running.num_prefill += request.num_uncomputed
-
-    def _take_token(self, request: Request, token: int) -> bool:
-        """Appends a token. Returns whether the request ended with it."""
+    def _take_token(self, request: Request, token: int) -> Finish | None:
+        """Appends a token. Returns why the request ended with it, if it did."""
         if token < 0:
             self.kv_cache.forget(request)
-            reason = "error"
+            finish = Finish("error")
         else:
             tokens = request.tokens
             tokens.append(token)
             length = len(tokens)
             if token in request.end_tokens:
-                reason = "stop"
+                finish = Finish("stop", token)
             elif length >= request.max_len:
-                reason = "length"
+                finish = Finish("length")
             else:
                 full = (request.num_committed + 1) * self.limits.block_size
                 if length >= full and request.num_computed >= full:
                     self.kv_cache.commit(request)
-                return False
+                return None
         waiting = request.slot < 0  # preempted while its last token was on its way
-        self._end(request, reason, token if reason == "stop" else None)
+        self._end(request, finish)
         if waiting:
             self._waiting.drop(request)
         else:
-            if reason != "error":
+            if token >= 0:
                 self.kv_cache.commit(request)
             self._running.free(request)
-        return True
+        return finish
 
-    @staticmethod
-    def _mark_finished(request: Request, reason: str, stop_reason: int | str | None) -> None:
-        request.status = Status.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
-
-    def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:
-        self._mark_finished(request, reason, stop_reason)
+    def _end(self, request: Request, finish: Finish) -> None:
+        request.end(finish)
         if request.num_cached < 0:
             self._fair_queuing.drop(request)
         else:

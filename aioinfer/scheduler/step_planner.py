@@ -220,7 +220,7 @@ class StepPlanner:
         to its end gives up its last block, and a fork computes the last token of the prompt in its
         copy of that block.
         """
-        if request.group and not request.num_output and not self._kv_cache.has_states:
+        if request.group and not request.num_output:
             leader = request.group.leader
             if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
                 prefix = self._kv_cache.fork(leader, request.prompt_len - 1)

@@ -5,39 +5,36 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from aioinfer.errors import IntegrityError
-from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Finish, Request
 
-#: In the place of a request whose row was sampled in vain.
-NOBODY = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
-#: In the place of a beam, whose token is not the one that was sampled: the engine decides on it.
-BEAM = Request("", array("i"), 0, SamplingParams(), 0, status=Status.FINISHED)
-
-#: (place among the result's rows, whose row it is, `BeamGroup.num_detached` when it was posted)
+#: (place among the result's rows, its request, `BeamGroup.num_detached` when it was posted)
 _BeamRow = tuple[int, Request, int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a result brought: `requests[i]` got `tokens[i]`, the one that stands at `rows[i]` of the
-    result's tokens, row by row (with one token a row, that is the row).
+    """The tokens of a step: `requests[i]` got `tokens[i]`.
 
-    A request that ended with its last token here has its `finish_reason` set; one whose row failed
-    is there with token -1. `has_several` tells whether a request may be there more than once, its
-    tokens behind each other. `beam_rows` are the rows of beams, which are not among the requests,
-    and whose they are.
+    A request may be there several times, its tokens behind each other, where a constraint forced
+    some.
+
+    Attributes:
+        requests, tokens: of each new token; -1 in the place of a token that could not be sampled.
+        rows: the row of the result that each token stands at, and which has its log-probabilities;
+            that of the token before it for a forced token.
+        finished: why the request at a place ended with its token there.
+        beam_rows: (row, request) of the rows of beams, whose tokens are not among the others.
     """
 
-    requests: list[Request]
-    tokens: list[int]
-    rows: list[int]
-    has_several: bool = False
+    requests: Sequence[Request]
+    tokens: Sequence[int]
+    rows: Sequence[int]
+    finished: Mapping[int, Finish] = field(default_factory=dict)
     beam_rows: Sequence[tuple[int, Request]] = ()
 
 
@@ -47,16 +44,18 @@ class PostedStep:
 
     Attributes:
         step_id: the plan's.
-        sampled: of which requests it samples a token, in the order of its result's rows. `NOBODY`
-            and `BEAM` stand for requests whose tokens are dropped.
+        sampled: of which requests it samples a token, in the order of its result's rows; None where
+            the token is dropped.
+        num_forced: how many of these were dropped since the request was given another token.
     """
 
     step_id: int
-    sampled: list[Request]
+    sampled: list[Request | None]
+    num_forced: int = 0
     _beams: Sequence[_BeamRow] = ()
 
     def beam_rows(self) -> Sequence[tuple[int, Request]]:
-        """Returns the rows of beams: the place of each among the result's rows, and whose it is.
+        """Returns the rows of beams: the place of each among the result's rows, and its request.
 
         Rows of groups that were preempted or have ended since are left out.
         """
@@ -76,18 +75,13 @@ class PostedSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def last_sampled(self) -> Sequence[Request]:
-        """The `sampled` requests of the last posted step."""
-        return self._steps[-1].sampled
-
-    def add(self, step_id: int, sampled: list[Request], *, has_beams: bool) -> None:
+    def add(self, step_id: int, sampled: Sequence[Request], *, has_beams: bool) -> None:
         """Records that a step is posted. The tokens of beams will be dropped."""
-        step = PostedStep(step_id, sampled)
+        step = PostedStep(step_id, list(sampled))
         if has_beams:
             rows = [(row, r, r.beams.num_detached) for row, r in enumerate(sampled) if r.beams]
             for row, _, _ in rows:
-                sampled[row] = BEAM
+                step.sampled[row] = None
             step._beams = rows
         self._steps.append(step)
 
@@ -102,9 +96,10 @@ class PostedSteps:
         return step
 
     def drop_row(self, request: Request) -> None:
-        """Has the token dropped that the oldest step with a row of this request samples for it."""
-        sampled = next(step.sampled for step in self._steps if request in step.sampled)
-        sampled[sampled.index(request)] = NOBODY
+        """Drops the token that the oldest step with a row of this request samples for it."""
+        step = next(step for step in self._steps if request in step.sampled)
+        step.sampled[step.sampled.index(request)] = None
+        step.num_forced += 1
 
     def clear(self) -> None:
         """Forgets all steps, whose results will not come."""

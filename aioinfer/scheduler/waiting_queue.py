@@ -1,5 +1,4 @@
-"""The requests without a slot: those that wait for a slot or for blocks, in the order of their
-keys, and those that are BLOCKED on something else, in no order.
+"""The requests that wait for a slot or for blocks, in the order of their keys.
 
 The scheduler is the only caller. A request that ends while it waits is counted out at once. It
 leaves the heap when it comes to the front, or when as many have ended as wait: then the heap is
@@ -17,11 +16,11 @@ from aioinfer.scheduler.request import Request, Status
 
 
 class WaitingQueue:
-    """A heap of requests by key, and the blocked requests beside it.
+    """A heap of requests by key.
 
     Attributes:
-        num_requests: requests that wait; blocked ones are not counted, and a beam search counts as
-            many times as it has beams, as n sequences of a prompt do.
+        num_requests: requests that wait; a beam search counts as many times as it has beams, as n
+            sequences of a prompt do.
         num_tokens: their prompt tokens, those of a beam search counted once for each beam.
         num_prefill_tokens: their prompt tokens that are not expected in the cache.
     """
@@ -32,30 +31,10 @@ class WaitingQueue:
         self.num_prefill_tokens = 0
         self._heap: list[Request] = []
         self._num_ended = 0  # of those in the heap
-        self._blocked: dict[Request, None] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields the blocked requests and the waiting ones, in no order."""
-        yield from self._blocked
-        yield from self._waiting()
-
-    def _waiting(self) -> Iterator[Request]:
+        """Yields the requests that wait, in no order."""
         return (request for request in self._heap if request.status is Status.WAITING)
-
-    @property
-    def num_blocked(self) -> int:
-        """Requests that are blocked."""
-        return len(self._blocked)
-
-    def block(self, request: Request) -> None:
-        """Makes a request BLOCKED and keeps it until `unblock`."""
-        request.status = Status.BLOCKED
-        self._blocked[request] = None
-
-    def unblock(self, request: Request) -> None:
-        """Queues a request that was blocked, at its place by its key."""
-        del self._blocked[request]
-        self.add(request)
 
     def add(self, request: Request) -> None:
         """Makes a request WAITING and queues it."""
@@ -103,16 +82,10 @@ class WaitingQueue:
         self.num_tokens -= request.num_slots * request.prompt_len
         self.num_prefill_tokens -= request.prompt_len - request.num_expected
 
-    def drop_blocked(self, request: Request) -> None:
-        """Forgets a blocked request that has ended."""
-        del self._blocked[request]
-
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the counts agree with the requests, and fewer ended
         requests are kept than waiting ones."""
-        if any(r.status is not Status.BLOCKED or r.slot >= 0 or r.blocks for r in self._blocked):
-            raise IntegrityError("a blocked request holds a slot or blocks")
-        waiting = list(self._waiting())
+        waiting = list(self)
         num_ended = len(self._heap) - len(waiting)
         if num_ended != self._num_ended or num_ended >= max(1, len(waiting)):
             raise IntegrityError("the ended requests in the waiting queue are miscounted")

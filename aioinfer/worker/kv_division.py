@@ -2,9 +2,9 @@
 
 Each group has blocks of its own, so their numbers decide how many requests run side by side, and
 the right proportion depends on how long these are: a long request needs many blocks where all
-tokens are attended to, but with a sliding window no more than the window takes, and one state
-whatever its length. A division that is made for short requests wastes the blocks of the windows
-when requests are long, and one for long requests leaves too few of them for many short ones.
+tokens are attended to, but with a sliding window no more than the window takes. A division that is
+made for short requests wastes the blocks of the windows when requests are long, and one for long
+requests leaves too few of them for many short ones.
 
 The rule. A division for a reference length gives every group as many blocks as the same number of
 requests of that length own. Among the divisions for all reference lengths (the longest request,
@@ -15,7 +15,7 @@ whatever comes: with windows that take five times as many bytes a token as full 
 the worst ratio is about 0.55, and with plenty of memory it is 1.
 
 Bounds. No group has fewer blocks than one request of the longest length needs. Groups with windows
-and states have no more than all running requests together can own (`enough_blocks`); the rest goes
+have no more than all running requests together can own (`enough_blocks`); the rest goes
 to the groups that keep all tokens, where it lengthens what can run and what the prefix cache keeps.
 """
 
@@ -81,18 +81,16 @@ class CacheDemand:
         never exceed; None where all tokens are kept, since a prefix cache has use for any number.
 
         A request of which a step computes c tokens owns at most (window + c + 2 * block_size - 3)
-        / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none, and where rows
-        may take no token, one token more is kept. All c of a step together are at most `max_chunk`.
+        / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none. All c of a step
+        together are at most `max_chunk`.
         """
         seqs, size = self.max_num_seqs, self.block_size
         enough: list[int | None] = []
         for group in self.groups:
-            if not group.keeps_tokens:
-                enough.append(seqs)
-            elif group.window is None:
+            if group.window is None:
                 enough.append(None)
             else:
-                tokens = seqs * (group.window + 2 * size - 1) + self.max_chunk
+                tokens = seqs * (group.window + 2 * size - 2) + self.max_chunk
                 enough.append(min(tokens // size, seqs * -(-num_tokens // size)))
         return enough
 

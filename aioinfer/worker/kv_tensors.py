@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from aioinfer.ipc.kv_spec import KVGroup, StateSpec
+from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
@@ -80,8 +80,5 @@ def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
 
 def _shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
     """Returns the shape of a group's tensor."""
-    spec = group.spec
-    if isinstance(spec, StateSpec):
-        raise NotImplementedError("no layer keeps a state yet")
-    parts, heads, channels = spec.token_shape
+    parts, heads, channels = group.spec.token_shape
     return parts, len(group.layers), num_blocks, block_size, heads, channels
