@@ -73,7 +73,7 @@ class WaitingQueue:
     def _shrink(self) -> None:
         """Rebuilds the heap if at least half of it has ended."""
         if self._num_ended and 2 * self._num_ended >= len(self._heap):
-            self._heap = list(self._waiting())
+            self._heap = list(self)
             heapq.heapify(self._heap)
             self._num_ended = 0
 
