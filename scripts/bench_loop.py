@@ -115,7 +115,7 @@ class EchoExecutor:
         result, rows = self._held.pop(step_id)
         for row, mask in zip(rows.tolist(), self.masks_of(step_id), strict=False):
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            result.tokens[row, 0] = allowed.argmax() if allowed.any() else -1
+            result.tokens[row] = allowed.argmax() if allowed.any() else -1
         self._answer(result)
 
     def _answer(self, result: StepResult) -> None:

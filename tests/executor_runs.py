@@ -180,4 +180,4 @@ async def greedy(run: Run, count: int) -> list[int]:
     await run.wait_for_results(begin + count)
     results = run.results[begin:]
     assert [result.step_id for result in results] == list(range(begin, begin + count))
-    return [int(result.tokens[0, 0]) for result in results]
+    return [int(result.tokens[0]) for result in results]

@@ -99,7 +99,7 @@ async def test_two_hosts_give_what_one_gives(folder: Path, run: Run) -> None:
         each.executor.post_masks(7)
         each.executor.post(decode_plan(8, 13))
         await each.wait_for_results(9)
-        expected.append(tokens + [int(result.tokens[0, 0]) for result in each.results[7:]])
+        expected.append(tokens + [int(result.tokens[0]) for result in each.results[7:]])
         await each.executor.shutdown()
     assert expected[0] == expected[1]
     assert expected[0][7] == 41
@@ -124,7 +124,7 @@ async def test_the_last_stage_on_another_host(tmp_path: Path) -> None:
         each.executor.post_masks(7)
         each.executor.post(decode_plan(8, 13))
         await each.wait_for_results(9)
-        expected.append(tokens + [int(result.tokens[0, 0]) for result in each.results[7:]])
+        expected.append(tokens + [int(result.tokens[0]) for result in each.results[7:]])
         await each.executor.shutdown()
         assert each.failures == []
     assert [list(layers) for layers, _ in report.stages] == [[0], [1]]

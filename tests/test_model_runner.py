@@ -148,7 +148,7 @@ class Steps:
         return self.runner.step(plan).wait()
 
     def tokens(self, *rows: Row) -> list[int]:
-        return self.run(*rows).tokens[:, 0].tolist()
+        return self.run(*rows).tokens.tolist()
 
     def generate(self, slot: int, prompt: list[int], count: int, **params: Any) -> list[int]:
         """A whole request, alone."""
@@ -366,7 +366,7 @@ def test_a_reused_slot_shows_nothing_of_its_former_request(model: Model) -> None
     steps.admit(5, PROMPT)
     result = steps.run(Row(5, 0, len(PROMPT)))
     assert result.logprobs is None
-    first = result.tokens[:, 0].tolist()
+    first = result.tokens.tolist()
     assert first + steps.decode(5, len(PROMPT), 19) == model.greedy(PROMPT, 20)
 
 
@@ -423,7 +423,7 @@ def test_a_result_survives_the_ring(model: Model) -> None:
     assert copy.logprobs.top_tokens[0].tolist() == best.indices.tolist()
     np.testing.assert_allclose(copy.logprobs.top_logprobs[0], best.values.numpy(), rtol=1e-4)
     nothing = StepResult.decode(b"".join(steps.run(Row(1, 4, 1, False)).encode()))
-    assert nothing.tokens.shape == (0, 1)
+    assert nothing.tokens.shape == (0,)
 
 
 def test_a_step_leaves_no_graph_behind(model: Model) -> None:

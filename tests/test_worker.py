@@ -120,7 +120,7 @@ def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
             none,
             () if step else [Admissions.of([admission])],
         )
-        tokens += worker.execute(plan).wait().tokens[:, 0].tolist()
+        tokens += worker.execute(plan).wait().tokens.tolist()
     return tokens
 
 
