@@ -201,7 +201,7 @@ def _set_status(span: Span, record: RequestRecord) -> None:
     if record.status >= 500:
         span.set_status(StatusCode.ERROR)
         span.set_attribute("error.type", str(record.status))
-    elif any(s.request.finish_reason in (None, "error") for s in record.sequences()):
+    elif any(s.finish_reason in (None, "error") for s in record.sequences()):
         # in a stream, whose status line had been sent
         span.set_status(StatusCode.ERROR)
         span.set_attribute("error.type", "generation_failed")

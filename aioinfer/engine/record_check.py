@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from aioinfer.engine.output import OutputSequence
 from aioinfer.engine.recovery import EngineState, RecoverableEngine
 from aioinfer.errors import GenerationError
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Finish, Request, Status
 
 #: Seconds between two checks, while there are requests.
 _CHECK_EVERY_S = 60.0
@@ -69,7 +69,7 @@ class RecordCheck:
         for request, sequence in list(sequences.items()):
             if request not in known and request in sequences:
                 self._report(f"request {request.request_id} was in no queue")
-                request.status = Status.FINISHED
+                request.end(Finish("error"))
                 engine.fail(sequence.output, GenerationError("the server has lost the request"))
         for request in known - sequences.keys():
             self._report(f"request {request.request_id} had nobody to go to")
