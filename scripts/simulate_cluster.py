@@ -16,8 +16,8 @@ Requests arrive at random (Poisson), at a rate for each replica; `--share` of th
 second's requests come at once, all with one prefix. What a lost replica had is lost; it comes back
 empty after 20 seconds.
 
-While nothing arrives at a replica and nothing is prefilled there, its decode steps are computed as
-one of up to 16 tokens a row, as for speculative tokens. It ends when a request of it ends or when
+While nothing arrives at a replica and nothing is prefilled there, up to 16 of its decode steps are
+computed as one: the tokens of a row but the first are forced. It ends when a request of it ends or when
 one arrives, so nothing that is measured depends on it but the time of allocating blocks; without
 that, a thousand replicas would take an hour. Steps are not planned ahead: a step takes the device's
 time alone. All times but "router" are simulated; "router" is the processor time that choosing a
@@ -400,12 +400,13 @@ class Simulation:
         """Takes the result of a step."""
         if version != replica.version or replica.plan is None:
             return
-        rows = int(replica.plan.samples.sum())
-        tokens = np.full((rows, replica.steps), 7, np.int32)
-        result = StepResult(replica.plan.step_id, tokens)
-        output = replica.scheduler.update(result)
-        self.outcome.tokens += len(output.tokens)
-        for request in dict.fromkeys(output.requests):
+        scheduler, rows = replica.scheduler, int(replica.plan.samples.sum())
+        result = StepResult(replica.plan.step_id, np.full(rows, _TOKEN, np.int32))
+        more = [_TOKEN] * (replica.steps - 1)  # of the steps that are merged with this one
+        for request in scheduler.update(result).requests:
+            self.outcome.tokens += 1
+            if more and request.status is not Status.FINISHED:
+                self.outcome.tokens += scheduler.force(request, more)[0]
             job = replica.jobs[request]
             if job.first < 0:
                 job.first = self.now
@@ -466,6 +467,7 @@ class Simulation:
 
 
 _PARAMS = SamplingParams(temperature=0.0)
+_TOKEN = 7
 
 
 def percentile(values: Sequence[float], part: float) -> float:
