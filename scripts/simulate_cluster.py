@@ -17,11 +17,11 @@ second's requests come at once, all with one prefix. What a lost replica had is 
 empty after 20 seconds.
 
 While nothing arrives at a replica and nothing is prefilled there, up to 16 of its decode steps are
-computed as one: the tokens of a row but the first are forced. It ends when a request of it ends or when
-one arrives, so nothing that is measured depends on it but the time of allocating blocks; without
-that, a thousand replicas would take an hour. Steps are not planned ahead: a step takes the device's
-time alone. All times but "router" are simulated; "router" is the processor time that choosing a
-replica took here, hashing of prompts left out.
+computed as one: the tokens of a row but the first are forced. It ends when a request of it ends or
+when one arrives, so nothing that is measured depends on it but the time of allocating blocks;
+without that, a thousand replicas would take an hour. Steps are not planned ahead: a step takes the
+device's time alone. All times but "router" are simulated; "router" is the processor time that
+choosing a replica took here, hashing of prompts left out.
 """
 
 from __future__ import annotations
