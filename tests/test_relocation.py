@@ -310,7 +310,10 @@ async def test_another_server_goes_on_behind_what_the_client_has(n: int) -> None
     """From wherever the first server was lost: the client has each token once, its reader gets what
     the client has in the same deltas, and sequences that have ended stay so."""
     first, second = await Fleet.launch(1), await Fleet.launch(1)
-    prompt, fields = [7] * 9, {"n": n, "seed": 5, "stop_token_ids": (3,), "max_tokens": 20}
+    prompt = [7] * 9
+    ends, goes_on, *_ = (complete(prompt, 29, frozenset(), 5 + index) for index in range(3))
+    stop = next(token for token in ends[3:] if token not in goes_on)
+    fields = {"n": n, "seed": 5, "stop_token_ids": (stop,), "max_tokens": 20}
     output = await first.submit(prompt, **fields)
     sent = [KnownDelta(*_fields(delta)) async for delta in output]
     wanted = expected(output)
