@@ -42,8 +42,8 @@ class Block:
 
 @dataclass(slots=True)
 class _PendingToken:
-    """A token that has come, and those of its bytes that are in no block's text yet. `is_noted`:
-    its log-probability is in a block, whose text ended within it."""
+    """A token that has come, and the bytes of it that are in no block's text yet. `is_noted`: its
+    log-probability is in a block, whose text ended within it."""
 
     logprob: dict[str, Any]
     rest: bytes

@@ -230,7 +230,7 @@ def input_items(
 
 
 def _item_body(item: Item, place: str) -> dict[str, Any]:
-    """Returns the fields of an item that those of other types lack."""
+    """Returns the fields that an item has by its type."""
     match item.type:
         case "message" if item.role is not None:
             kind = "output_text" if item.role == "assistant" else "input_text"
