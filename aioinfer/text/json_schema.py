@@ -2,7 +2,8 @@
 enforcing it, and what would take it too long.
 
 llguidance itself refuses the keywords that it does not know to be annotations (`not`, `if`,
-`uniqueItems` and the like); `grammar.describe` puts its messages into words.
+`uniqueItems` and the like), where `schema_rewriting` has left them; `grammar.describe` puts its
+messages into words.
 """
 
 from __future__ import annotations
@@ -148,17 +149,26 @@ def _count_levels(schema: Any) -> int:
 def find_target(schema: Any, reference: str) -> Any:
     """Returns what a reference such as `#/$defs/name` points at, or None where that is not plain to
     see."""
+    path = path_to(schema, reference)
+    return path[-1][1] if path else None
+
+
+def path_to(schema: Any, reference: str) -> list[tuple[str, Any]]:
+    """Returns the places that a reference such as `#/$defs/name` passes, as it has them, each with
+    what is there; none where that is not plain to see."""
+    path: list[tuple[str, Any]] = []
     if not reference.startswith("#/"):
-        return None
-    for name in unquote(reference[2:]).split("/"):
-        name = name.replace("~1", "/").replace("~0", "~")
+        return path
+    for place in unquote(reference[2:]).split("/"):
+        name = place.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict):
             schema = schema.get(name)
         elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
             schema = schema[int(name)]
         else:
-            return None
-    return schema
+            return []
+        path.append((place, schema))
+    return path
 
 
 def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:

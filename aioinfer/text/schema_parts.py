@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from aioinfer.errors import RequestError
-from aioinfer.text.json_schema import Schema, find_target, inner_schemas, map_inner
+from aioinfer.text.json_schema import Schema, find_target, inner_schemas, map_inner, path_to
 
 #: Levels of JSON that a part has before it is parted again, and of values within it that are no
 #: schemas.
@@ -129,23 +129,12 @@ class _Parts:
 
     def _moved(self, reference: str) -> str:
         """Returns what a reference within the schema has become."""
-        if not reference.startswith("#/"):
-            return reference
-        item: Any = self._root
         moved = "#"
-        for place in unquote(reference[2:]).split("/"):
-            name = place.replace("~1", "/").replace("~0", "~")
-            if isinstance(item, dict):
-                item = item.get(name)
-            elif isinstance(item, list) and name.isdecimal() and int(name) < len(item):
-                item = item[int(name)]
-            else:
-                return reference  # it leads nowhere
+        path = path_to(self._root, reference)
+        for place, item in path:
             part = self.names.get(id(item))
-            moved = (
-                f"{moved}/{quote(place, safe='$~')}" if part is None else f"#/$defs/{quote(part)}"
-            )
-        return moved
+            moved = f"{moved}/{quote(place, safe='$~')}" if part is None else f"#/$defs/{part}"
+        return moved if path else reference
 
 
 def _check_values(schema: Schema, inner: set[int]) -> None:

@@ -1,8 +1,8 @@
 """Rewrites keywords of JSON Schema that llguidance does not enforce into such that it does.
 
-A rewritten schema allows nothing that the given one forbids. Most rewritings are exact; that of
-`contains` is narrower: the items that it demands come first. What cannot be rewritten stays, and
-is refused by its name when the grammar is compiled.
+A rewritten schema allows nothing that the given one forbids. Some allow less: with `contains`, the
+items that it demands come first. What cannot be rewritten stays, and is refused by its name when
+the grammar is compiled.
 """
 
 from __future__ import annotations
