@@ -209,14 +209,13 @@ def _run_with_helpers(team, task, body, began, helpers):
     closed = _now(team, _MONOTONIC)
     _close(team)
     took, waited = closed - began, _now(team, _MONOTONIC) - closed
+    lost = 0
     if took > _LATE_NS:  # without its core, the caller computes less than the time that passes
-        took -= _now(team, _OF_THREAD) - computed
-        if took > _LATE_NS:
-            _note_loss(team, took)
-            return
-    # a piece takes less than all that the caller has computed
-    if waited > max(_LATE_NS, closed - began):
-        _note_loss(team, waited)
+        lost = took - (_now(team, _OF_THREAD) - computed)
+    if waited > took:  # a piece takes less than all that the caller has computed
+        lost = max(lost, waited)
+    if lost > _LATE_NS:
+        _note_loss(team, lost)
 
 
 @njit
