@@ -234,6 +234,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
             metrics=one,
             scheduler=Scheduler(limits),
             stage_times=lambda: [StageTime(0.0, 0.0)] * 2,
+            report=SimpleNamespace(device="cpu", dtype="", cache_dtype="", implementation=""),
         )
         for number, one in enumerate(metrics)
     ]

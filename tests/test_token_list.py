@@ -28,17 +28,19 @@ def ids(count: int) -> list[int]:
 @pytest.mark.parametrize("count", [1, 1000, 30_000, 60_000])
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
-    ("kind", "field"), [(CompletionRequest, "prompt"), (DetokenizeRequest, "tokens")]
+    ("kind", "field", "rest"),
+    [
+        (CompletionRequest, "prompt", {"max_tokens": 3, "stop": ["["]}),
+        (DetokenizeRequest, "tokens", {}),
+    ],
 )
-def test_a_list_in_pieces(kind, field, count, indent, monkeypatch):
+def test_a_list_in_pieces(kind, field, rest, count, indent, monkeypatch):
     pieces = []
     whole = token_list._decode_ids[kind]
     monkeypatch.setitem(
         token_list._decode_ids, kind, lambda piece: pieces.append(piece) or whole(piece)
     )
-    raw = json.dumps(
-        {"model": "m", field: ids(count), "max_tokens": 3, "stop": ["["]}, indent=indent
-    ).encode()
+    raw = json.dumps({"model": "m", field: ids(count), **rest}, indent=indent).encode()
     assert decode_large(raw, kind) == decode(raw, kind)
     assert (len(pieces) > 1) == (count >= 30_000)
     assert all(len(piece) < PIECE + 20 for piece in pieces)

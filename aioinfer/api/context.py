@@ -120,9 +120,11 @@ async def template_messages(body: Conversation) -> list[dict[str, Any]]:
 
 def check_model(config: Config, model: str | None) -> None:
     """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
-    if model is not None and model not in config.served_model_names:
+    served = config.served_model_names
+    if model is not None and model not in served:
+        names = ", ".join(repr(name) for name in served)
         raise RequestError(
-            f"the model {shorten(model)!r} does not exist",
+            f"the model {shorten(model)!r} does not exist; this server serves {names}",
             param="model",
             status=404,
             code="model_not_found",
