@@ -266,7 +266,7 @@ class TestTable:
         assert "Unrecognized request argument supplied: sonnets" in str(reply)
         assert served.frontend.stats()["steps"] == steps
 
-    @pytest.mark.parametrize("path", BODIES.keys() - {"/classify", "/infill"})
+    @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/classify", "/infill"}))
     async def test_what_changes_nothing(self, served: Served, path: str) -> None:
         supported = set(supported_fields(BODIES[path]))
         length = "n_predict" if "n_predict" in supported else "max_tokens"
