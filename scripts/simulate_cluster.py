@@ -2,7 +2,7 @@
 
 A discrete-event simulation with production objects: `aioinfer.cluster.router` routes, each replica
 is an `aioinfer.scheduler.Scheduler` with its block pool and prefix cache, and its reports are those
-of `aioinfer.scheduler.load`. Simulated are the workers (a step takes what
+of `aioinfer.scheduler.stats`. Simulated are the workers (a step takes what
 `benchlib/step_times_h200.toml` says), the clients, and the network (no time). Beside the router:
 round-robin, and the replica with the fewest requests that have not ended, which a router without
 reports knows as well.

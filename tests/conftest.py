@@ -65,7 +65,7 @@ SLOW = frozenset(
         "test_main.py",
         "test_masking.py::test_an_end_token_under_a_constraint_is_no_text",
         "test_masks.py::test_masks_are_shared_and_untouched_ones_take_no_memory",
-        "test_meeting_file.py::test_two_processes_meet",
+        "test_anonymous_file.py::test_two_processes_meet",
         "test_multiprocess.py",
         "test_page.py",
         "test_parallel.py",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.engine.expert_balance import place_experts
+from aioinfer.engine.expert_load import place_experts
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers.backend import Backend

@@ -1,10 +1,27 @@
-"""Block hashes: equal only for equal prefixes, and extended without starting again."""
+"""Hashes of KV blocks, and blocks that are found by their first tokens."""
 
 from __future__ import annotations
 
 from array import array
 
-from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.scheduler.kv_cache import KVCacheManager
+from aioinfer.scheduler.prefix_cache import (
+    MIN_COPIED_TOKENS,
+    PartialBlocks,
+    extend_hashes,
+    root_hash,
+)
+from aioinfer.worker import kv_tensors
+from aioinfer.worker.kv_tensors import KVTensors
+from tests.test_kv_cache import make_request as make_long_request
+from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
+from tests.test_shared_prefixes import TEXT, add_drawn_requests, computed_of_prompts
 
 
 def hashes_of(tokens: list[int], block_size: int = 4, root: bytes | None = None) -> list[bytes]:
@@ -34,3 +51,194 @@ def test_extending_gives_the_same_as_hashing_anew():
 
 def test_extra_keys_part_what_may_not_be_shared():
     assert hashes_of([1, 2, 3, 4]) != hashes_of([1, 2, 3, 4], root=root_hash(b"tenant"))
+
+
+#: Of the harness: longer than what is worth a copy.
+BLOCK = 32
+
+
+def encode(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+# -------------------------------------------------------------------- which block
+
+
+def test_the_block_with_most_of_the_tokens_is_found() -> None:
+    blocks = PartialBlocks()
+    for name, shared in ((b"a", 20), (b"b", 30), (b"c", 25)):
+        blocks.add(name, b"parent", encode([*TEXT[:shared], *[99] * (40 - shared)]))
+    assert blocks.find(b"parent", encode(TEXT[:40])) == (b"b", 30)
+    assert blocks.find(b"parent", encode(TEXT[:27])) == (b"b", 27)
+    assert blocks.find(b"another", encode(TEXT[:40])) == (b"", 0)
+    blocks.remove(b"b")
+    blocks.remove(b"b")
+    assert blocks.find(b"parent", encode(TEXT[:40])) == (b"c", 25)
+    for name in (b"a", b"c"):
+        blocks.remove(name)
+    assert len(blocks) == 0
+    assert blocks.find(b"parent", encode(TEXT[:40])) == (b"", 0)
+
+
+def test_few_tokens_are_not_worth_a_copy() -> None:
+    blocks = PartialBlocks()
+    blocks.add(b"a", b"parent", encode(TEXT[:40]))
+    enough, few = TEXT[:MIN_COPIED_TOKENS], TEXT[: MIN_COPIED_TOKENS - 1]
+    assert blocks.find(b"parent", encode([*enough, 77])) == (b"a", MIN_COPIED_TOKENS)
+    assert blocks.find(b"parent", encode([*few, 77, 77])) == (b"", 0)
+    assert blocks.find(b"parent", encode(few)) == (b"", 0)
+
+
+# -------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, windowed(40)), (windowed(50), windowed(7))])
+def test_a_prompt_begins_with_a_copy(groups: tuple[KVGroup, ...]) -> None:
+    harness = Harness(
+        block_size=BLOCK, num_blocks=64, token_budget=256, prefill_cap=256, groups=groups
+    )
+    first = make_request("first", [*TEXT[:120], *[50] * 20], 4)
+    harness.add(first)
+    harness.run()
+    again = make_request("again", [*TEXT[:120], *[51] * 20], 4)
+    harness.add(again)
+    harness.run()
+    assert (first.num_cached, again.num_cached) == (0, 120)
+    assert harness.worker.num_copies == len(groups)
+    for request in (first, again):
+        assert_complete(request)
+    assert computed_of_prompts(harness) == 140 + 20
+
+
+def test_of_a_prompt_that_is_known_to_its_end_one_token_is_computed() -> None:
+    harness = Harness(block_size=BLOCK, num_blocks=64, token_budget=256, prefill_cap=256)
+    requests = [make_request(str(number), TEXT[: 4 * BLOCK], 3) for number in range(2)]
+    for request in requests:
+        harness.add(request)
+        harness.run()
+        assert_complete(request)
+    assert requests[1].num_cached == 4 * BLOCK - 1
+
+
+def test_another_salt_copies_nothing() -> None:
+    harness = Harness(block_size=BLOCK, num_blocks=64, token_budget=256, prefill_cap=256)
+    requests = [make_request(str(number), [*TEXT[:60], number], 3) for number in range(2)]
+    requests[1].hash_root = root_hash(b"another")
+    for request in requests:
+        harness.add(request)
+        harness.run()
+    assert (requests[1].num_cached, harness.worker.num_copies) == (0, 0)
+
+
+def test_nothing_is_copied_that_the_same_step_computes() -> None:
+    """Copies come before what a step computes, so the second prompt computes the tokens itself; it
+    shares the full block before them. A third one, a step later, copies."""
+    harness = Harness(block_size=BLOCK, num_blocks=64, token_budget=512, prefill_cap=512)
+    requests = [make_request(str(n), [*TEXT[:50], *[50 + n] * 20], 3) for n in range(3)]
+    harness.add(*requests[:2])
+    assert harness.post()
+    harness.add(requests[2])
+    harness.run()
+    assert [request.num_cached for request in requests] == [0, BLOCK, 50]
+    for request in requests:
+        assert_complete(request)
+
+
+def test_a_request_that_needs_all_blocks_begins_with_a_copy() -> None:
+    """The block that is copied from may be among those that the request gets."""
+    harness = Harness(block_size=BLOCK, num_blocks=4, token_budget=256, prefill_cap=256)
+    first = make_request("first", TEXT[:100], 4)
+    second = make_request("second", [*TEXT[:50], *[50] * 60], 4)
+    for request in (first, second):
+        harness.add(request)
+        harness.run()
+        assert_complete(request)
+    assert second.num_cached == 50
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_outputs_are_right_whatever_is_copied(data: st.DataObject) -> None:
+    """Prompts are prefixes of one text with an end of their own; blocks are short enough that they
+    are evicted and requests preempted."""
+    draw = data.draw
+    windows = draw(st.lists(st.integers(2, 80), max_size=2), "windows")
+    harness = Harness(
+        depth=draw(st.sampled_from([1, 2]), "depth"),
+        block_size=draw(st.sampled_from([20, BLOCK]), "block size"),
+        num_blocks=draw(st.integers(14, 40), "blocks"),
+        token_budget=draw(st.integers(20, 300), "budget"),
+        prefill_cap=draw(st.integers(20, 300), "cap"),
+        groups=(FULL, *map(windowed, windows)),
+    )
+    requests = add_drawn_requests(draw, harness, most=12, own=40, new=40)
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+
+
+# -------------------------------------------------------------------- groups
+
+
+def test_a_block_that_one_group_is_computing_is_not_copied() -> None:
+    """The first group has kept it; the second has lost it, and it is being computed anew there."""
+    cache = KVCacheManager([FULL, windowed(20)], [20, 20], BLOCK, max_chunk=256)
+    first, second, third = (make_long_request(name, 2 * BLOCK + 5) for name in "abc")
+    third.tokens[BLOCK + 20] = 1  # in its second block
+    for request in (first, second):
+        cache.publish_tokens()
+        prefix = cache.find_prefix(request)
+        cache.admit(request, prefix, len(request.tokens))
+        request.num_computed = len(request.tokens)
+        cache.commit(request)
+        if request is first:
+            cache.publish_tokens()
+            assert cache.find_prefix(third).num_tokens == BLOCK + 20
+            cache.free(first)
+            cache.pools[1].forget_all()
+            assert cache.find_prefix(third).num_tokens == 0
+    assert cache.find_prefix(third).num_tokens == BLOCK
+    cache.publish_tokens()
+    assert cache.find_prefix(third).num_tokens == BLOCK + 20
+
+
+def test_evicted_blocks_leave_no_tokens_behind() -> None:
+    cache = KVCacheManager([FULL], [8], BLOCK, max_chunk=1024)
+    for number in range(20):
+        request = make_long_request(str(number), 4 * BLOCK + 3)
+        request.tokens[0] = 1000 + number
+        cache.publish_tokens()
+        cache.admit(request, cache.find_prefix(request), len(request.tokens))
+        request.num_computed = len(request.tokens)
+        cache.commit(request)
+        cache.free(request)
+    cache.publish_tokens()
+    partial = cache.leading_pool.partial
+    assert partial is not None
+    assert len(partial) == cache.num_cached <= 8
+    cache.reset_prefix_cache()
+    assert len(partial) == 0
+
+
+def test_blocks_too_short_for_a_copy_are_not_indexed() -> None:
+    cache = KVCacheManager([FULL], [8], MIN_COPIED_TOKENS, max_chunk=1024)
+    assert cache.leading_pool.partial is None
+
+
+# -------------------------------------------------------------------- the copies themselves
+
+
+@pytest.mark.parametrize("limit", [1, 1 << 10, 1 << 20])
+def test_many_blocks_are_copied_layer_by_layer(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is copied to may be copied from in the same plan: its former content counts."""
+    monkeypatch.setattr(kv_tensors, "_MAX_COPY_BYTES", limit)
+    groups = [KVGroup(AttentionSpec(2, 4), (0, 1, 2)), KVGroup(AttentionSpec(1, 4, 8), (3,))]
+    kv = KVTensors(groups, [6, 4], 16, torch.float32, torch.device("cpu"))
+    for tensor in kv.tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    before = [tensor.clone() for tensor in kv.tensors]
+    kv.copy_blocks([3, 1], torch.tensor([0, 1, 2, 3]).int(), torch.tensor([1, 2, 5, 0]).int())
+    for tensor, old, places in zip(
+        kv.tensors, before, ([0, 0, 1, 3, 4, 2], [3, 1, 2, 3]), strict=True
+    ):
+        assert torch.equal(tensor, old[:, :, places])

@@ -19,8 +19,7 @@ from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.devices import select_device
-from aioinfer.worker.dtypes import select_dtype
+from aioinfer.worker.devices import select_device, select_dtype
 from aioinfer.worker.worker import LoadReport, Worker
 
 CPU = torch.device("cpu")

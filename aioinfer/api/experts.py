@@ -11,8 +11,7 @@ from aiohttp import web
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
-from aioinfer.engine.expert_balance import place_experts
-from aioinfer.engine.expert_load import imbalance
+from aioinfer.engine.expert_load import imbalance, place_experts
 from aioinfer.errors import RequestError
 from aioinfer.ipc.expert_placement import ExpertPlacement
 

@@ -34,7 +34,7 @@ from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_start_anew, make_executor
 from aioinfer.executor.torchrun import follow
-from aioinfer.ipc.meeting_file import Meetings
+from aioinfer.ipc.anonymous_file import RendezvousFiles
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
@@ -122,8 +122,8 @@ class Frontend:
         resolved = time.perf_counter()
         on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
-        meetings = Meetings(config.parallel.data_parallel_size) if shares else None
-        renew = partial(make_executor, config, folder, find=find_model, meetings=meetings)
+        files = RendezvousFiles(config.parallel.data_parallel_size) if shares else None
+        renew = partial(make_executor, config, folder, find=find_model, rendezvous_files=files)
         executors = [*map(renew, range(config.parallel.data_parallel_size))]
         frontend = cls(config, executors, renew if can_start_anew(config) else None)
         try:

@@ -11,7 +11,7 @@ from aioinfer.executor.base import Executor
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
 from aioinfer.executor.torchrun import TorchrunExecutor, torchrun_place
-from aioinfer.ipc.meeting_file import Meetings
+from aioinfer.ipc.anonymous_file import RendezvousFiles
 
 
 def make_executor(
@@ -19,7 +19,7 @@ def make_executor(
     folder: Path,
     engine: int = 0,
     find: Callable[[Config], Path] | None = None,
-    meetings: Meetings | None = None,
+    rendezvous_files: RendezvousFiles | None = None,
 ) -> Executor:
     """Returns the executor of `parallel.executor` for an engine, by its number; `auto` gives
     workers processes of their own, or takes those that torchrun has started.
@@ -27,7 +27,7 @@ def make_executor(
     Args:
         folder: of the model, on this host.
         find: finds the model on another host that does not have this folder.
-        meetings: bring the ranks of several engines together.
+        rendezvous_files: bring the ranks of several engines together.
 
     Raises:
         ConfigError: a package that the executor needs is missing.
@@ -44,8 +44,8 @@ def make_executor(
         return RayExecutor(config, folder, engine, find)
     if (place := torchrun_place(config)) is not None:
         return TorchrunExecutor(config, folder, place)
-    meeting = meetings.next(engine) if meetings is not None else None
-    return MultiprocessExecutor(config, folder, engine, meeting)
+    rendezvous = rendezvous_files.next(engine) if rendezvous_files is not None else None
+    return MultiprocessExecutor(config, folder, engine, rendezvous)
 
 
 def can_start_anew(config: Config) -> bool:

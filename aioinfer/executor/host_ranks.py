@@ -30,13 +30,12 @@ from typing import Any, Protocol, cast
 from torch import multiprocessing
 
 from aioinfer.config import Config
+from aioinfer.ipc.anonymous_file import RendezvousFile, StackDump
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 from aioinfer.ipc.masks import MaskMemory, MaskNotice, buffer_of, num_mask_buffers
-from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32
 from aioinfer.ipc.ring import Ring
-from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
@@ -111,8 +110,8 @@ class HostRanks:
         events: whose methods are called when something happens.
         visible_devices: as in `WorkerSpec`.
         launch: starts the process of a rank.
-        meeting: where the ranks find those of other engines, if they compute with them; closed at
-            the end.
+        rendezvous: where the ranks find the ranks of other engines, if they compute with them;
+            closed at the end.
 
     Attributes:
         monitor: whether the processes run at all.
@@ -130,7 +129,7 @@ class HostRanks:
         *,
         visible_devices: str | None = None,
         launch: Callable[[WorkerSpec], RankProcess] = spawn,
-        meeting: MeetingFile | None = None,
+        rendezvous: RendezvousFile | None = None,
     ):
         self.config = config
         self.ranks = [place.engine_rank for place in places]
@@ -143,7 +142,7 @@ class HostRanks:
         self._results = Ring(1)
         self._masks = MaskMemory(num_mask_buffers(config.parallel.pipeline_parallel_size))
         self._vocab_size = 0
-        self._meeting = meeting or MeetingFile()
+        self._rendezvous = rendezvous or RendezvousFile()
         self._stacks = [StackDump() for _ in places]
         self._processes: list[RankProcess] = []
         self._pidfds: list[int] = []
@@ -184,7 +183,7 @@ class HostRanks:
             self._controls.append(here)
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, stacks, self._meeting, self._masks, self._engine,
+                there, lifeline, stacks, self._rendezvous, self._masks, self._engine,
                 self._visible_devices,
             )  # fmt: skip
             process = self._launch(spec)
@@ -343,7 +342,7 @@ class HostRanks:
             os.close(pidfd)
         if self._lifeline is not None:
             self._lifeline.close()
-        for shared in (self._meeting, self._plans, self._masks, self._results, self.monitor):
+        for shared in (self._rendezvous, self._plans, self._masks, self._results, self.monitor):
             shared.close()
         for stacks in self._stacks:
             stacks.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from aioinfer.config import Config
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
-from aioinfer.ipc.meeting_file import MeetingFile
+from aioinfer.ipc.anonymous_file import RendezvousFile
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
 
@@ -16,12 +16,19 @@ class MultiprocessExecutor(WorkerExecutor):
     """Implements `Executor` with worker processes of this host."""
 
     def __init__(
-        self, config: Config, folder: Path, engine: int = 0, meeting: MeetingFile | None = None
+        self,
+        config: Config,
+        folder: Path,
+        engine: int = 0,
+        rendezvous: RendezvousFile | None = None,
     ):
-        """`meeting` is where its ranks find those of other engines, if they compute with them."""
+        """`rendezvous` is where its ranks find the ranks of other engines, if they compute with
+        them."""
         super().__init__(config, folder, engine)
         places = self._places()
-        ranks = HostRanks(config, folder, engine, places, self.heartbeat, self, meeting=meeting)
+        ranks = HostRanks(
+            config, folder, engine, places, self.heartbeat, self, rendezvous=rendezvous
+        )
         self._hosts = [ranks]
 
     @property

@@ -28,12 +28,12 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import Capacity, settle_capacity
 from aioinfer.executor.host_ranks import HostRanks
+from aioinfer.ipc.anonymous_file import StackDump
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.masks import ConstrainedRows, buffer_of, mask_words, num_mask_buffers
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import RingFullError
-from aioinfer.ipc.stack_dump import StackDump
 from aioinfer.worker.process import FailureReport
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 An expert may have several copies, on different ranks as a rule, among which its tokens are divided.
 A copy of an expert on a rank is a place. Places are numbered rank by rank; where there are no
 copies and experts lie in their order, the numbers of places are those of experts. The layers read
-a placement (`layers.placed_experts`), and `engine.expert_balance` makes one from counted tokens.
+a placement (`layers.placed_experts`), and `engine.expert_load` makes one from counted tokens.
 Imports no torch.
 """
 

@@ -30,8 +30,8 @@ class RankSpec:
         world_size: the number of ranks, on all hosts.
         local_rank: its number among the ranks of its host, which is also that of its GPU.
         master_address, master_port: of the `TCPStore` through which ranks on several hosts find
-            each other. Those of one host meet through a `MeetingFile`: a loopback address without
-            a port stands for that host.
+            each other. Those of one host use a `RendezvousFile`: a loopback address without a port
+            stands for that host.
         groups: (name, size) of each axis; names are of `GROUP_NAMES`, and the product of the sizes
             is `world_size`.
         owns_devices: whether the GPUs that the process sees are those of its host's ranks alone,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from aioinfer.errors import IntegrityError
-from aioinfer.scheduler.partial_blocks import PartialBlocks
+from aioinfer.scheduler.prefix_cache import PartialBlocks
 
 
 class BlockPool:

@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
 from aioinfer.scheduler.block_pool import BlockPool
-from aioinfer.scheduler.partial_blocks import MIN_COPIED_TOKENS, PartialBlocks
-from aioinfer.scheduler.prefix_cache import extend_hashes
+from aioinfer.scheduler.prefix_cache import MIN_COPIED_TOKENS, PartialBlocks, extend_hashes
 from aioinfer.scheduler.request import NULL_BLOCK, Request
 
 

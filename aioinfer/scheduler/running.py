@@ -8,6 +8,7 @@ when blocks run out.
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from itertools import pairwise
 
 from aioinfer.errors import IntegrityError
@@ -15,11 +16,21 @@ from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Request, Status
-from aioinfer.scheduler.stats import SchedulerStats
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
 #: Forced tokens that a plan takes: 16 bytes each.
 MAX_FORCED_TOKENS = 16_384
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start. `prefix_*` count prompt tokens of first admissions."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    wasted_rows: int = 0
 
 
 class RunningRequests:

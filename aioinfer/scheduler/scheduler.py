@@ -48,8 +48,7 @@ from aioinfer.scheduler.prompt_rows import (
 )
 from aioinfer.scheduler.request import BeamGroup, Finish, Request, Status
 from aioinfer.scheduler.requested_tokens import section_of
-from aioinfer.scheduler.running import RunningRequests
-from aioinfer.scheduler.stats import SchedulerStats
+from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
 from aioinfer.scheduler.steps import PostedSteps, StepOutput
 from aioinfer.scheduler.waiting_queue import WaitingQueue

@@ -16,8 +16,7 @@ from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing, fill_tiles
 from aioinfer.scheduler.request import Request, Status
-from aioinfer.scheduler.running import RunningRequests
-from aioinfer.scheduler.stats import SchedulerStats
+from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_time import StepWork
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 

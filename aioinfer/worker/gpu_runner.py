@@ -39,7 +39,6 @@ from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.mask_uploads import MaskUploads
 from aioinfer.worker.masks import MaskSource, await_masks, constrained_rows
-from aioinfer.worker.plan_buffer import PlanBuffer
 from aioinfer.worker.prompt_rows import (
     PendingSection,
     PromptOutputs,
@@ -49,7 +48,7 @@ from aioinfer.worker.prompt_rows import (
 from aioinfer.worker.requested_logprobs import requested_logprobs
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
-from aioinfer.worker.step_buffers import StepBuffers, Tensors
+from aioinfer.worker.step_buffers import PlanBuffer, StepBuffers, Tensors
 from aioinfer.worker.step_graphs import StepGraphs
 from aioinfer.worker.step_inputs import count_decodes
 from aioinfer.worker.stopwatch import TimedLayers, cold_bytes

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError
+from aioinfer.ipc.anonymous_file import RendezvousFile, StackDump
 from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, is_notice
-from aioinfer.ipc.meeting_file import MeetingFile
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.ring import Ring
-from aioinfer.ipc.stack_dump import StackDump
 
 if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
@@ -52,7 +51,7 @@ class WorkerSpec:
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
-        meeting: where the ranks of this host find each other.
+        rendezvous: where the ranks of this host find each other.
         stacks: where this rank writes its stacks when it is asked for them.
         masks: where the engine writes which tokens constrained rows may sample.
         engine: the number of the engine that the rank belongs to.
@@ -71,7 +70,7 @@ class WorkerSpec:
     control: Connection
     lifeline: Connection
     stacks: StackDump
-    meeting: MeetingFile
+    rendezvous: RendezvousFile
     masks: MaskMemory
     engine: int = 0
     visible_devices: str | None = None
@@ -321,5 +320,5 @@ def _join_groups(spec: WorkerSpec) -> ProcessGroups:
     )
     store = None
     if spec.place.is_local:
-        store = FileStore(spec.meeting.path, spec.place.world_size)
+        store = FileStore(spec.rendezvous.path, spec.place.world_size)
     return ProcessGroups.connect(spec.place, device, store)

@@ -19,9 +19,9 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
 from aioinfer.worker.first_blocks import SharedPrefixes
-from aioinfer.worker.plan_buffer import PlanBuffer
 from aioinfer.worker.prompt_rows import has_prompt_rows
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.step_buffers import PlanBuffer
 
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
 #: kernel takes longer than its launch.

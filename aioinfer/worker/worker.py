@@ -21,8 +21,7 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import build_model, load_model_config
-from aioinfer.worker.devices import select_device, set_up_device
-from aioinfer.worker.dtypes import select_cache_dtype, select_dtype
+from aioinfer.worker.devices import select_cache_dtype, select_device, select_dtype, set_up_device
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
