@@ -233,12 +233,12 @@ async def renewed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Frontend]:
     engine = frontend.engines[0]
     first: EchoExecutor = engine._executor
 
-    def renew() -> EchoExecutor:
+    def new_executor() -> EchoExecutor:
         executor = EchoExecutor(frontend.config, 0.0)
         executor.text = first.text
         return executor
 
-    engine.recovery.renew, engine.recovery.policy = renew, RestartPolicy(3)
+    engine.recovery.new_executor, engine.recovery.policy = new_executor, RestartPolicy(3)
     yield frontend
     await frontend.close()
 

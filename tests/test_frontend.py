@@ -73,10 +73,10 @@ class Fleet:
             ScriptedExecutor(WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (64,), length))
             for length in lengths
         ]
-        self.frontend = Frontend(config, list(self.executors), self.renew)
+        self.frontend = Frontend(config, list(self.executors), self.new_executor)
         self.progress: list[Any] = []
 
-    def renew(self, number: int) -> ScriptedExecutor:
+    def new_executor(self, number: int) -> ScriptedExecutor:
         """Returns a new executor, which is the last of the list."""
         self.executors.append(ScriptedExecutor(self.executors[number].report))
         return self.executors[-1]

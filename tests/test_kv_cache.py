@@ -220,18 +220,20 @@ def test_entries_that_a_tile_reads_behind_the_window_name_a_block_of_the_request
     cache = make_cache(FULL, windowed(6))
     request = make_request("one", 33)
     compute(cache, request)
-    assert list(cache.take_stand_ins()) == [], "nothing is freed yet"
+    assert list(cache.take_replacement_blocks()) == [], "nothing is freed yet"
     cache.free_behind_windows(request, 33)
     owned = request.blocks[1][7]
     assert request.blocks[1][:7] == [NULL_BLOCK] * 7
-    assert list(cache.take_stand_ins()) == [(request, 1, index, owned) for index in range(7)]
-    assert list(cache.take_stand_ins()) == [], "they are sent once"
+    assert list(cache.take_replacement_blocks()) == [
+        (request, 1, index, owned) for index in range(7)
+    ]
+    assert list(cache.take_replacement_blocks()) == [], "they are sent once"
     again = make_request("again", 33)
     compute(cache, again)
-    assert list(cache.take_stand_ins()) == [
+    assert list(cache.take_replacement_blocks()) == [
         (again, 1, index, again.blocks[1][6]) for index in range(6)
     ]
-    assert cache.max_stand_ins == 15, "64 tokens are 16 blocks"
+    assert cache.max_replacement_blocks == 15, "64 tokens are 16 blocks"
 
 
 def test_no_entry_stands_in_while_a_request_owns_no_block_of_the_window() -> None:
@@ -240,7 +242,7 @@ def test_no_entry_stands_in_while_a_request_owns_no_block_of_the_window() -> Non
     compute(cache, request)
     cache.free_behind_windows(request, 8)
     assert request.blocks == [[NULL_BLOCK] * 2]
-    assert list(cache.take_stand_ins()) == []
+    assert list(cache.take_replacement_blocks()) == []
     cache.grow(request, 1)
     block = request.blocks[0][2]
-    assert list(cache.take_stand_ins()) == [(request, 0, 0, block), (request, 0, 1, block)]
+    assert list(cache.take_replacement_blocks()) == [(request, 0, 0, block), (request, 0, 1, block)]

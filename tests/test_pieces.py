@@ -52,15 +52,15 @@ def test_the_tokens_of_the_pieces_are_those_of_the_text(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(PARTS), max_size=60).map("".join), st.integers(1, 20))
-def test_the_pieces_of_a_shielded_text_give_its_tokens(
+def test_the_pieces_of_a_escaped_text_give_its_tokens(
     tokenizer: ModelTokenizer, text: str, size: int
 ) -> None:
-    cutter = tokenizer.shielded_pieces
+    cutter = tokenizer.escaped_pieces
     assert cutter is not None
     cut = list(cutter.cut(text, size))
     assert "".join(cut) == text
-    encoded = [token for piece in cut for token in tokenizer.encode(piece, is_shielded=True)]
-    assert encoded == tokenizer.encode(text, is_shielded=True)
+    encoded = [token for piece in cut for token in tokenizer.encode(piece, is_escaped=True)]
+    assert encoded == tokenizer.encode(text, is_escaped=True)
 
 
 def test_a_text_without_spaces_is_cut_between_letters_and_marks() -> None:

@@ -191,10 +191,10 @@ def test_slices_find_every_special_token(
     assert marked == {"a": [text]}
 
 
-def test_placeholders_are_none_of_the_characters_of_shields(
+def test_placeholders_are_none_of_the_characters_of_escapes(
     tokenizer_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of few private-use characters most are in shields already."""
+    """Of few private-use characters most are in escapes already."""
     monkeypatch.setattr(plain_content, "_PRIVATE", range(0xF0000, 0xF0020))
     folder = smollm2_folder(tokenizer_cache)
     for _ in range(5):
@@ -217,8 +217,8 @@ def test_a_vocabulary_that_finds_special_tokens_in_text() -> None:
     marked, marks = content.mark("<s>a")
     chat = content.unmark(f"<s>{marked}a", marks)
     assert chat.text == "<s><s>aa"
-    assert chat.shielded is not None
-    ids = content.encode(chat.shielded)
+    assert chat.escaped is not None
+    ids = content.encode(chat.escaped)
     assert ids[0] == 0
     assert 0 not in ids[1:]
     assert "".join(map(backend.id_to_token, ids)) == "<s><s>aa"

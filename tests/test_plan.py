@@ -18,10 +18,10 @@ from aioinfer.ipc.plan import (
     MAX_PLAN_BYTES,
     Admission,
     Admissions,
+    FreedSlots,
     Logprobs,
     StepPlan,
     StepResult,
-    Vacated,
     max_sequence_tokens,
 )
 from aioinfer.ipc.ring import Ring
@@ -72,7 +72,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     if admitted := draw(st.lists(admissions(), max_size=3)):
         sections.append(Admissions.of(admitted))
     if draw(st.booleans()):
-        sections.insert(0, Vacated(ids(draw(st.lists(INT32, max_size=3)))))
+        sections.insert(0, FreedSlots(ids(draw(st.lists(INT32, max_size=3)))))
     return StepPlan(
         draw(STEP_IDS), *columns(draw, 4, 6), *columns(draw, 3, 6), *copies, sections, groups
     )

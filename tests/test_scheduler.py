@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
-from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, StepPlan, StepResult, Vacated
+from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, FreedSlots, StepPlan, StepResult
 from aioinfer.ipc.request_record import RECORD
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
@@ -306,8 +306,10 @@ def test_slots_with_penalties_are_named_as_vacated():
     while not harness.scheduler.is_idle:
         harness.step()
         slot = slot if with_penalty.slot < 0 else with_penalty.slot
-    vacated = [p.section(Vacated) for p in harness.plans if p.section(Vacated) is not None]
-    assert [section.slots.tolist() for section in vacated] == [[slot]]
+    freed_slots = [
+        p.section(FreedSlots) for p in harness.plans if p.section(FreedSlots) is not None
+    ]
+    assert [section.slots.tolist() for section in freed_slots] == [[slot]]
 
 
 def test_prefix_caching_can_be_off():
@@ -643,7 +645,7 @@ def test_records_that_are_made_anew_keep_who_waits_and_drop_what_is_on_its_way()
     assert [request.num_output for request in requests[:2]] == [0, 0]
     for request in requests[2:]:
         assert_complete(request)
-    assert harness.plans[2].section(Vacated).slots.tolist() == list(range(2))
+    assert harness.plans[2].section(FreedSlots).slots.tolist() == list(range(2))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from aioinfer.ipc.masks import ForcedTokens
-from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, Vacated
+from aioinfer.ipc.plan import I32, Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.adjustments import adjust_logits
 from aioinfer.worker.sampler import sample
@@ -25,10 +25,10 @@ def ids(*values: int) -> I32:
 def make_plan(
     *admissions: Admission,
     growth: list[tuple[int, int, int]] | None = None,
-    vacated: tuple[int, ...] = (),
+    freed_slots: tuple[int, ...] = (),
 ) -> StepPlan:
     """A plan without rows. `growth`: (row, index, block)."""
-    sections = [Vacated(ids(*vacated))] if vacated else []
+    sections = [FreedSlots(ids(*freed_slots))] if freed_slots else []
     slots, indices, blocks = (
         (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
     )
@@ -232,10 +232,10 @@ def test_memory_of_counts_comes_back_when_their_requests_have_gone() -> None:
     slots = make_slots(16)
     slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
     assert slots.occurrences.rows.nbytes == 16 * VOCAB * 4
-    slots.apply(make_plan(vacated=tuple(range(1, 16))))
+    slots.apply(make_plan(freed_slots=tuple(range(1, 16))))
     assert len(slots.occurrences.rows) == 4
     assert adjusted(slots, 0, 2).ne(1).nonzero()[:, 0].tolist() == [0], "the one that stays"
-    slots.apply(make_plan(admit(5, [1, 9], frequency_penalty=1.0), vacated=(5,)))
+    slots.apply(make_plan(admit(5, [1, 9], frequency_penalty=1.0), freed_slots=(5,)))
     assert adjusted(slots, 5, 2).ne(1).nonzero()[:, 0].tolist() == [9]
 
 

@@ -144,10 +144,10 @@ class PromptEncoder:
         if tokenizer.bound is not None:
             find_bound = tokenizer.bound.min_tokens
             self._check_length(await run(lambda: find_bound(chat.text, limit + 1)), limit, param)
-        is_shielded = chat.shielded is not None
-        text = chat.text if chat.shielded is None else chat.shielded
-        encode = partial(tokenizer.encode, param=param, is_shielded=is_shielded)
-        cutter = tokenizer.shielded_pieces if is_shielded else tokenizer.pieces
+        is_escaped = chat.escaped is not None
+        text = chat.text if chat.escaped is None else chat.escaped
+        encode = partial(tokenizer.encode, param=param, is_escaped=is_escaped)
+        cutter = tokenizer.escaped_pieces if is_escaped else tokenizer.pieces
         if cutter is None:
             return await run(lambda: encode(text, add_special_tokens), is_long=True)
         pieces = cutter.cut(text)

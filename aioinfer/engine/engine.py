@@ -66,7 +66,7 @@ class Engine:
         config: Config,
         executor: Executor,
         on_death: Callable[[Engine, str], None],
-        renew: Callable[[], Executor] | None = None,
+        new_executor: Callable[[], Executor] | None = None,
     ):
         """Makes an engine; nothing runs before `start`.
 
@@ -75,9 +75,10 @@ class Engine:
             config: the whole configuration.
             executor: runs its workers.
             on_death: called with the engine and the reason when it serves no more requests, because
-                its workers died or hung. Requests that it does not take over, by `surrender` and
-                `release`, are ended then.
-            renew: makes an executor of the same kind, for a restart; without it there is none.
+                its workers died or hung. Requests that it does not take over, by `export_requests`
+                and `release`, are ended then.
+            new_executor: makes an executor of the same kind, for a restart; without it there is no
+                restart.
         """
         self.number = number
         self.name = f"engine {number}: " if config.parallel.data_parallel_size > 1 else ""
@@ -107,7 +108,7 @@ class Engine:
             self,
             self._sequences,
             config.parallel.restart_workers,
-            renew,
+            new_executor,
             lambda reason: on_death(self, reason),
         )
         self._record_check = RecordCheck(self, self._sequences)
@@ -301,7 +302,7 @@ class Engine:
         if not self._sequences:
             self._idle.set()
 
-    def surrender(self) -> list[OutputSequence]:
+    def export_requests(self) -> list[OutputSequence]:
         """Ends the requests that cannot go on with another engine, once this one is dead. Returns
         the sequences of the others, in the order in which they would have been served."""
         self.recovery.prepare_move(self.dead_reason or "")
@@ -317,7 +318,7 @@ class Engine:
         if not self._sequences:
             self._idle.set()
 
-    def adopt(self, sequences: Iterable[OutputSequence]) -> None:
+    def import_requests(self, sequences: Iterable[OutputSequence]) -> None:
         """Queues sequences that another engine has released: their known tokens are computed anew,
         as after a preemption."""
         for sequence in sequences:
@@ -325,7 +326,7 @@ class Engine:
             request.detach()
             self._sequences[request] = sequence
             if sequence.times is not None:
-                self.metrics.adopt(request, sequence.times)
+                self.metrics.import_request(request, sequence.times)
             if sequence.constraint is not None:
                 self.masking.add(request, sequence.constraint)
             self.scheduler.add(request)

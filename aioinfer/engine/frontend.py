@@ -73,12 +73,12 @@ class Frontend:
         self,
         config: Config,
         executors: Sequence[Executor],
-        renew: Callable[[int], Executor] | None = None,
+        new_executor: Callable[[int], Executor] | None = None,
     ):
         """Makes an engine for each executor. Nothing runs before `start`.
 
-        `renew` makes a new executor for the engine of a number, whose workers were lost; without
-        it, workers are not started anew.
+        `new_executor` makes an executor for the engine of a number whose workers were lost;
+        without it, workers are not restarted.
         """
         self.config = config
         self.dead_reason: str | None = None
@@ -88,7 +88,7 @@ class Frontend:
                 config,
                 executor,
                 self._handle_death,
-                None if renew is None else partial(renew, number),
+                None if new_executor is None else partial(new_executor, number),
             )
             for number, executor in enumerate(executors)
         ]
@@ -123,9 +123,11 @@ class Frontend:
         on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
         files = RendezvousFiles(config.parallel.data_parallel_size) if shares else None
-        renew = partial(make_executor, config, folder, find=find_model, rendezvous_files=files)
-        executors = [*map(renew, range(config.parallel.data_parallel_size))]
-        frontend = cls(config, executors, renew if can_start_anew(config) else None)
+        new_executor = partial(
+            make_executor, config, folder, find=find_model, rendezvous_files=files
+        )
+        executors = [*map(new_executor, range(config.parallel.data_parallel_size))]
+        frontend = cls(config, executors, new_executor if can_start_anew(config) else None)
         try:
             await frontend.start(folder, on_progress)
         except BaseException:

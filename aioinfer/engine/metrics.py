@@ -236,7 +236,7 @@ class EngineMetrics:
         del self._open[request]
         self.moved += 1
 
-    def adopt(self, request: Request, times: RequestTimes) -> None:
+    def import_request(self, request: Request, times: RequestTimes) -> None:
         """Records a request that another engine has released, with its times."""
         self._open[request] = times
 

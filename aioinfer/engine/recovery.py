@@ -120,7 +120,7 @@ class Recovery:
 
     Attributes:
         policy: how often and how soon they are started anew.
-        renew: makes an executor of the engine's kind, or None: then there is no restart.
+        new_executor: makes an executor of the engine's kind, or None: then there is no restart.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Recovery:
         engine: RecoverableEngine,
         sequences: Mapping[Request, OutputSequence],
         max_restarts: int,
-        renew: Callable[[], Executor] | None,
+        new_executor: Callable[[], Executor] | None,
         on_death: Callable[[str], None],
     ):
         """`sequences` are the engine's open ones, by request; `on_death` is called with the reason
         once it is dead, and takes its requests over or leaves them to be ended."""
-        self.policy = RestartPolicy(max_restarts if renew else 0)
-        self.renew = renew
+        self.policy = RestartPolicy(max_restarts if new_executor else 0)
+        self.new_executor = new_executor
         self._engine = engine
         self._sequences = sequences
         self._on_death = on_death
@@ -226,7 +226,7 @@ class Recovery:
                 async with asyncio.timeout(MAX_END_S):
                     await engine.end_workers()
                 await asyncio.sleep(delay_s)
-                engine.replace_workers(self._renewed())
+                engine.replace_workers(self._replacement_executor())
                 engine.metrics.restarts += 1
                 async with asyncio.timeout(max(MAX_START_S, SLOWEST_START * engine.start_s)):
                     report = await engine.start_workers(no_progress)
@@ -238,10 +238,10 @@ class Recovery:
         self._give_up(f"{reason} (after {self.policy.max_restarts} restarts)")
         await engine.end_workers()
 
-    def _renewed(self) -> Executor:
-        if self.renew is None:
+    def _replacement_executor(self) -> Executor:
+        if self.new_executor is None:
             raise EngineDeadError("this kind of executor cannot be started anew")
-        return self.renew()
+        return self.new_executor()
 
     def _resume(self, report: WorkerReport) -> None:
         """Goes on with new workers.

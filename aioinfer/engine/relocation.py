@@ -30,7 +30,7 @@ def relocate(
     """
     num_requests = dead.num_requests
     outputs: dict[RequestOutput, list[OutputSequence]] = {}
-    for sequence in dead.surrender():
+    for sequence in dead.export_requests():
         outputs.setdefault(sequence.output, []).append(sequence)
     moved = 0
     for output, sequences in outputs.items():
@@ -52,7 +52,7 @@ def _move(
     route = router.route(longest, first.block_hashes, _num_slots(sequences))
     first.num_expected = min(route.num_tokens, first.prompt_len - 1)
     dead.release(sequences)
-    engines[route.engine].adopt(sequences)
+    engines[route.engine].import_requests(sequences)
     router.promise(route, first)
 
 

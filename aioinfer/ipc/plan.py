@@ -31,12 +31,21 @@ from aioinfer.ipc.prompt_rows import (
     TokenStateRows,
     TokenStates,
 )
-from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, Vacated
+from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, FreedSlots
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows, RequestedLogprobs
 from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
 
-__all__ = ["F32", "I32", "Admission", "Admissions", "Logprobs", "StepPlan", "StepResult", "Vacated"]
+__all__ = [
+    "F32",
+    "I32",
+    "Admission",
+    "Admissions",
+    "FreedSlots",
+    "Logprobs",
+    "StepPlan",
+    "StepResult",
+]
 
 VERSION = 3
 #: Version, rows, growth, copies, sections; step id.
@@ -57,7 +66,7 @@ S = TypeVar("S", bound=Section)
 
 #: The sections that a plan may have. A new one is entered here.
 PLAN_SECTIONS: tuple[type[Section], ...] = (
-    Admissions, Vacated, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
+    Admissions, FreedSlots, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
     TokenStateRows, RequestedLogprobRows,
 )  # fmt: skip
 

@@ -141,7 +141,7 @@ class Admissions(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Vacated(Section):
+class FreedSlots(Section):
     """Slots whose requests ended or were preempted and had penalties: workers free what they keep
     for these. Applied before admissions, which may name the same slots.
 

@@ -143,7 +143,7 @@ class WeightShard:
         return shape if self.stack is None else [self.stack.total, *shape]
 
 
-class Carved:
+class TensorArena:
     """Tensors of other shapes and types, one after the other, in the memory of a tensor.
 
     Args:

@@ -143,8 +143,8 @@ class KVCacheManager:
         return bool(self._windows)
 
     @property
-    def max_stand_ins(self) -> int:
-        """The maximum of entries that `take_stand_ins` yields for a request."""
+    def max_replacement_blocks(self) -> int:
+        """The maximum of entries that `take_replacement_blocks` yields for a request."""
         return len(self._windows) * (self._blocks_per_tile - 1)
 
     def fits(self, num_tokens: int) -> bool:
@@ -260,7 +260,7 @@ class KVCacheManager:
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 self._moved[request] = None
 
-    def take_stand_ins(self) -> Iterator[tuple[Request, int, int, int]]:
+    def take_replacement_blocks(self) -> Iterator[tuple[Request, int, int, int]]:
         """Yields (request, group, index, block) of the table entries before the first block that a
         request owns behind a window, as far as attention may read them: once a plan, for the
         requests in which they changed.
@@ -270,7 +270,7 @@ class KVCacheManager:
         not that of the next owner of a freed block.
         """
         moved, self._moved = self._moved, {}
-        if not self.max_stand_ins:
+        if not self.max_replacement_blocks:
             return  # what a tile reads is one block, which is owned
         for request in moved:
             for group, _ in self._windows if request.blocks else ():

@@ -45,16 +45,16 @@ class SchedulerLimits:
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
-    def check_plan_bytes(self, max_stand_ins: int) -> None:
+    def check_plan_bytes(self, max_replacement_blocks: int) -> None:
         """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
         ring's bound leaves for it.
 
         Args:
-            max_stand_ins: `KVCacheManager.max_stand_ins`.
+            max_replacement_blocks: `KVCacheManager.max_replacement_blocks`.
         """
         tables = self.max_num_seqs + self.token_budget // self.block_size
         growth = tables * len(self.groups)
-        growth += self.max_num_seqs * max_stand_ins
+        growth += self.max_num_seqs * max_replacement_blocks
         rows = self.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(self.groups))
         if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
             raise ConfigError(

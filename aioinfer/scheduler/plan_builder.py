@@ -18,7 +18,7 @@ from aioinfer.ipc.prompt_rows import (
     PromptLogprobRows,
     TokenStateRows,
 )
-from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, Vacated
+from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, FreedSlots
 from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance
@@ -214,11 +214,11 @@ class PlanBuilder:
 
     def to_plan(
         self,
-        vacated: Sequence[int] = (),
+        freed_slots: Sequence[int] = (),
         constrained: Sequence[int] = (),
         requested: RequestedLogprobRows | None = None,
     ) -> StepPlan:
-        """Returns the plan as flat arrays. `vacated`, `constrained`: see `Vacated` and
+        """Returns the plan as flat arrays. `freed_slots`, `constrained`: see `FreedSlots` and
         `ConstrainedRows`."""
         decodes, prefills = len(self._decodes), len(self._prefills)
         rows = np.ones((4, decodes + prefills), np.int32)
@@ -231,18 +231,18 @@ class PlanBuilder:
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
             table_blocks, copy_sources, copy_targets,
-            self._sections(vacated, constrained, requested), copy_groups,
+            self._sections(freed_slots, constrained, requested), copy_groups,
         )  # fmt: skip
 
     def _sections(
         self,
-        vacated: Sequence[int],
+        freed_slots: Sequence[int],
         constrained: Sequence[int],
         requested: RequestedLogprobRows | None,
     ) -> Sequence[Section]:
         sections: list[Section] = []
-        if vacated:
-            sections.append(Vacated(np.array(vacated, np.int32)))
+        if freed_slots:
+            sections.append(FreedSlots(np.array(freed_slots, np.int32)))
         if self._packer:
             sections.append(self._packer.pack())
         if self._forced:

@@ -45,7 +45,7 @@ class RunningRequests:
         num_constrained: requests whose rows wait for masks.
         num_requesting: requests with `Request.requested`.
         held_bytes: what the requests may add to a result beside their tokens.
-        vacated: slots that the next plan names in its `Vacated`.
+        freed_slots: slots that the next plan names in its `FreedSlots`.
     """
 
     def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, stats: SchedulerStats):
@@ -67,7 +67,7 @@ class RunningRequests:
         self.num_constrained = 0
         self.num_requesting = 0
         self.held_bytes = 0
-        self.vacated: list[int] = []
+        self.freed_slots: list[int] = []
         # whose prompts the last plan went on with: blocks may be behind a window now
         self._advanced: list[Request] = []
         # for the next plan: (request, first position, forced tokens, how many of them were sampled)
@@ -110,7 +110,7 @@ class RunningRequests:
         self.kv_cache.free(request)
         self.free_slots.append(request.slot)
         if request.params.has_penalties:
-            self.vacated.append(request.slot)
+            self.freed_slots.append(request.slot)
         request.slot = -1
         request.num_computed = 0
         request.prefill_step = -1
@@ -191,7 +191,7 @@ class RunningRequests:
     def send_changes(self, builder: PlanBuilder) -> None:
         """Adds what has to go to the workers beside rows to a plan that will be posted: forced
         tokens, and blocks that stand in for those behind windows."""
-        for request, group, table_index, block in self.kv_cache.take_stand_ins():
+        for request, group, table_index, block in self.kv_cache.take_replacement_blocks():
             builder.set_entry(request, group, table_index, block)
         for forced in self._forced:
             builder.force(*forced)

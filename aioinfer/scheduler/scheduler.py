@@ -74,7 +74,7 @@ class Scheduler:
         self.last_advanced: Sequence[tuple[PromptProgress, int]] = ()
         self.last_sampled: Sequence[Request] = ()
         self._clear(limits)
-        limits.check_plan_bytes(self.kv_cache.max_stand_ins)
+        limits.check_plan_bytes(self.kv_cache.max_replacement_blocks)
 
     def _clear(self, limits: SchedulerLimits) -> None:
         """Makes all slots and blocks free, the prefix index and the queues empty."""
@@ -214,7 +214,7 @@ class Scheduler:
             request.detach()
             request.end(Finish("error"))
         self._requeue(self.limits, kept)
-        self._running.vacated = list(range(self.limits.max_num_seqs))
+        self._running.freed_slots = list(range(self.limits.max_num_seqs))
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Queues `requests`, and nothing else, with none of their tokens computed."""
@@ -274,8 +274,8 @@ class Scheduler:
             requested = section_of(
                 (row, r.requested) for row, r in enumerate(sampled) if r.requested is not None
             )
-        plan = builder.to_plan(running.vacated, constrained, requested)
-        running.vacated.clear()
+        plan = builder.to_plan(running.freed_slots, constrained, requested)
+        running.freed_slots.clear()
         return plan
 
     def schedule_nothing(self) -> StepPlan:

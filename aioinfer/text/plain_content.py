@@ -4,7 +4,7 @@ A chat template writes turns as text with special tokens between them, and a mes
 text of one (`<|im_end|>`) would end its turn and could forge another. So before a template renders
 a conversation, each such text in it is replaced by a private-use character that the conversation
 does not hold (`PlainContent.mark`). What special tokens the rendered text then has are the
-template's. They become shields, secret texts for which a second tokenizer has tokens, the
+template's. They become escapes, secret texts for which a second tokenizer has tokens, the
 private-use characters become what they stand for, and the second tokenizer, which does not know
 special tokens, encodes the result. In all else it is like the first: it shares its vocabulary.
 
@@ -33,7 +33,7 @@ from aioinfer.text.pieces import TextPieces
 _SEARCHED = 64 * 1024
 #: The supplementary private-use area A, without its noncharacters: 65 534 characters.
 _PRIVATE = range(0xF0000, 0xFFFFE)
-#: Random characters at the beginning of each shield.
+#: Random characters at the beginning of each escape.
 _SECRET_LENGTH = 8
 #: Random characters that are tried as placeholders.
 _TRIED = 64
@@ -45,12 +45,12 @@ class ChatText:
 
     Attributes:
         text: the prompt as text.
-        shielded: the same for `PlainContent.encode`, or None if the messages held no text of a
+        escaped: the same for `PlainContent.encode`, or None if the messages held no text of a
             special token: then `text` is encoded as any other.
     """
 
     text: str
-    shielded: str | None = None
+    escaped: str | None = None
 
 
 class PlainContent:
@@ -58,7 +58,7 @@ class PlainContent:
     text. Safe to use from several threads.
 
     Attributes:
-        pieces: how long shielded texts are cut, or None if they have to be encoded whole.
+        pieces: how long escaped texts are cut, or None if they have to be encoded whole.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer):
@@ -72,13 +72,13 @@ class PlainContent:
         self._plain.normalizer = backend.normalizer
         self._plain.pre_tokenizer = backend.pre_tokenizer
         secret = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(_SECRET_LENGTH))
-        self._shields: dict[str, str] = {}
+        self._escapes: dict[str, str] = {}
         own_ids: dict[str, int] = {}
         self._skip_used_ids(secret, len(added))
         for index, token in sorted(added.items()):
             content = token.content
             if token.special and content:
-                content = self._shields[token.content] = f"{secret}{chr(_PRIVATE[len(own_ids)])}"
+                content = self._escapes[token.content] = f"{secret}{chr(_PRIVATE[len(own_ids)])}"
             own_ids[content] = index
             self._plain.add_tokens([_copy_of(token, content)])
         self._new_ids: dict[int, list[int]] = {
@@ -121,8 +121,8 @@ class PlainContent:
             found = sorted({match for text in texts for match in self._special_texts_in(text)})
             if not found:
                 return value, {}
-            # A placeholder that occurs in a shield would be replaced within the shield.
-            used = [*texts, *self._shields.values()]
+            # A placeholder that occurs in an escape would be replaced within it.
+            used = [*texts, *self._escapes.values()]
             marks = dict(zip(_free_characters(used, len(found)), found, strict=True))
             return self._replace(value, {text: mark for mark, text in marks.items()}), marks
         except RecursionError as error:
@@ -132,19 +132,19 @@ class PlainContent:
         """Returns the prompt of a rendered structure that `mark` returned with these marks."""
         if not marks:
             return ChatText(rendered)
-        text, shielded = rendered, self._substitute(rendered, self._shields)
+        text, escaped = rendered, self._substitute(rendered, self._escapes)
         for mark, special in marks.items():
             # also as a template writes it in JSON that is all ASCII
             for old, new in ((mark, special), (_ascii_json(mark), _ascii_json(special))):
-                text, shielded = _replace_all(text, old, new), _replace_all(shielded, old, new)
-        return ChatText(text, shielded)
+                text, escaped = _replace_all(text, old, new), _replace_all(escaped, old, new)
+        return ChatText(text, escaped)
 
-    def encode(self, shielded: str) -> list[int]:
-        """Returns the token ids of `ChatText.shielded`, or of a piece of it.
+    def encode(self, escaped: str) -> list[int]:
+        """Returns the token ids of `ChatText.escaped`, or of a piece of it.
 
         Raises TypeError if it holds half of a surrogate pair.
         """
-        ids = self._encode(shielded)
+        ids = self._encode(escaped)
         if self._changes.isdisjoint(ids):
             return ids
         return [new for index in ids for new in self._new_ids.get(index, (index,))]

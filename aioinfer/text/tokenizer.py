@@ -41,7 +41,7 @@ class Tokenizer:
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
         fill_in_middle: the tokens that mark the parts of a text with a gap, or None.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
-        shielded_pieces: the same for `ChatText.shielded`, in which the text of special tokens is
+        escaped_pieces: the same for `ChatText.escaped`, in which the text of special tokens is
             plain text.
     """
 
@@ -76,7 +76,7 @@ class Tokenizer:
         self.pieces = TextPieces.of(backend)
         self.fill_in_middle = FillInMiddle.of(backend, self.eos_token_id)
         self._plain_content = PlainContent(backend)
-        self.shielded_pieces = self._plain_content.pieces
+        self.escaped_pieces = self._plain_content.pieces
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | Path | None = None) -> Tokenizer:
@@ -149,7 +149,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         *,
         param: str = "prompt",
-        is_shielded: bool = False,
+        is_escaped: bool = False,
     ) -> list[int]:
         """Returns the token ids of `text`.
 
@@ -157,14 +157,14 @@ class Tokenizer:
             text: any text; the text of a special token becomes that token.
             add_special_tokens: put BOS (or what else the tokenizer prescribes) around it.
             param: the parameter that the text came in, for the error.
-            is_shielded: `text` is `ChatText.shielded`, or a piece of it; then no special tokens are
+            is_escaped: `text` is `ChatText.escaped`, or a piece of it; then no special tokens are
                 put around it.
 
         Raises:
             RequestError: `text` holds half of a surrogate pair, which stands for no character.
         """
         try:
-            if is_shielded:
+            if is_escaped:
                 return self._plain_content.encode(text)
             # Of the library's ways to encode, the batch ones let other threads run; this one also
             # skips offsets.
@@ -188,10 +188,10 @@ class Tokenizer:
         """
         # the template writes BOS itself
         return self.encode(
-            chat.text if chat.shielded is None else chat.shielded,
+            chat.text if chat.escaped is None else chat.escaped,
             False,
             param="messages",
-            is_shielded=chat.shielded is not None,
+            is_escaped=chat.escaped is not None,
         )
 
     def render_chat(

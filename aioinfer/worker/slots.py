@@ -25,7 +25,7 @@ import torch
 
 from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, StepPlan
-from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, Vacated
+from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, FreedSlots
 from aioinfer.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
 from aioinfer.worker.occurrences import Occurrences
 
@@ -191,9 +191,9 @@ class Slots:
 
     def _account(self, plan: StepPlan) -> None:
         """Brings up to date what the host keeps, and the rows of occurrences."""
-        vacated, records = plan.section(Vacated), plan.admissions.records
-        if vacated is not None:
-            for slot in vacated.slots.tolist():
+        freed_slots, records = plan.section(FreedSlots), plan.admissions.records
+        if freed_slots is not None:
+            for slot in freed_slots.slots.tolist():
                 self.occurrences.stop(slot)
         flags, slots = _flags_of(records), records["slot"]
         for slot, penalized in zip(slots.tolist(), (flags & PENALIZED).tolist(), strict=True):

@@ -22,6 +22,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.devices import select_cache_dtype, select_device, select_dtype, set_up_device
+from aioinfer.worker.dummy_steps import DummySteps
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
@@ -37,7 +38,6 @@ from aioinfer.worker.model_runner import ModelRunner, PendingResult
 from aioinfer.worker.peers import Peers
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.stage_runner import StageRunner
-from aioinfer.worker.trial_steps import TrialSteps
 
 if TYPE_CHECKING:
     from aioinfer.worker.compilation import CompilationWatch
@@ -249,7 +249,7 @@ class Worker:
         On a GPU all kernels are compiled first, then those of products are timed, and at last CUDA
         graphs are captured.
         """
-        runner, steps = self._runner, self._trial_steps(self._runner)
+        runner, steps = self._runner, self._dummy_steps(self._runner)
         if isinstance(runner, ModelRunner):
             keep_freed_memory()
             steps.run_sampling()
@@ -297,18 +297,18 @@ class Worker:
         budget = self._config.scheduler.max_num_batched_tokens
         count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
-        steps = self._trial_steps(runner)
+        steps = self._dummy_steps(runner)
         calibrate(
             self._model.kv_scales, self._own_groups, runner.kv.tensors, count, max_len,
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
         runner.kv.zero(-(-count // size))
 
-    def _trial_steps(
+    def _dummy_steps(
         self, runner: ModelRunner | GpuModelRunner, fewest_blocks: int | None = None
-    ) -> TrialSteps:
+    ) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
-        return TrialSteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
+        return DummySteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
 
     def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
         """Starts a plan; the result can be waited for.
@@ -377,7 +377,7 @@ class Worker:
         runner = self._make_runner(
             [num_blocks] * len(self._groups), rows, max(max_len, min(longest, model_max_len))
         )
-        steps = self._trial_steps(runner, num_blocks)
+        steps = self._dummy_steps(runner, num_blocks)
         plan = steps.largest_plan(lengths)
         if not isinstance(runner, ModelRunner):
             from aioinfer.worker.compilation import compile_only

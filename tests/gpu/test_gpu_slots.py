@@ -27,7 +27,9 @@ def test_admissions_do_not_wait_for_the_gpu() -> None:
     """After the kernels are compiled, and while the counts grow and shrink."""
     rng, slots, staging = random.Random(7), Slots(16, 1600, 16, VOCAB, GPU), Staging(GPU)
     plans = [
-        make_plan(*(random_admission(slot, rng) for slot in range(16)), vacated=tuple(range(16)))
+        make_plan(
+            *(random_admission(slot, rng) for slot in range(16)), freed_slots=tuple(range(16))
+        )
         for _ in range(3)
     ]
     for plan in plans:
@@ -35,7 +37,7 @@ def test_admissions_do_not_wait_for_the_gpu() -> None:
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        for plan in [*plans, make_plan(vacated=tuple(range(16)))]:
+        for plan in [*plans, make_plan(freed_slots=tuple(range(16)))]:
             apply_with_kernels(slots, plan, staging)
     finally:
         torch.cuda.set_sync_debug_mode("default")

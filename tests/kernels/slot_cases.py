@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aioinfer.ipc.masks import ForcedTokens
-from aioinfer.ipc.plan import Admission, Admissions, StepPlan, Vacated
+from aioinfer.ipc.plan import Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
@@ -20,11 +20,11 @@ NONE = np.empty(0, np.int32)
 
 def make_plan(
     *admissions: Admission,
-    vacated: tuple[int, ...] = (),
+    freed_slots: tuple[int, ...] = (),
     forced: tuple[ForcedTokens, ...] = (),
 ) -> StepPlan:
     """A plan without rows, as a worker reads it from the ring."""
-    sections = [Vacated(np.array(vacated, np.int32)), Admissions.of(admissions), *forced]
+    sections = [FreedSlots(np.array(freed_slots, np.int32)), Admissions.of(admissions), *forced]
     plan = StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, sections)
     return StepPlan.decode(b"".join(plan.encode()))
 
@@ -98,7 +98,7 @@ def kernels_agree(seed: int, device: torch.device) -> int:
         slots = rng.sample(range(5), rng.randint(0, 4))
         plan = make_plan(
             *(random_admission(slot, rng) for slot in slots),
-            vacated=tuple(rng.sample(range(5), 2)),
+            freed_slots=tuple(rng.sample(range(5), 2)),
             forced=(random_forced(rng),) * rng.randint(0, 1),
         )
         plain.apply(plan)

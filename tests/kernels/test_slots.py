@@ -51,7 +51,7 @@ def test_an_admission_touches_no_other_slot() -> None:
 def test_a_plan_without_admissions_uploads_nothing() -> None:
     slots = Slots(2, 40, 16, 100, CPU)
     assert slots.stage(StepPlan(0, *[NONE] * 9)) == []
-    assert slots.stage(make_plan(vacated=(1,))) == []
+    assert slots.stage(make_plan(freed_slots=(1,))) == []
 
 
 def test_admissions_neither_copy_pageable_memory_nor_call_bincount(

@@ -16,10 +16,10 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import GroupScheme
 from aioinfer.layers.shards import (
-    Carved,
     NamedShards,
     Shard,
     Source,
+    TensorArena,
     WeightShard,
     sharded_part,
 )
@@ -59,7 +59,7 @@ class GroupedWeight(QuantizedWeight):
         memory: torch.Tensor | None = None,
     ):
         super().__init__(sources, columns, backend)
-        self._memory = None if memory is None else Carved(memory)
+        self._memory = None if memory is None else TensorArena(memory)
         self._scheme = scheme
         self._packed = 32 // scheme.bits
         self._is_transposed = scheme.layout != "packed"

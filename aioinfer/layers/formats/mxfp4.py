@@ -16,10 +16,10 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.shards import (
-    Carved,
     NamedShards,
     Shard,
     Source,
+    TensorArena,
     WeightShard,
     sharded_part,
 )
@@ -64,7 +64,7 @@ class MXFP4Weight(QuantizedWeight):
         memory: torch.Tensor | None = None,
     ):
         super().__init__(sources, columns, backend)
-        self._memory = None if memory is None else Carved(memory)
+        self._memory = None if memory is None else TensorArena(memory)
         self._scheme = MXFP4Scheme()
         start, end = columns.start // BLOCK, -(-(columns.start + columns.size) // BLOCK)
         self._blocks = Shard(start, end - start, -(-columns.total // BLOCK))

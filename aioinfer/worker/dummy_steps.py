@@ -32,14 +32,14 @@ EVERYTHING = SamplingParams(
 )
 
 
-def trial_admission(
+def dummy_admission(
     slot: int, length: int, params: SamplingParams, banned: tuple[int, ...] = ()
 ) -> Admission:
     """Returns the admission of a prompt of `length` zeros."""
     return Admission(slot, np.zeros(length, np.int32), length, params, 0, banned)
 
 
-def trial_plan(
+def dummy_plan(
     lengths: list[int],
     start: int,
     block_size: int,
@@ -76,7 +76,7 @@ def trial_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class TrialSteps:
+class DummySteps:
     """Executes trial plans on a runner that no request uses yet.
 
     Attributes:
@@ -100,12 +100,12 @@ class TrialSteps:
         runner, slots = self.runner, self.runner.slots
         rows = min(2, len(slots.tokens), self.fewest_blocks)
         prompt_len = self._short_prompt()
-        greedy = trial_admission(0, prompt_len, SamplingParams(temperature=0))
-        admissions = [greedy, trial_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
+        greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
+        admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
         for num_masked in (0, 1):
             self.run(self._admit([prompt_len] * rows, admissions, num_masked))
         if prompt_len < min(self.block_size, slots.max_model_len):
-            self.run(trial_plan([1] * rows, prompt_len, self.block_size))
+            self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
         slots.reset()
         runner.kv.zero(rows)
 
@@ -113,7 +113,7 @@ class TrialSteps:
         """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
         their kernels are compiled, and forgets them."""
         prompt_len = self._short_prompt()
-        admission = trial_admission(0, prompt_len, SamplingParams(temperature=0))
+        admission = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
         one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
         slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
         scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
@@ -137,7 +137,7 @@ class TrialSteps:
         sampler: float32 logits, counts of tokens, log-probabilities. They have `fewest_blocks` KV
         blocks together: what they compute is never read."""
         admissions = [
-            trial_admission(slot, length, EVERYTHING, banned=(1,))
+            dummy_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
         return self._admit(lengths, admissions, len(lengths), self.fewest_blocks)
@@ -158,9 +158,9 @@ class TrialSteps:
         num_masked: int = 0,
         num_blocks: int | None = None,
     ) -> StepPlan:
-        """Returns a `trial_plan` from the first token on."""
+        """Returns a `dummy_plan` from the first token on."""
         slots = len(self.runner.slots.tokens)
-        return trial_plan(
+        return dummy_plan(
             lengths, 0, self.block_size, self.num_groups, slots, admissions, num_masked, num_blocks
         )
 
