@@ -28,7 +28,7 @@ from aioinfer.errors import (
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import Flow, Status
+from aioinfer.scheduler.request import Flow, Request, Status
 from bench_loop import CONFIG, ONE_GROUP
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete
 
@@ -222,6 +222,34 @@ async def test_the_text_of_a_step_that_was_taken_goes_out_before_the_move(
     fleet.executors[0].on_post = fail
     assert await asyncio.gather(*readers) == [expected(output) for output in outputs]
     assert fleet.engines[0].metrics.moved == 3
+    await fleet.close()
+
+
+async def test_a_step_whose_text_cannot_be_emitted_ends_the_requests_that_have_begun(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine dies while it emits: what is left of the emission belongs to no step any more."""
+    fleet = await Fleet.launch(2)
+    engine = fleet.engines[0]
+    outputs = [await fleet.submit([number + 1] * 6, max_tokens=9 + number) for number in range(6)]
+    ended, *begun = (output for output in outputs if fleet.home(output) is engine)
+    forget = engine.forget
+
+    def fail_once(request: Request, outcome: str) -> None:
+        monkeypatch.setattr(engine, "forget", forget)
+        raise RuntimeError("a fault of the test")
+
+    monkeypatch.setattr(engine, "forget", fail_once)
+    results = await asyncio.gather(*map(collect, outputs), return_exceptions=True)
+    assert results[outputs.index(ended)] == expected(ended), "it has all of its text"
+    for output, result in zip(outputs, results, strict=True):
+        if output in begun:
+            assert "cannot be resumed: engine 0: tokens could not be emitted" in str(result)
+        else:
+            assert result == expected(output)
+    assert engine.is_idle
+    assert fleet.frontend.is_healthy()
+    assert "Exception in callback" not in caplog.text
     await fleet.close()
 
 

@@ -76,15 +76,17 @@ class Emission:
     def _advance(self) -> bool:
         """Emits up to `_PORTION` tokens of the oldest step, and drops the step when all of its
         tokens are emitted. Returns whether more of it are left."""
+        lost: EngineDeadError | None = None
         with self._engine.metrics.timer.emit:
             try:
                 if next(self._steps[0], _ALL_EMITTED) is not _ALL_EMITTED:
                     return True
             except Exception as error:
-                self.is_whole = False
                 lost = EngineDeadError(f"tokens could not be emitted: {error!r}")
-                self._engine.handle_loss(lost)
         self._steps.popleft()
+        if lost is not None:
+            self.is_whole = False
+            self._engine.handle_loss(lost)  # which may emit the steps behind this one
         return False
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
