@@ -1,8 +1,8 @@
 """The command line: `aioinfer COMMAND ...` (see `aioinfer.cli`), and
 `python -m aioinfer --config FILE [--set section.key=value ...]`, which serves.
 
-Only what reads and checks the configuration is imported here: a mistake on the command line is
-answered at once, and not after the seconds that PyTorch takes.
+Only modules that read and check the configuration are imported here: a mistake on the command line
+is answered at once, and not after the seconds that PyTorch takes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Arguments of `LLM`, `AsyncLLM` and `LLMEngine`, as programs write them: engine arguments by
 vLLM's names, prompts, conversations and sampling parameters.
 
-Each function returns what the rest of the package takes, or raises an error of one line that says
-what to write.
+Each function returns values in the form that the rest of the package takes, or raises an error of
+one line that says what to write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 #: The messages of a conversation; a text stands for a user's message.
 Conversation = str | Message | Sequence[Message]
 
-#: The sections whose keys are arguments by their own names; of two keys of one name the first.
+#: The sections with keys that are arguments by their own names; of two keys of one name the first.
 _SECTIONS = ("model", "cache", "scheduler", "parallel", "chat", "pooling")
 #: vLLM's names of other keys.
 _KEYS = {
@@ -53,7 +53,7 @@ _VALUES: dict[str, dict[Any, str]] = {
     ),
     "parallel.executor": {"mp": "multiprocess", "uni": "inline"},
 }
-#: vLLM's arguments that change nothing here, with the values with which that is so.
+#: vLLM's arguments that change nothing here, with the values for which that holds.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
     "disable_custom_all_reduce": (True, False),
@@ -65,7 +65,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 }
 #: vLLM's names of fields of `SamplingParams`.
 _FIELDS = {"include_stop_str_in_output": "include_stop"}
-#: What `chat` takes besides tools: arguments of `Tokenizer.render_chat`, and vLLM's name of one.
+#: Further arguments of `chat` besides tools: arguments of `Tokenizer.render_chat`, and vLLM's name
+#: of one.
 _CHAT_OPTIONS = {
     name: name
     for name in (
@@ -130,7 +131,7 @@ def _key_of(name: str, value: Any) -> str | None:
 
 
 def _value_of(name: str, dotted: str, value: Any) -> Any:
-    """Returns the value of a key for that of an argument."""
+    """Returns the value of a key for the value of an argument."""
     if name in _OPPOSITES:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be true or false, not {value!r}")
@@ -155,7 +156,7 @@ def as_prompts(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or _are_token_ids(prompts):
         return [as_prompt(cast(GivenPrompt, prompts))]
     if not isinstance(prompts, Sequence):
-        return [as_prompt(prompts)]  # which says what is wrong
+        return [as_prompt(prompts)]  # which raises the error
     return [as_prompt(cast(GivenPrompt, prompt)) for prompt in prompts]
 
 
@@ -274,7 +275,8 @@ def check_count(name: str, values: Sequence[Any], num_requests: int) -> None:
 
 
 def _described(value: Any) -> str:
-    """Returns the type of a value, with what is in it where that is wrong as well."""
+    """Returns the type of a value, with its keys or the type of its items where these are wrong as
+    well."""
     if isinstance(value, Mapping):
         return f"a dict with {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:

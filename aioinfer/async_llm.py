@@ -46,7 +46,7 @@ class StreamedCompletion(Completion):
     __slots__ = ("_message", "_text", "builder")
 
     def __init__(self, builder: MessageBuilder | None = None, **fields: Any):
-        """`builder` makes the message of a chat; `fields` are those of `Completion`."""
+        """`builder` makes the message of a chat; `fields` are the fields of `Completion`."""
         self.builder = builder
         super().__init__(**fields)
 
@@ -122,7 +122,7 @@ class RequestStream:
         deltas: bool,
         builders: Sequence[MessageBuilder] = (),
     ):
-        """With `deltas` each item holds only what is new, else all so far. `builders` make the
+        """With `deltas` each item holds only the new part, else all so far. `builders` make the
         messages of the completions of a chat."""
         self.request_id = request_id
         self._output = output
@@ -143,7 +143,7 @@ class RequestStream:
         return self._output.is_finished
 
     def abort(self) -> None:
-        """Ends the request, whose iterator ends without further output."""
+        """Ends the request; its iterator ends without further output."""
         self._output.abort()
 
     def __aiter__(self) -> AsyncIterator[StreamedOutput]:
@@ -197,7 +197,7 @@ class AsyncLLM:
             raise TypeError(f"write `await AsyncLLM.launch({str(frontend)!r})`")
         self.frontend = frontend
         self._is_closed = False
-        # of those that somebody reads, and of those that are being queued
+        # requests that have a reader, by id, and ids of requests that are being queued
         self._streams: WeakValueDictionary[str, RequestStream] = WeakValueDictionary()
         self._coming: set[str] = set()
         self._numbers = count()
@@ -241,7 +241,7 @@ class AsyncLLM:
             params: `SamplingParams` or a dict of their fields; the model's own defaults if missing.
             request_id: a name for `abort`; made up if missing.
             priority: lower goes first, under `scheduler.policy = "priority"`.
-            deltas: whether each output holds only what is new; else the same object comes again
+            deltas: whether each output holds only the new part; else the same object comes again
                 and again, and holds all so far.
 
         Raises:
@@ -270,10 +270,10 @@ class AsyncLLM:
 
         Args:
             messages: as OpenAI's chat has them, or a user's message as a text.
-            params: as for `add_request`; a `grammar` is that of the answer.
+            params: as for `add_request`; a `grammar` is the answer's.
             request_id, priority, deltas: as for `add_request`.
             tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them.
-            options: those of `Tokenizer.render_chat`, such as `template_kwargs`.
+            options: passed to `Tokenizer.render_chat`, such as `template_kwargs`.
         """
         self._require_open()
         turn = await conversation_turn(
@@ -369,7 +369,7 @@ class AsyncLLM:
         self, prompt: GivenPrompt, pooling: str | None = None, *, priority: int = 0
     ) -> F32:
         """Returns the pooled hidden state of a prompt (a text or token ids), float32 [hidden_size],
-        or those of all its tokens, [tokens, hidden_size].
+        or the hidden states of all its tokens, [tokens, hidden_size].
 
         Args:
             prompt: a text or token ids.
@@ -422,8 +422,8 @@ class AsyncLLM:
         return cosine_similarity(first, second)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request: its iterator gets what was generated, with "abort" as the finish reason.
-        Returns whether there was one that had not ended."""
+        """Aborts a request: its iterator gets the tokens generated so far, with "abort" as the
+        finish reason. Returns whether there was one that had not ended."""
         return self.frontend.abort(lambda known: known == request_id) > 0
 
     def pause(self) -> None:
@@ -440,7 +440,7 @@ class AsyncLLM:
         return self.frontend.is_paused
 
     def reset_prefix_cache(self) -> None:
-        """Forgets which prefixes are cached, after a change of what a prompt means, say."""
+        """Empties the prefix cache, after a change in the meaning of prompts, say."""
         self.frontend.reset_prefix_cache()
 
     async def close(self) -> None:

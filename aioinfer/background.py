@@ -1,7 +1,7 @@
-"""The engine on an event loop of its own in a background thread, for programs without one: what
-`LLM` and `LLMEngine` have in common.
+"""The engine on an event loop of its own in a background thread, for programs without one: the base
+of `LLM` and `LLMEngine`.
 
-So they work in scripts, in notebooks and inside other event loops alike.
+Both work in scripts, in notebooks and inside other event loops alike.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class BackgroundModel:
-    """A model whose methods are called like functions. Close it, or use it as a context manager, to
-    end its workers.
+    """A model with methods that are called like functions. Close it, or use it as a context
+    manager, to end its workers.
 
     Args:
-        model: what `model.path` may be: a folder, a GGUF file, a hub id, or `package:NAME/FILE`.
+        model: a value of `model.path`: a folder, a GGUF file, a hub id, or `package:NAME/FILE`.
         config: a TOML file to start from.
         settings: further configuration by dotted key, such as `{"cache.block_size": 32}`.
         progress: show progress bars and the start-up table (on stderr).
@@ -81,9 +81,9 @@ class BackgroundModel:
         self._close = weakref.finalize(self, _close, self.frontend, self._loop, self._thread)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the engine's event loop, for what is built on `frontend`, and returns
-        its result. Raises what it raises, and `EngineDeadError` after `close`; an interrupt here
-        cancels it there."""
+        """Runs a coroutine on the engine's event loop, for programs built on `frontend`, and
+        returns its result. Raises the coroutine's errors, and `EngineDeadError` after `close`; an
+        interrupt here cancels it there."""
         if self._loop.is_closed():
             work.close()
             raise EngineDeadError(f"this {type(self).__name__} is closed: make another one")
@@ -114,7 +114,7 @@ class BackgroundModel:
 
 def _without_prefill_cap(config: Config) -> Config:
     """Lifts the cap on prefill tokens beside decodes unless the configuration sets one: the cap
-    keeps streams smooth, and offline nobody reads a stream."""
+    keeps streams smooth, and there are no streams offline."""
     if config.scheduler.max_prefill_tokens_beside_decode is not None:
         return config
     scheduler = replace(

@@ -10,7 +10,7 @@ class AioinferError(Exception):
 
 
 class ConfigError(AioinferError):
-    """The configuration is wrong. The message names the key and what would be right."""
+    """The configuration is wrong. The message names the key and a right value."""
 
 
 class RequestError(AioinferError, ValueError):
@@ -84,7 +84,7 @@ class GenerationError(AioinferError):
 
 
 class NoTokenError(GenerationError):
-    """What a request allows and forbids excluded every token at some place of its output."""
+    """The restrictions of a request excluded every token at some place of its output."""
 
 
 def no_answer(url: str, error: Exception) -> str:

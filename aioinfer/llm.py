@@ -44,16 +44,16 @@ class Completion:
     """One completion of a prompt.
 
     Attributes:
-        text, token_ids: what was generated; an end token is part of the tokens only.
+        text, token_ids: the output; an end token is part of the tokens only.
         logprobs: one for each token, if they were requested.
         finish_reason: "stop", "length" or "abort".
         stop_reason: the string, or the token id of `stop_token_ids`, that ended the text; None at
             the model's own end token.
-        num_preemptions: how often its KV blocks were taken away and computed anew.
+        num_preemptions: how often it was preempted: its KV blocks were taken away and recomputed.
         cumulative_logprob: of all tokens, in the output of a beam search.
-        message: of a chat, what the text means, as OpenAI's chat has it: `role`, `content`, and
-            `reasoning_content` and `tool_calls` if there are any. It can go into the next
-            conversation.
+        message: of a chat, the text parsed into a message, as OpenAI's chat has it: `role`,
+            `content`, and `reasoning_content` and `tool_calls` if there are any. It can go into the
+            next conversation.
     """
 
     text: str = ""
@@ -68,16 +68,16 @@ class Completion:
 
 @dataclass(slots=True)
 class Output:
-    """What `generate` returns for a prompt.
+    """The output of a prompt, as `generate` returns it.
 
     Attributes:
         prompt_token_ids: the prompt as the model saw it.
         completions: n of them.
-        num_cached_tokens: prompt tokens whose KV blocks were in the prefix cache.
+        num_cached_tokens: prompt tokens found in the prefix cache.
         num_prefill_steps: the steps that it took to compute the prompt.
         prompt_scores: the log-probabilities of the prompt's tokens, under `prompt_logprobs`.
-        pooled: the pooled hidden state of the prompt, under `pooling`; with "all" those of all its
-            tokens, float32 [tokens, hidden_size].
+        pooled: the pooled hidden state of the prompt, under `pooling`; with "all" the hidden states
+            of all its tokens, float32 [tokens, hidden_size].
     """
 
     prompt_token_ids: list[int]
@@ -153,17 +153,17 @@ class LLM(BackgroundModel):
         **options: Any,
     ) -> list[Output]:
         """Answers a conversation, or many, under the model's chat template. Each completion has a
-        `message`; its `text` is what the model wrote.
+        `message`; its `text` is the model's output as it is.
 
         Args:
             messages: of one conversation or of each, as OpenAI's chat has them; a text stands for
                 a user's message.
-            params, sampling_params, use_tqdm: as for `generate`; a `grammar` is that of the answer.
+            params, sampling_params, use_tqdm: as for `generate`; a `grammar` is the answer's.
             tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them; calls are held to
                 the schemas of their functions.
-            options: those of `Tokenizer.render_chat`, such as `template_kwargs`.
+            options: passed to `Tokenizer.render_chat`, such as `template_kwargs`.
 
-        Raises what `generate` does.
+        Raises the errors of `generate`.
         """
         many = as_conversations(messages)
         each = self._for_each(sampling_params if params is None else params, len(many))
@@ -208,7 +208,7 @@ class LLM(BackgroundModel):
     ) -> list[Output]:
         """Returns the likeliest outputs of each prompt that a beam search finds, the best first.
 
-        It is `generate` with these parameters; raises what that does.
+        It is `generate` with these parameters, and raises the same errors.
         """
         return self.generate(prompts, params)
 
@@ -245,7 +245,7 @@ class LLM(BackgroundModel):
         """Returns the similarity of each pair of texts, or of one query to each document: the
         cosine of the angle between their embeddings.
 
-        Raises what `embed` does; `RequestError` too if there are as many of neither.
+        Raises the errors of `embed`; `RequestError` too if there are as many of neither.
         """
         pairs = as_pairs(queries, documents)
         model = self.frontend.pooling
@@ -260,7 +260,7 @@ class LLM(BackgroundModel):
         ]
 
     def _pooled(self, inputs: Sequence[Prompt], prompt: str, params: SamplingParams) -> list[F32]:
-        """Returns the pooled states of inputs, with `prompt` before those that are texts."""
+        """Returns the pooled states of inputs, with `prompt` before each input that is a text."""
         texts = [prompt + each if isinstance(each, str) else each for each in inputs]
         count = len(texts)
         found = self.run(self._generate(texts, [params] * count, [0] * count))

@@ -1,8 +1,8 @@
-"""The engine for programs that drive it themselves: they add requests, and call `step` for what is
-new.
+"""The engine for programs that drive it themselves: they add requests, and call `step` for new
+outputs.
 
-The engine's own loop runs in a background thread, as that of `LLM` does, and goes on computing
-between two calls of `step`; requests that were added before share its steps.
+The engine's own loop runs in a background thread, as with `LLM`, and goes on computing between two
+calls of `step`; requests that were added before share its steps.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LLMEngine(BackgroundModel):
         self.run(add())
 
     def embed(self, texts: GivenPrompt | Sequence[GivenPrompt], **options: Any) -> list[F32]:
-        """Returns the embedding of each text; `options` are those of `AsyncLLM.embed`. Requests
+        """Returns the embedding of each text; `options` are passed to `AsyncLLM.embed`. Requests
         under way go on meanwhile."""
 
         async def embed() -> list[F32]:
@@ -91,7 +91,7 @@ class LLMEngine(BackgroundModel):
         return self.run(score())
 
     async def _follow(self, stream: RequestStream) -> None:
-        """Notes what a request brings, and at last that it has ended."""
+        """Notes the outputs of a request, and at last that it has ended."""
         name = stream.request_id
         last = StreamedOutput([], [], 0, 0, request_id=name)
         try:
@@ -127,8 +127,8 @@ class LLMEngine(BackgroundModel):
         return self.run(check())
 
     def abort(self, request_ids: str | Sequence[str]) -> None:
-        """Ends requests; `step` returns them once more, with what was generated and "abort" as the
-        finish reason. Ids that are not known, or have ended, are ignored."""
+        """Ends requests; `step` returns them once more, with the tokens generated so far and
+        "abort" as the finish reason. Ids that are not known, or have ended, are ignored."""
         names = [request_ids] if isinstance(request_ids, str) else request_ids
 
         async def abort() -> None:

@@ -2,12 +2,12 @@
 
 Shared by everything from the HTTP layer to the sampler, so it imports nothing of the rest but
 errors. Each numeric parameter is declared once, by `number` or `integer` with its default and its
-bounds; those with `crosses=True` are the fields of the record that goes to the workers
+bounds; parameters with `crosses=True` are the fields of the record that goes to the workers
 (`ipc.request_record`), from which the tensors of the slots and the kernels' layout follow.
 
-Values are rounded to what crosses (float32, with denormals as 0, since GPUs flush them) before they
-are checked and kept. So a value that passes the check here is the same, bit for bit, wherever it is
-used, and nothing has to be checked again on the other side.
+Values are rounded to their form in the record (float32, with denormals as 0, since GPUs flush them)
+before they are checked and kept. So a value that passes the check here is the same, bit for bit,
+wherever it is used, and nothing has to be checked again on the other side.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_END_TOKENS = 256
 MAX_LOGIT_BIAS_VALUE = 100.0
-#: Entries of `allowed_token_ids`, which become bits of one mask; of `bad_words`, whose encodings
-#: are looked for at the end of the output for each token; and the characters of all bad words.
+#: Entries of `allowed_token_ids`, which become bits of one mask; of `bad_words`, which are looked
+#: for by their encodings at the end of the output for each token; and the characters of all bad
+#: words.
 MAX_ALLOWED_TOKEN_IDS = 2**18
 #: Entries of `logprob_token_ids`, which go with each step's plan.
 MAX_LOGPROB_TOKEN_IDS = 1024
@@ -52,7 +53,7 @@ MAX_BAD_WORD_CHARS = 4096
 #: Characters of a grammar's source; the kinds of grammars have further limits (`text.grammar`).
 MAX_GRAMMAR_CHARS = 128 * 1024
 #: Beams of a beam search, and the likeliest tokens that are compared of each: as many as there are
-#: beams and end tokens, so that enough go on whichever end.
+#: beams and end tokens, so that enough beams go on whichever candidates end.
 MAX_BEAM_WIDTH = 64
 MAX_BEAM_CANDIDATES = MAX_SORTED_LOGPROBS
 #: Beyond this, the power of a long output's length is no float32.
@@ -190,7 +191,7 @@ class GrammarSpec:
     def of_schema(cls, schema: Any) -> GrammarSpec:
         """Returns the grammar of JSON by a schema: a decoded JSON schema, or a pydantic model.
 
-        Raises `RequestError` for what is no JSON.
+        Raises `RequestError` for a schema that is no JSON.
         """
         make = getattr(schema, "model_json_schema", None)
         try:
@@ -219,7 +220,7 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """How a beam search goes; its results are those of transformers' `generate`.
+    """Settings of a beam search, which has the same results as transformers' `generate`.
 
     A wrong value raises `RequestError` naming the field of the API.
 
@@ -272,7 +273,7 @@ class SamplingParams:
         n: sequences for one prompt; they share the prompt's KV blocks.
         temperature: 0 is greedy.
         top_k: keep the k most probable tokens; 0 or -1 keeps all (and is kept as 0).
-        top_p: keep the smallest set of tokens whose probabilities reach this, in (0, 1].
+        top_p: keep the smallest set of tokens with a total probability of at least this, in (0, 1].
         min_p: drop tokens less probable than this fraction of the most probable one's.
         seed: the same seed gives the same text, whatever else is in the batch. None: a random one.
         repetition_penalty: above 1 makes tokens of prompt and output less likely (CTRL, Keskar et
@@ -289,9 +290,9 @@ class SamplingParams:
         include_stop: keep the matched stop string at the end of the text.
         logprobs: report the log-probabilities of each sampled token and of this many of the
             likeliest, up to `scheduler.max_logprobs`; -1: of all tokens.
-        logprob_token_ids: report those of these tokens instead of the likeliest.
-        prompt_logprobs: the same for the tokens of the prompt, each given those before it.
-        prompt_only: generate nothing: only what is asked of the prompt comes back.
+        logprob_token_ids: report the log-probabilities of these tokens instead of the likeliest.
+        prompt_logprobs: the same for the tokens of the prompt, each given the tokens before it.
+        prompt_only: generate nothing: only the requested outputs of the prompt come back.
         reports_progress: wake the reader of a stream after each step that has computed some of the
             prompt. It goes with no outputs of the prompt.
         pooling: return the prompt's hidden states pooled in this way ("last", "mean" or "cls", the
@@ -300,7 +301,7 @@ class SamplingParams:
         shown_token_ids: special tokens that are kept in it all the same, for a parser of messages.
         make_parser: of a message under a grammar in which calls may follow each other, makes a
             `MessageParser`: the output is complete with a call that equals an earlier one.
-        grammar: what the output has to follow, or None.
+        grammar: the grammar that the output has to follow, or None.
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
             without; each is avoided by its last token.
@@ -507,7 +508,7 @@ class BeamSearchParams:
         )
 
 
-#: What does not go with a beam search, and the values that are no different from none.
+#: Parameters that do not go with a beam search, and their values that count as not given.
 _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
     ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),
     ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("stop", ()),

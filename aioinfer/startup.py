@@ -1,5 +1,4 @@
-"""What a person sees while the engine starts: a progress bar for each phase, and at the end a
-table."""
+"""Start-up display: a progress bar for each phase of the engine's start, and at the end a table."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class StartupDisplay:
         self._progress.update(self._tasks[phase], completed=done, total=total or None)
 
     def show(self, reports: Sequence[WorkerReport], names: list[str]) -> None:
-        """Prints what the workers made, a report for each engine, and how long each phase took on
+        """Prints the workers' setup from a report for each engine, and how long each phase took on
         the slowest of them."""
         table = Table(title=f"aioinfer: {names[0]}", title_justify="left", show_header=False)
         for name, value in describe_workers(reports).items():
@@ -69,7 +68,7 @@ class StartupDisplay:
 
 
 def describe_workers(reports: Sequence[WorkerReport]) -> dict[str, str]:
-    """Returns what the workers made, by name, from a report for each engine."""
+    """Returns the workers' setup, by name, from a report for each engine."""
     shortest = min(reports, key=lambda report: report.max_model_len)
     rows = {
         "device": reports[0].device,
@@ -106,8 +105,8 @@ def _stage_text(number: int, stage: tuple[range, int]) -> str:
 
 
 def _cache_text(report: WorkerReport) -> str:
-    """Describes how large a worker's KV cache is and, where layers keep different things, what each
-    group of them keeps: a line a group."""
+    """Describes how large a worker's KV cache is and, where layers keep different things, describes
+    each group of layers: a line a group."""
     counts = [f"{count} blocks of {report.block_size} tokens" for count in report.num_blocks]
     size = f"{_size(report.kv_cache_bytes)} a worker"
     if report.cache_dtype:

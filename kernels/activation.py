@@ -3,8 +3,8 @@ projection and its down projection.
 
 The merged gate-and-up weight has the rows of its two projections interleaved
 (`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` columns of the gate,
-then the `GATE_RUN` columns of up that they are multiplied with. A run is 16 bytes of bf16, which is
-what a thread reads at once.
+then the `GATE_RUN` columns of up that they are multiplied with. A run is 16 bytes of bf16, the
+bytes that a thread reads at once.
 
 Sources: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016, for GELU and its approximation by tanh.

@@ -59,9 +59,9 @@ TILE_BYTES = _MOST * 2 * VECTOR_BYTES
 
 
 class Task(enum.IntEnum):
-    """The places of a product's description, int64 each; strides are in bytes.
+    """Indices into the description of a product, int64 each; strides are in bytes.
 
-    What changes from call to call comes first.
+    Fields that change from call to call come first.
     """
 
     ROWS = 0
@@ -76,7 +76,7 @@ class Task(enum.IntEnum):
     NORMED = enum.auto()  # float32 [rows, inputs], for the normed x
     SCRATCH = enum.auto()  # of all threads
     THREADS = enum.auto()
-    # what stays
+    # fields that stay
     CHUNK = enum.auto()  # pairs that a thread takes at a time
     SCRATCH_STRIDE = enum.auto()  # of a thread
     TEAM = enum.auto()  # the address of the team, where there are several threads
@@ -89,7 +89,7 @@ class Task(enum.IntEnum):
 
 
 class Segment(enum.IntEnum):
-    """The places of the description of a part of a weight, int64 each."""
+    """Indices into the description of a part of a weight, int64 each."""
 
     END = 0  # the number of its last pair of panels, plus 1
     BITS = enum.auto()  # 4, 8, or 32 for float32
@@ -98,8 +98,8 @@ class Segment(enum.IntEnum):
     SCALES = enum.auto()  # float32 [pairs, 2, groups, LANES]
     OFFSETS = enum.auto()  # likewise, or 0
     COLUMN = enum.auto()  # the first output
-    STEP = enum.auto()  # from the outputs of a pair to those of the next
-    SECOND = enum.auto()  # from the outputs of a first panel to those of the second
+    STEP = enum.auto()  # from the outputs of a pair to the outputs of the next
+    SECOND = enum.auto()  # from the outputs of a first panel to the outputs of the second
 
 
 #: Flags: the result is added to y; it is silu(first panel) * second panel.
@@ -112,7 +112,7 @@ _INPUTS, _PAIRS, _SEGMENTS, _NEXT, _ARRIVED = list(_T.values())[16:]
 _S = {place.name: 8 * place.value for place in Segment}
 _END, _BITS, _GROUP, _INTEGERS, _SCALES, _OFFSETS, _COLUMN, _STEP, _SECOND = _S.values()
 _SEGMENT_BYTES = 8 * len(Segment)
-#: What `run_task` reads.
+#: The fields that `run_task` reads.
 _WORK = (_THREADS, _TEAM, _BODY, _ARRIVED, _NEXT)
 
 

@@ -14,7 +14,7 @@ CUDA graph. A call is one launch of one of two kernels, without any copy beside 
 
 Every rank gets the same bits: a row is summed in the order of the ranks, in float32, with the
 residual, and rounded once. No multicast is used. The kernels' docstrings argue why no rank
-overwrites what another still reads.
+overwrites data that another still reads.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -172,8 +172,8 @@ class AllReduce:
         is_first: bool,
         pdl: bool,
     ) -> None:
-        """Launches the kernel for so many rows; arguments as of `add`. `written`: what the norm is
-        written to."""
+        """Launches the kernel for so many rows; arguments as of `add`. `written`: the output for
+        the norm."""
         rows = len(partial)
         if rows == 0:
             return
@@ -219,7 +219,7 @@ class AllReduce:
 
 
 class _Written:
-    """What the kernels write a norm to.
+    """The output of the kernels for a norm.
 
     Attributes:
         values: of the norm: its int32 words, or of one byte, and then int16 pairs of 2-byte
@@ -230,7 +230,7 @@ class _Written:
     """
 
     def __init__(self, values: torch.Tensor):
-        """Nothing is quantized."""
+        """Makes the output for a norm that is not quantized."""
         self.values = self.scales = self.static_scale = values
         self.scale_stride = 0
         self.constants: dict[str, Any] = {
@@ -241,8 +241,8 @@ class _Written:
     def quantized(
         cls, inputs: ScaledInputs, stride: int, format: InputFormat, partial: torch.Tensor
     ) -> _Written:
-        """Returns that of quantized activations; `stride` is the elements between two groups of
-        scales, `partial` what is summed."""
+        """Returns the output for quantized activations. `stride`: the elements between two groups
+        of scales; `partial`: the partial products to be summed."""
         numbers = 4 // partial.element_size()
         written = cls(inputs.values.view(torch.int16) if numbers == 2 else inputs.values)
         written.scales, written.scale_stride = inputs.scales, stride
@@ -360,8 +360,8 @@ def _push_kernel(
     an epoch of its own that counts its all-reduces.
 
     Two buffers suffice: a rank pushes all-reduce e + 2 of a row only after it has received all of
-    e + 1, which every other rank pushed after its program of all-reduce e was done reading; so
-    nobody still reads what e + 2 overwrites.
+    e + 1, which every other rank pushed after its program of all-reduce e was done reading; so no
+    rank still reads the data that e + 2 overwrites.
     """
     row = tl.program_id(0)
     columns, mask, weight_words = _begin(weight, WIDTH, BLOCK, HAS_NORM, PDL)

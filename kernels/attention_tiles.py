@@ -58,14 +58,14 @@ def rotated_heads(
 @triton.jit
 def cached_head(block, offset, head, strides):
     """Returns the offset in a KV cache of a head of the token at `offset` within `block`; `strides`
-    are those of blocks, tokens and heads."""
+    are the strides of blocks, tokens and heads."""
     return block * strides[0] + offset * strides[1] + head * strides[2]
 
 
 @triton.jit
 def to_cache_dtype(x, cache):
-    """Returns float32 numbers rounded to the dtype of a KV cache. What is beyond the range of
-    float8 becomes its largest number; NaN stays NaN."""
+    """Returns float32 numbers rounded to the dtype of a KV cache. Numbers beyond the range of
+    float8 become its largest number; NaN stays NaN."""
     if cache.dtype.element_ty == tl.float8e4nv:
         x = tl.clamp(x, -FLOAT8_MAX, FLOAT8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x.to(cache.dtype.element_ty)

@@ -11,8 +11,8 @@ So scaling the sums of a stage takes one instruction a sum.
 Consumer warpgroups divide a tile's tokens or its weight rows. Each has 64 tokens, or 128 in two
 halves. Where registers hold them, the sums of two wgmmas stand beside the totals, and one is
 computed while the other is scaled; otherwise one consumer multiplies while another scales. Scales
-are loaded to registers ahead of their stage, from global memory, since what the consumers read from
-a stage in shared memory would have to be fenced before TMA may write it again, and that fence waits
+are loaded to registers ahead of their stage, from global memory, since reads of a stage in shared
+memory by the consumers would have to be fenced before TMA may write it again, and that fence waits
 for all loads. The rest of the schedule is `gated_product`'s.
 """
 # ruff: noqa: N803, N806, RUF005  (compile-time constants are written in capitals; Triton does not
@@ -365,7 +365,7 @@ def _product_kernel(
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
     ends = (out, residual, x_scales, w_scales, rows, lines, x_stride, groups, staging, added) + ring
-    # constants have to be named in each tuple: those of a variable would be constants of constants
+    # constants must be named in each tuple: in a variable they would become constants of constants
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -395,13 +395,14 @@ def _product_kernel(
 
 
 def has_blocks(weight: ScaledMatrix) -> bool:
-    """Whether 128 rows of the weight have one scale, or those of gate and up among them one
-    each."""
+    """Whether 128 rows of the weight have one scale, or the gate rows and the up rows among them
+    one each."""
     return weight.is_grouped and (weight.is_paired or weight.rows_per_scale % BLOCK == 0)
 
 
 def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Whether `block_product` takes these: what `scaled_hopper` takes with scales of blocks."""
+    """Whether `block_product` takes these arguments: the same as `scaled_hopper` with scales of
+    blocks."""
     return has_blocks(weight) and x.scales.stride(0) == 1 and supports_hopper(x, weight, dtype)
 
 
@@ -439,7 +440,7 @@ def block_product(
     pdl: bool = False,
     config: BlockConfig | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T; the arguments are `hopper_product`'s, for what `supports` accepts.
+    """Returns x @ weight.T; the arguments are `hopper_product`'s, and `supports` must accept them.
 
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.

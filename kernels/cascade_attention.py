@@ -43,7 +43,7 @@ _MIN_ROWS_PAD = 64
 
 @dataclass(frozen=True, slots=True)
 class CascadeConfig:
-    """How the prefix kernel is compiled, and when it is worth its launch.
+    """The compile-time configuration of the prefix kernel, and when it is worth its launch.
 
     Attributes:
         rows, tile: of a product: queries (rows times query heads of a KV head), and keys.
@@ -83,8 +83,8 @@ class CascadeWorkspace:
         programs: of the prefix kernel.
         block_size: tokens of a KV block.
         lines: queries whose partial results have a place in `states`.
-        step: what the length of a prefix is a multiple of: of the blocks and of all tiles.
-        rows: int32 [8 + 3 * max_rows]: see `_FIELDS`; then of each row how many of its keys are in
+        step: the length of a prefix is a multiple of this, and so of blocks and of all tiles. rows:
+        int32 [8 + 3 * max_rows]: see `_FIELDS`; then of each row how many of its keys are in
             the shared prefix (0: none), and which of the sharing rows it is; then the sharing rows.
         states: float32, of each query of each part the maximum (base 2), then the sums, then the
             unnormalised outputs.
@@ -161,7 +161,8 @@ def _find_kernel(
     tables = block_tables + rows.to(tl.int64) * table_stride
     shared_lens, places = out + 8, out + 8 + MAX_ROWS
     members = places + MAX_ROWS
-    # how many rows have the same block at the indices 0, 1, 3, 7 ...: what such a prefix saves
+    # how many rows have the same block at the indices 0, 1, 3, 7 ...: the reads that such a prefix
+    # saves
     gain = rows * 0
     depth = num_rows * 0 + 1
     while depth <= tl.max(limits):
@@ -299,7 +300,7 @@ def _prefix_kernel(
         (v_block_stride, v_token_stride, v_head_stride),
     )
     table = block_tables + model.to(tl.int64) * table_stride
-    # also where nothing is shared: who depends on this kernel depends on those before it
+    # also where no prefix is shared: a kernel that depends on this one depends on all before it
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -346,7 +347,7 @@ def add_prefix(
     HEAD_PAD: tl.constexpr, ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Returns the softmax's state of a sharing row's query heads of one KV head, m [N], l [N, TILE]
-    and acc [N, HEAD_PAD], with that of the shared prefix added."""
+    and acc [N, HEAD_PAD], with the shared prefix's state added."""
     g = tl.arange(0, m.shape[0])
     d = tl.arange(0, HEAD_PAD)
     row_tiles, splits = tl.load(shared_rows + 2), tl.load(shared_rows + 3)

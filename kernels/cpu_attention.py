@@ -44,7 +44,7 @@ TILE_BYTES = 4 * 2 * VECTOR_BYTES
 
 
 class Task(enum.IntEnum):
-    """The places of the description of a call, int64 each; strides are in bytes.
+    """Indices into the description of a call, int64 each; strides are in bytes.
 
     With `TOKENS` above 0 the call is `rotate`, else attention.
     """
@@ -61,7 +61,7 @@ class Task(enum.IntEnum):
     SCRATCH = enum.auto()
     SCRATCH_STRIDE = enum.auto()  # of a thread; less the tile a multiple of the scores' bytes
     THREADS = enum.auto()
-    # what stays
+    # fields that stay
     KEYS = enum.auto()  # float32 [blocks, block size, KV heads, head size]
     VALUES = enum.auto()
     KV_HEADS = enum.auto()
@@ -84,7 +84,7 @@ _TOKENS, _ROWS, _QUERIES, _QUERY_STRIDE, _OUT, _OUT_STRIDE, _TABLES, _TABLE_STRI
 _LENGTHS, _SCRATCH, _SCRATCH_STRIDE, _THREADS, _KEYS, _VALUES, _KV_HEADS, _SHARED = _T[8:16]
 _HEAD_SIZE, _BLOCK_SIZE, _WINDOW, _SCALE, _COS_SIN, _ROTATED, _TEAM, _BODY = _T[16:24]
 _NEXT, _ARRIVED = _T[24:]
-#: What `run_task` reads.
+#: The fields that `run_task` reads.
 _WORK = (_THREADS, _TEAM, _BODY, _ARRIVED, _NEXT)
 
 

@@ -1,4 +1,5 @@
-"""Where compiled kernels for CPUs are kept on disk, and compiling them ahead. Imports no numba."""
+"""The cache folder of compiled CPU kernels, and their compilation ahead of use. Imports no
+numba."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from pathlib import Path
 
 #: The modules of kernels, all of which are compiled ahead.
 KERNELS = ("cpu_team", "affine_linear", "cpu_attention")
-#: What all of them use.
+#: The modules that all kernels use.
 _COMMON = ("cpu_vectors", "cpu_functions", "cpu_team")
 
 
 def cache_folder(kernel: str) -> Path:
     """Returns the folder of a module's compiled functions, another for each version of the sources:
-    numba would miss changes of what a function calls in other modules."""
+    numba would miss changes of the functions that a function calls in other modules."""
     here = Path(__file__).parent
     sources = (here.joinpath(f"{name}.py").read_bytes() for name in (kernel, *_COMMON))
     key = hashlib.sha256(b"".join(sources)).hexdigest()[:12]
@@ -32,8 +33,9 @@ def complete_mark(kernel: str) -> Path:
 
 
 def compile_ahead() -> None:
-    """Compiles the kernels in a process beside this one, which takes seconds, unless that has been
-    done or numba is missing. Who needs them meanwhile waits for it (`compile_functions`)."""
+    """Compiles the kernels in a process beside this one, which takes seconds, unless they are
+    compiled already or numba is missing. A caller that needs them meanwhile waits for it
+    (`compile_functions`)."""
     if importlib.util.find_spec("numba") is None:
         return
     if all(complete_mark(kernel).exists() for kernel in KERNELS):

@@ -19,12 +19,14 @@ from numba import cfunc, types
 
 
 def compile_functions(kernel: str, *functions: Callable[..., None]) -> list[Any]:
-    """Compiles functions of one address to functions for C, or reads from the cache folder what an
-    earlier process compiled. Of several processes one compiles, and the others wait for it.
+    """Compiles functions of one address to functions for C, or reads them from the cache folder,
+    where an earlier process has compiled them. Of several processes one compiles, and the others
+    wait for it.
 
     Args:
         kernel: the name of the functions' module.
-        functions: called from Python, as `.ctypes` of what is returned, they do not hold the GIL.
+        functions: called from Python, as `.ctypes` of the returned functions, they do not hold the
+            GIL.
     """
     folder = cache_folder(kernel)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,20 +7,20 @@ each of a hundred products of a step. So there is none here:
 - A task is divided into pieces that threads take from a counter. The caller takes pieces as well,
   and when none is left, it closes the task. It waits for the helpers that have a piece, not for
   those that have not come.
-- Waiting threads spin for `_SPINS` turns, some 0.1 ms, which is longer than what lies between two
+- Waiting threads spin for `_SPINS` turns, some 0.1 ms, which is longer than the time between two
   products of a step, and then sleep on a semaphore. An idle team uses no CPU.
 - A helper that loses its core in the middle of a piece makes the caller wait for it, and a helper
-  may be what takes the caller's core. Where either costs more than `_LATE_NS`, the cores are busy,
-  and the caller computes alone, with the helpers asleep: for `_ALONE` times as long as it has lost,
-  and twice as long as the last time if it has not computed with them for as long since.
+  may take the caller's core. Where either costs more than `_LATE_NS`, the cores are busy, and the
+  caller computes alone, with the helpers asleep: for `_ALONE` times as long as it has lost, and
+  twice as long as the last time if it has not computed with them for as long since.
 
-What is computed does not depend on who takes which piece. A second thread that calls a kernel while
-the team has a task computes alone.
+The results do not depend on which thread takes which piece. A second thread that calls a kernel
+while the team has a task computes alone.
 
 All of it happens in one word of memory, the gate: the number of the task (32 bits), whether it is
 open, whether the caller sleeps, and how many helpers compute it (16 bits). A helper enters by
-adding itself to the gate of the open task that it has seen, all at once, so that what it reads of
-a task (`_ALLOWED`, `_TASK`, `_BODY`) belongs to the task that it enters.
+adding itself to the gate of the open task that it has seen, all at once, so that the words it reads
+of a task (`_ALLOWED`, `_TASK`, `_BODY`) belong to the task that it enters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _IS_X86 = platform.machine() == "x86_64"
 # Parts of the gate below the number of the task.
 _ACTIVE, _OPEN, _SLEEPS, _NUMBER = 0xFFFF, 1 << 16, 1 << 17, 32
 
-# Places in the memory of a team, in bytes. What threads wait for lies in cache lines of its own.
+# Places in the memory of a team, in bytes. The words that threads wait for lie in cache lines of
+# their own.
 _LINE = 128
 _GATE = 0
 _ASLEEP = _LINE  # helpers that have announced that they sleep
@@ -67,7 +68,7 @@ _WAIT = _CLOCK + 8
 _POST = _CLOCK + 16
 _WAKE_HELPERS = 5 * _LINE  # semaphores
 _WAKE_CALLER = 6 * _LINE
-_TIME = 7 * _LINE  # of the caller: what the clock writes
+_TIME = 7 * _LINE  # of the caller: where the clock writes
 _BYTES = 8 * _LINE
 
 _MONOTONIC, _OF_THREAD = 1, 3  # clocks
@@ -85,7 +86,7 @@ def _atomic(operation: str) -> Any:
     return apply
 
 
-#: Change the int64 at an address at once (`(address, value)`), and return what was there.
+#: Change the int64 at an address at once (`(address, value)`), and return the value before.
 fetch_add, _fetch_and, _fetch_or, _exchange = map(_atomic, ("add", "and", "or", "xchg"))
 
 
@@ -129,7 +130,7 @@ def _pause(context):
 
 @intrinsic
 def _call(context, body, argument):
-    """Calls `body(argument)`, both addresses. What it returns is dropped."""
+    """Calls `body(argument)`, both addresses. The result is dropped."""
 
     def emit(context, builder, signature, given):
         kind = ir.FunctionType(ir.VoidType(), [_I64])
@@ -202,7 +203,8 @@ def _note_loss(team, lost):
 
 @njit
 def _run_with_helpers(team, task, body, began, helpers):
-    """Calls `body(task)` here and in helpers, at a time, and notes what busy cores have cost."""
+    """Calls `body(task)` in this thread and in helpers at the same time, and notes the time lost to
+    busy cores."""
     computed = _now(team, _OF_THREAD)
     _open(team, task, body, helpers)
     _call(body, task)
@@ -221,7 +223,7 @@ def _run_with_helpers(team, task, body, began, helpers):
 @njit
 def run_in_team(team, task, body, threads):
     """Calls `body(task)` in this thread and in up to `threads` - 1 helpers, and returns when the
-    pieces that any of them took are done. `body` takes pieces until none is left."""
+    pieces that any of these threads took are done. `body` takes pieces until none is left."""
     if threads <= 1 or _exchange(team + _BUSY, 1):
         _call(body, task)
         return
@@ -282,8 +284,8 @@ def _await_task(team, index, last):
 
 
 def _help(arguments):
-    """A helper's thread: computes the team's tasks for ever. `arguments` is the address of the
-    team's and of the helper's index, int64 each."""
+    """A helper's thread: computes the team's tasks until the process ends. `arguments` is the
+    address of the team's and of the helper's index, int64 each."""
     team, index = load_integer(arguments), load_integer(arguments + 8)
     last = _read(team + _GATE) >> _NUMBER
     while True:
@@ -306,7 +308,7 @@ class Compiled(NamedTuple):
 
     Attributes:
         run: takes the address of a task and computes it; does not hold the GIL.
-        work: the address of what each thread calls with that address, the task's body.
+        work: the address of the task's body, which each thread calls with the task's address.
     """
 
     run: Any
@@ -323,7 +325,7 @@ class Team:
     """The helpers of a process, which share its memory with the thread that calls a kernel.
 
     Attributes:
-        address: what kernels take for the team.
+        address: of the team's memory, as kernels take it.
     """
 
     def __init__(self) -> None:
@@ -362,7 +364,7 @@ class Team:
         return self.address
 
     def _help(self, index: int) -> None:
-        """A helper's thread, which does not return."""
+        """The body of a helper's thread; it does not return."""
         arguments = (ctypes.c_int64 * 2)(self.address, index)
         compile_kernel()(ctypes.addressof(arguments))
 

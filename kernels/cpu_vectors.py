@@ -1,8 +1,8 @@
 """Vectors of float32 for kernels on CPUs that numba compiles.
 
 numba (Lam, Pitrou and Seibert 2015) compiles Python to machine code through LLVM. Its loops are
-vectorized as LLVM sees fit; the types here say what is in a register instead: a vector of `LANES`
-numbers, and a tile of vectors that are summed in registers. Each function below is one LLVM
+vectorized as LLVM sees fit; the types here say which values are in a register instead: a vector of
+`LANES` numbers, and a tile of vectors that are summed in registers. Each function below is one LLVM
 instruction or a few. Addresses are int64, in bytes; nothing is checked.
 """
 
@@ -17,7 +17,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
 
 #: Numbers in a vector, and rows of the largest tile: what fits into the registers of AVX-512 (32 of
-#: 64 bytes), or into those of AVX2 and of processors of other makes (16 of 32 bytes).
+#: 64 bytes), or into the registers of AVX2 and of processors of other makes (16 of 32 bytes).
 HAS_AVX512 = bool(binding.get_host_cpu_features().get("avx512f"))
 LANES = 16 if HAS_AVX512 else 8
 VECTOR_BYTES = LANES * 4

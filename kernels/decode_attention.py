@@ -235,8 +235,8 @@ def _attend(
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAIRED: tl.constexpr, BY_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
-    added: those of its keys that are among the first `cached` of `seq_len`. With PAIRED the
-    elements of tiles are words of two channels."""
+    added. Only keys among the first `cached` of `seq_len` count. With PAIRED the elements of tiles
+    are words of two channels."""
     width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
     if PAIRED:
         q_even, q_odd = split_channels(query)

@@ -33,9 +33,10 @@ TILES_A_PART = tl.constexpr(10)
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the decode kernel is compiled: KV tokens a tile, warps, pipeline stages, programs a
-    multiprocessor; and how rows are split: parts of long rows have at least `min_tiles` tiles, and
-    rows of up to `whole_tiles` are not split if there are enough of them to occupy the GPU.
+    """The compile-time configuration of the decode kernel: KV tokens a tile, warps, pipeline
+    stages, programs a multiprocessor; and how rows are split: parts of long rows have at least
+    `min_tiles` tiles, and rows of up to `whole_tiles` are not split if there are enough of them to
+    occupy the GPU.
 
     With `fp16_operands` a cache in float8 is multiplied in float16 where the queries are bfloat16:
     a GPU converts float8 to float16 in one instruction for two numbers, to bfloat16 in five.
@@ -83,7 +84,7 @@ class DecodeWorkspace:
     KV head, D head size.
 
     Attributes:
-        config, num_kv_heads, window: what the buffers and the plan were made for.
+        config, num_kv_heads, window: the arguments that the buffers and the plan were made for.
         plan: int32 [P, 8], each program's span of the step's tiles.
         partials: float32 [P, 2, G, D], unnormalised outputs of (row, head) pairs that a span covers
             in part: the one that the span begins in the middle of, and the one that it ends in the

@@ -1,5 +1,5 @@
-"""What the kernels of `expert_linear`'s products have in common on the host: their arguments, which
-are checked here, and the constants that follow from them.
+"""Host-side arguments shared by the kernels of `expert_linear`'s products: their checks, and the
+compile-time constants that follow from them.
 
 Called by `expert_linear`, `expert_vector`, `expert_matrix` and `expert_sum`.
 """
@@ -24,9 +24,8 @@ from aioinfer.kernels.quantize import GROUP, ScaledInputs
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What the first product makes of gate and up: silu(gate) * up, or, with `alpha`, gate *
-    sigmoid(alpha * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit
-    (gpt-oss)."""
+    """The activation of the first product: silu(gate) * up, or, with `alpha`, gate * sigmoid(alpha
+    * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit (gpt-oss)."""
 
     alpha: float = 0.0
     limit: float = 0.0
@@ -48,7 +47,7 @@ class ExpertArguments:
     pdl: bool
 
     def constants(self) -> dict[str, Any]:
-        """Returns what both kernels are compiled for."""
+        """Returns the compile-time constants of both kernels."""
         experts, lines, inputs = self.weight.shape
         weight, activation = self.weight, self.activation
         return {
@@ -69,7 +68,7 @@ def scaling(x: torch.Tensor | ScaledInputs) -> int:
 
 
 def first_expert(routed: RoutedTokens) -> int:
-    """Returns the first of the experts whose weights there are."""
+    """Returns the number of the first expert that has weights on this rank."""
     return 0 if routed.local is None else routed.local.start
 
 

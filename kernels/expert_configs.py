@@ -1,6 +1,6 @@
 """The configurations of the products of experts (`expert_linear`), by the format of the weights and
-the number of tokens. Those of unquantized weights are measured on an H200 (docs/notes/experts.md);
-the others are derived from the dense products of the same format.
+the number of tokens. The configurations for unquantized weights are measured on an H200
+(docs/notes/experts.md); the others are derived from the dense products of the same format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCANNED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """How a product is compiled.
+    """The compile-time configuration of a product.
 
     Attributes:
         lines: weight rows of a tile; a multiple of 16.
@@ -40,7 +40,8 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class VectorConfig:
-    """How a product of one token is compiled: output features of a program, inputs of a step."""
+    """The compile-time configuration of a product of one token: output features of a program,
+    inputs of a step."""
 
     features: int
     step: int

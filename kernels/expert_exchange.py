@@ -1,5 +1,5 @@
-"""The exchange of tokens between ranks that have some of the experts each, and tokens of their own:
-an all-to-all to the experts and one back, over symmetric memory, for data-parallel attention.
+"""All-to-all of tokens for expert parallelism with data-parallel attention, over symmetric memory:
+tokens are sent to the ranks of their experts, and the outputs back.
 
 Behind `expert_routing.route` and around the products of `expert_linear`, four launches without a
 copy on the host, whose grids depend on the number of own tokens and on the layout alone. Ranks may
@@ -7,23 +7,25 @@ have any numbers of tokens, none included, and launch them one by one or from a 
 
 - `_send_kernel` writes each token's row, once, into the memory of every rank that has any of its
   experts, with the places there and the weights of all its pairs. The place of a row is given by
-  the sending rank and the number of the token, so nobody counts across ranks. Its last program (an
-  atomic ticket) tells all ranks how many tokens there are.
+  the sending rank and the number of the token, so no count across ranks is needed. Its last program
+  (an atomic ticket) tells all ranks how many tokens there are.
 - `_receive_kernel` waits for all ranks and fills the buckets of this rank's experts; the products
   read the rows where they came. How many came is known on the device alone, so its last program
   says for which of two launches of a product, with tiles of few rows or of many, they are.
 - `_return_kernel` sums the outputs of each token's experts on this rank and writes the sum into the
   memory of the token's rank; its last program tells all ranks.
-- `_add_kernel` waits for all ranks and adds up, in the order of the ranks, what they returned.
+- `_add_kernel` waits for all ranks and adds up, in the order of the ranks, the sums that they
+  returned.
 
 Each message has the epoch, the number of the exchange. One buffer for each suffices: a rank sends
-exchange e + 1 after its `_add_kernel` of e, for which every rank has ended reading what came; and
-it returns sums of e + 1 after the arrival of e + 1 from the rank that gets them, which has read
-those of e by then. The outputs are the same for any order in which programs run.
+exchange e + 1 after its `_add_kernel` of e, for which every rank has ended reading the received
+rows; and it returns sums of e + 1 after the arrival of e + 1 from the rank that gets them, which
+has read the sums of e by then. The outputs are the same for any order in which programs run.
 
 No kernel waits for another program of its own launch, nor for a kernel that the other rank launches
 behind one that waits for this rank: launches of ranks that make the same exchanges in the same
-order always end, whatever else runs on the GPUs. A rank that leaves one out stops all others.
+order always end, whatever else runs on the GPUs. A rank that leaves an exchange out stops all
+others.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -88,8 +90,8 @@ class ExchangeLayout:
 
 @triton.jit
 def _tell(addresses, at, epoch, number, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Writes (epoch, number) at this rank's word on all ranks; whatever programs of this launch
-    wrote before is visible to who reads it."""
+    """Writes (epoch, number) at this rank's word on all ranks; all earlier writes of programs of
+    this launch are visible to a rank that reads it."""
     peer = tl.arange(0, triton.next_power_of_2(SIZE))
     words = (tl.load(addresses + peer, peer < SIZE, 0) + at + RANK * 8).to(
         tl.pointer_type(tl.int64)
@@ -115,8 +117,8 @@ def _send_kernel(
     rows_at, max_tokens, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token, and one if there is none. `firsts` int32 [SIZE + 1] are the first
-    places of the ranks, and the number of all."""
+    """Sends the rows of tokens: a program for each token, and one if there is none. `firsts` int32
+    [SIZE + 1] are the first places of the ranks, and the number of all."""
     token = tl.program_id(0)
     epoch = tl.load(epochs) + 1
     if token < tokens:
@@ -149,7 +151,7 @@ def _receive_kernel(
 ):  # fmt: skip
     """Puts the pairs of a rank's tokens into the buckets of their places: TOKENS of them at a time,
     and all programs of a rank all of them. `few` and `many` get the counts of all pairs, or zeros:
-    `few` those of up to `max_few`."""
+    `few` gets them if they are up to `max_few` in all, else `many`."""
     sender = tl.program_id(1)
     base = tl.load(addresses + RANK)
     tokens = _await(base, sent_at, sender, tl.load(epochs) + 1)
@@ -179,7 +181,7 @@ def _return_kernel(
     RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Sums `pairs` [SIZE * max_tokens * TOP_K, WIDTH] over those of a token that are here."""
+    """Sums `pairs` [SIZE * max_tokens * TOP_K, WIDTH] over each token's pairs on this rank."""
     epoch, base = tl.load(epochs) + 1, tl.load(addresses + RANK)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -212,7 +214,8 @@ def _add_kernel(
     max_tokens, RANK: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, HAS_ADDED: tl.constexpr,
 ):  # fmt: skip
-    """A program for each own token, and one if there is none."""
+    """Adds up the returned sums: a program for each of the rank's own tokens, and one if there is
+    none."""
     token = tl.program_id(0)
     epoch, base = tl.load(epochs) + 1, tl.load(addresses + RANK)
     for peer in tl.static_range(SIZE):
@@ -238,16 +241,16 @@ def _add_kernel(
 
 
 def _row_of(hidden: int) -> dict[str, int]:
-    """Returns what a kernel whose programs take whole rows is compiled for."""
+    """Returns the compile-time constants of a kernel whose programs take whole rows."""
     block = triton.next_power_of_2(hidden)
     return {"WIDTH": hidden, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The tokens that have come, as the products take them with `ExpertExchange.rows` as their x:
-    once as `few` and once as `many`, of which one has all tokens and the other none. Which, the
-    device alone knows.
+    """The tokens that this rank has received, as the products take them with `ExpertExchange.rows`
+    as their x: once as `few` and once as `many`, of which one has all tokens and the other none.
+    Only the device knows which.
     """
 
     few: RoutedTokens
@@ -255,7 +258,7 @@ class Arrived:
 
 
 class ExpertExchange:
-    """The exchange among the ranks of one model, for all its layers with experts, one after the
+    """The all-to-all among the ranks of one model, for all its layers with experts, one after the
     other. Every rank takes part in each exchange, with or without tokens, in the same order, and on
     one stream.
 
@@ -331,7 +334,8 @@ class ExpertExchange:
         num_places: int,
         max_few: int = NO_LIMIT,
     ) -> Arrived:
-        """Sends tokens to the ranks of their experts. Returns those that have come.
+        """Sends tokens to the ranks of their experts. Returns the tokens that this rank has
+        received.
 
         Args:
             x: [T, hidden], contiguous, T of 0 to `max_tokens`.
@@ -383,10 +387,11 @@ class ExpertExchange:
         out: torch.Tensor,
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the outputs to the tokens' ranks, and adds what they return to `residual`.
+        """Returns the outputs to the tokens' ranks, and adds the outputs that come back to
+        `residual`.
 
         Args:
-            pairs: [max_pairs, hidden]: the second product of what `send` returned.
+            pairs: [max_pairs, hidden]: the second product of the tokens that `send` returned.
             routed: of this rank's own tokens.
             firsts, num_places: as for `send`.
             residual: [T, hidden], contiguous.

@@ -1,16 +1,16 @@
 """The products of a mixture of experts: each token with the weights of its own experts, for any
 number of tokens, in a grid that depends on the number of tokens alone.
 
-Called by `layers.kernel_experts` with what `expert_routing.route` found. The weights of all experts
-are one tensor. One token is multiplied by `expert_vector`, several by `expert_matrix`.
+Called by `layers.kernel_experts` with the result of `expert_routing.route`. The weights of all
+experts are one tensor. One token is multiplied by `expert_vector`, several by `expert_matrix`.
 
 The first product gathers its rows from x and applies the gate: rows of gate and up are interleaved
 (`gated_product.interleave`), so that both are in one thread. The second multiplies by the routing
 weights, and `sum_pairs` adds up a token's experts in a fixed order, with the residual stream.
 
-A rank may have some of the experts alone (`RoutedTokens.local`): the weights are those of these,
-their tiles are numbered as if there were no others, the pairs of others are left out of what lies
-between the products and of their results, and `sum_pairs` skips them.
+A rank may have some of the experts alone (`RoutedTokens.local`): the weights are the local experts'
+own, their tiles are numbered as if there were no others, the pairs of others are left out of the
+rows between the products and of the results, and `sum_pairs` skips them.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -70,7 +70,7 @@ def expert_product(
     With `gated`, the first product: activation(x @ gate.T, x @ up.T) of the token's row, in the
     order that the second one wants. Without, the second: row @ weight.T times the pair's routing
     weight, by pairs. Rows of pairs of experts that are not in `routed.local` are not written, and
-    those of the first product are then fewer.
+    the first product then has fewer rows.
 
     Args:
         x: [T, K] with `gated`, else [T * top_k, K], the result of the first product with the same
@@ -127,7 +127,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr, TOP_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_ADDED: tl.constexpr,
     LOCAL: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Pairs are those of LOCAL experts from `first_expert` on, of all with LOCAL = 0."""
+    """Sums the pairs of the LOCAL experts from `first_expert` on, of all experts with LOCAL = 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -161,8 +161,8 @@ def sum_pairs(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns the sum over each token's experts, in their order, of those in `routed.local` alone,
-    accumulated in float32; sets the counters of `routed` to 0 for the next `route`.
+    """Returns the sum over each token's experts in `routed.local`, in their order, accumulated in
+    float32; sets the counters of `routed` to 0 for the next `route`.
 
     Args:
         pairs: [T * top_k, H], the result of the second product; contiguous.
@@ -222,7 +222,7 @@ def experts_reference(
     Args:
         biases: of both products, [E, 2 * I] and [E, H].
         activation: of the first product.
-        rounded: what the inputs of both products go through.
+        rounded: a function applied to the inputs of both products.
     """
     total = torch.zeros_like(x)
     for expert in experts.unique().tolist():

@@ -7,8 +7,8 @@ fit a tile.
 
 Which rows a program has:
 - with buckets, tiles are numbered expert by expert, and a program finds the expert of its tile by a
-  scan over the counters. What the first product writes is sorted by expert, so that the second one
-  reads whole tiles;
+  scan over the counters. The output of the first product is sorted by expert, so that the second
+  one reads whole tiles;
 - for a few tokens a program belongs to a pair, looks for its expert among all pairs, and leaves if
   an earlier pair has the same one; otherwise it takes all of them. That needs neither counters nor
   a sort.
@@ -117,9 +117,9 @@ def _expert_kernel(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr, PARTIAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """FEATURES are weight rows of an expert; PAIRS_PAD is 0 with buckets. `row_tiles` is a
-    descriptor of x with TMA_ROWS. There are weights of EXPERTS experts from `first_expert` on; with
-    PARTIAL there are others."""
+    """Computes a product by tiles of rows. FEATURES are weight rows of an expert; PAIRS_PAD is 0
+    with buckets. `row_tiles` is a descriptor of x with TMA_ROWS. There are weights of EXPERTS
+    experts from `first_expert` on; with PARTIAL there are others."""
     LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
     if PDL:
         gdc_wait()
@@ -213,7 +213,7 @@ def launch_tiles(
 
 
 def _packing(weight: ExpertWeights) -> dict[str, Any]:
-    """Returns what a kernel of tiles is compiled for by the format of weights."""
+    """Returns the compile-time constants of a kernel of tiles for a format of weights."""
     if isinstance(weight, PackedExperts):
         return {
             "FORMAT": FLOATS if weight.is_float else INTEGERS, "WORDS": weight.run,
@@ -237,6 +237,6 @@ def max_tiles(tokens: int, top_k: int, num_experts: int, rows: int) -> int:
 
 
 def scanned_pairs(config: ExpertConfig, top_k: int) -> int:
-    """Returns the pairs, a power of two, that a program without buckets looks through: those of as
-    many tokens as a tile has rows."""
+    """Returns the number of pairs, a power of two, that a program without buckets scans: the pairs
+    of as many tokens as a tile has rows."""
     return config.rows * triton.next_power_of_2(top_k)

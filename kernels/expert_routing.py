@@ -11,7 +11,7 @@ tiles of its own. The places of pairs in a bucket differ from one launch to the 
 depends on them.
 
 For a few tokens there are no buckets either (`counts` is None): a product's program compares its
-expert with those of all pairs.
+expert with the experts of all pairs.
 
 Where experts have copies, places (see `ipc.expert_placement`) take the part of experts behind the
 selection: token t takes copy t modulo their number. The tokens of each place are counted in the
@@ -91,10 +91,10 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True)
 class CopyTable:
-    """Among which places the tokens of an expert are divided.
+    """The places of each expert's copies, among which its tokens are divided.
 
     Attributes:
-        places: int32 [num_experts, most], those of each expert, from the left; contiguous.
+        places: int32 [num_experts, most], the places of each expert, from the left; contiguous.
         counts: int32 [num_experts], how many each has, at least 1.
     """
 
@@ -104,7 +104,7 @@ class CopyTable:
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         tokens: of a tile. experts: of a program. step: inputs of a stage.
@@ -157,8 +157,8 @@ def _of_best_groups(
     scores, TOKENS: tl.constexpr, EXPERTS_PAD: tl.constexpr, SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Returns scores [TOKENS, EXPERTS_PAD] with those of experts out of the best groups of SIZE
-    `LOWEST`. Groups beyond the last, whose scores are `LOWEST`, come after all others."""
+    """Returns scores [TOKENS, EXPERTS_PAD], set to `LOWEST` for experts outside the best groups of
+    SIZE. Groups beyond the last, whose scores are `LOWEST`, come after all others."""
     GROUPS: tl.constexpr = EXPERTS_PAD // SIZE
     grouped = tl.reshape(scores, [TOKENS, GROUPS, SIZE])
     total, place = tl.max(grouped, 2, return_indices=True, return_indices_tie_break_left=True)
@@ -235,8 +235,8 @@ def _write(
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr,
     COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Writes what is selected for tokens [TOKENS], enters the pairs into their buckets, and counts
-    them. COPIES is the width of `copy_places`, 0 without."""
+    """Writes the selected experts and weights of tokens [TOKENS], enters the pairs into their
+    buckets, and counts them. COPIES is the width of `copy_places`, 0 without."""
     j = tl.arange(0, K_PAD)[None, :]
     pair = token[:, None] * TOP_K + j
     is_token = token < tokens
@@ -369,7 +369,7 @@ def route(
         weight: [num_experts, H] of the router, of x's dtype; products are accumulated in float32.
         rule: how experts are selected.
         counters: from `make_counters`, for as many places as there are; the `counts` of the result
-            are a view of it, and whoever reads them last sets them to 0
+            are a view of it, and the last kernel that reads them sets them to 0
             (`expert_linear.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
         logit_bias: [num_experts], added to the logits.
@@ -438,7 +438,7 @@ def route(
 def _constants(
     rule: RoutingRule, bias: torch.Tensor | None, logit_bias: torch.Tensor | None
 ) -> dict[str, Any]:
-    """Returns what the kernels are compiled for by a rule."""
+    """Returns the compile-time constants of the kernels for a rule."""
     return {
         "EXPERTS": rule.num_experts, "TOP_K": rule.top_k,
         "K_PAD": triton.next_power_of_2(rule.top_k), "SIGMOID": rule.is_sigmoid,
@@ -450,7 +450,7 @@ def _constants(
 
 
 def _configured(config: RoutingConfig | FewTokensConfig) -> dict[str, Any]:
-    """Returns what a kernel is compiled for by its configuration."""
+    """Returns the compile-time constants of a kernel for its configuration."""
     values = {"PART": config.experts, "STEP": config.step, "num_warps": config.num_warps}
     if isinstance(config, FewTokensConfig):
         return values | {"EARLY": config.early_weights}
@@ -470,8 +470,8 @@ def padded_experts(num_experts: int) -> int:
 
 
 def make_counters(num_places: int, device: torch.device) -> torch.Tensor:
-    """Returns the counters of `route`: 0, and left so but for those of places, which are experts
-    where these have no copies."""
+    """Returns the counters of `route`, zeros. `route` leaves them 0 but for the counters of places,
+    which are experts where experts have no copies."""
     return torch.zeros(MAX_SHARED_TILES + num_places, dtype=torch.int32, device=device)
 
 

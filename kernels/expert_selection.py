@@ -1,5 +1,5 @@
-"""The selection of a token's experts by integer keys, and a routing of few tokens that is made for
-latency. Both are variants of what `expert_routing` does, selected by its configurations.
+"""The selection of a token's experts by integer keys, and a low-latency routing kernel for few
+tokens. Both are variants of the kernel of `expert_routing`, selected by its configurations.
 
 **Keys.** `expert_routing` finds the best expert by a reduction of pairs of score and index, which
 takes two shuffles and several comparisons for each of its five steps, and its score by another
@@ -7,8 +7,8 @@ reduction. Here a score becomes an integer of the same order, of which the best 
 instruction of the warp (`redux.sync`), and the first expert that has it by another.
 
 **Few tokens.** A program of one warp computes the logits of one token for a few experts: all its
-loads are in flight at a time, those of the weights before the kernel before has ended, so that the
-products are one memory round trip instead of eight steps of a pipeline. The last program of a
+loads are in flight at a time, the loads of weights before the preceding kernel has ended, so that
+the products are one memory round trip instead of eight steps of a pipeline. The last program of a
 token selects its experts, with a warp's reductions and no barriers. The RMSNorm before the router
 may be part of it: the logits are scaled by the norm's factor, which is left for the products.
 """
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @dataclass(frozen=True, slots=True)
 class FewTokensConfig:
-    """How the kernel for few tokens is compiled.
+    """The compile-time configuration of the kernel for few tokens.
 
     Attributes:
         experts: of a program. step: inputs that are loaded at a time.

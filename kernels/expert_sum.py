@@ -1,6 +1,6 @@
 """The second product of a mixture of experts for one token, summed over its experts in the same
-launch, with the residual stream added: what `expert_linear.expert_product` and `sum_pairs` do in
-two.
+launch, with the residual stream added. `expert_linear.expert_product` and `sum_pairs` take two
+launches for the same.
 
 Called by `layers.kernel_experts` in decode steps of one row. A program has the same output features
 of all of the token's experts: each thread multiplies and adds up over the experts first, so that
@@ -61,7 +61,7 @@ def _sum_vector_kernel(
         if PARTIAL:
             expert -= first_expert
             is_here = (expert >= 0) & (expert < EXPERTS)
-            # what is not here is not read: rows of other ranks' pairs have not been written
+            # experts of other ranks are not read: the rows of their pairs have not been written
             expert, here = tl.where(is_here, expert, 0), is_line & is_here
         place = weight + (expert * FEATURES + n).to(tl.int64)[:, None] * INPUTS + k[None, :]
         scale = tl.zeros([OUTPUTS], tl.float32) + factor
@@ -98,8 +98,8 @@ def summed_product(
     pdl: bool = False,
     config: VectorConfig = CONFIG,
 ) -> torch.Tensor:
-    """Returns the weighted sum over the experts of one token [1, N], of those in `routed.local`
-    alone, accumulated in float32.
+    """Returns the weighted sum [1, N] over the experts of one token in `routed.local`, accumulated
+    in float32.
 
     Args:
         x: [top_k, K], the result of the first product with the same `routed`; contiguous; bf16,

@@ -1,5 +1,5 @@
 """A tile of a product of experts: the sums over the inputs, in a loop of its own for each format of
-weights, and what follows them: scales, bias, activation, routing weight.
+weights, and the epilogue: scales, bias, activation, routing weight.
 
 Called by the kernel of `expert_matrix`, which finds the rows of a tile; `expert_vector` has the
 activation from here. FORMAT is one of `PLAIN`, `SCALED`, `INTEGERS` and `FLOATS`. Weights in four
@@ -274,7 +274,7 @@ def multiply(
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile: LINES weight rows of an expert for the pairs [ROWS], which are, or become,
-    rows `packed`, from `first` on, of what lies between the products."""
+    rows `packed`, from `first` on, of the tensor between the products."""
     source = pair // TOP_K if GATED else packed
     if FORMAT == 0:
         totals = _plain_totals(

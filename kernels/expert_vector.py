@@ -28,9 +28,10 @@ def _vector_kernel(
     ROWS_PER_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, HAS_NORM: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token; a program computes OUTPUTS features of one of its experts. `first_expert` and
-    PARTIAL as in `expert_matrix`. Weights as they are, or SCALED; a row has GROUPS scales. With
-    HAS_NORM x is multiplied by the norm's weight, and the sums by its factor."""
+    """Computes a product for one token: a program computes OUTPUTS features of one of its experts.
+    `first_expert` and PARTIAL as in `expert_matrix`. Weights as they are, or SCALED; a row has
+    GROUPS scales. With HAS_NORM x is multiplied by the norm's weight, and the sums by its
+    factor."""
     WIDTH: tl.constexpr = FEATURES // 2 if GATED else FEATURES
     GROUPED: tl.constexpr = GROUPS > 1
     SCALE_ROWS: tl.constexpr = (FEATURES + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE

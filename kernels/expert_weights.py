@@ -25,7 +25,7 @@ BLOCK, PARTS = 32, 4
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 #: The largest code of a scale that the kernels multiply by: 2.0.
 MAX_SCALE = 128
-#: What is added to the codes of scales: the exponent, in bfloat16, of the scale times 2 ** 126.
+#: The number added to the codes of scales: the exponent, in bfloat16, of the scale times 2 ** 126.
 SCALE_OFFSET = 126
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -183,7 +183,7 @@ def pack_floats(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
 
 
 def values_and_scales(weight: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what is multiplied, and its scales, or anything if there are none."""
+    """Returns the values to multiply and their scales; without scales the second is arbitrary."""
     if isinstance(weight, torch.Tensor):
         return weight, weight
     values = weight.values if isinstance(weight, ScaledExperts) else weight.words

@@ -41,7 +41,7 @@ SHARED_MEMORY = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FewRowsConfig:
-    """How the kernel is compiled and launched.
+    """The configuration of the kernel and of its launch.
 
     Attributes:
         features: rows of the weight that a program multiplies at a time: 16 or 32.
@@ -96,7 +96,7 @@ def _load_weights(
     FEATURES: gl.constexpr, WARPS: gl.constexpr, GROUPED: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
     """Returns the weights of a step as words, [FEATURES, WARPS * CHUNK / 4], and with scales of
-    blocks theirs, [WARPS, FEATURES]."""
+    blocks the scales, [WARPS, FEATURES]."""
     WORDS: gl.constexpr = WARPS * CHUNK // 4
     if (STEP + 1) * WORDS * 4 > INPUTS:
         inside = (STEP * WORDS + k < INPUTS // 4)[None, :]

@@ -98,8 +98,8 @@ def stage_x(
     x, norms, x_smem, rows, x_stride, eps, INPUTS: gl.constexpr, STEPS: gl.constexpr,
     ROWS: gl.constexpr, WARPS: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """Writes x to shared memory as float16, each row times a power of two; returns by what the sums
-    have to be multiplied, [1, 1, 8]."""
+    """Writes x to shared memory as float16, each row times a power of two; returns the factors by
+    which to multiply the sums, [1, 1, 8]."""
     layout: gl.constexpr = _staging_layout(WARPS)
     k = gl.arange(0, WARPS * CHUNK, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]

@@ -9,7 +9,7 @@ are computed in the registers of the accumulator.
 
 The weight is the left operand: a tile of the output is 64 weight rows for each consumer warpgroup,
 times the tile's tokens as columns. One warp loads both with TMA through a ring of shared-memory
-stages. TMA reads zeros beyond the edges of x and weight and writes nothing beyond those of the
+stages. TMA reads zeros beyond the edges of x and weight and writes nothing beyond the edges of the
 output, so tiles need not divide the shapes. Programs are persistent: while the consumers write a
 tile, the loads of the next one are under way. Tiles are ordered so that the weights that a group of
 token tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019). The schedule is
@@ -59,7 +59,7 @@ FEW_TOKENS = 32, 64, 128
 
 @dataclass(frozen=True, slots=True)
 class GatedConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         tokens: columns of a tile: 32, 64, 128 or 256.
@@ -105,10 +105,10 @@ def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
 
     Tiles are computed in waves of one for each program, and a last wave that occupies few programs
     takes as long as a full one (wave quantization). With many rows every tile takes `TILE_TIMES`.
-    With few rows of a weight that keeps all programs busy, a tile takes as long as what it reads:
-    its weight rows, and its tokens, of which one counts a quarter since x is in the L2 cache. That
-    quarter fits what was measured on an H200 with the weights of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B
-    and Qwen3-32B (docs/notes/products.md).
+    With few rows of a weight that keeps all programs busy, a tile takes as long as its reads: its
+    weight rows, and its tokens, of which one counts a quarter since x is in the L2 cache. That
+    quarter fits measurements on an H200 with the weights of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B and
+    Qwen3-32B (docs/notes/products.md).
     """
 
     def waves(config: GatedConfig) -> int:
@@ -218,7 +218,7 @@ def _gated_kernel(
     fence_async_shared()
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
-    # constants have to be named in each tuple: those of a variable would be constants of constants
+    # constants must be named in each tuple: in a variable they would become constants of constants
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -252,8 +252,8 @@ def _gated_kernel(
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether this kernel can compute x [T, K] times weight [2 * N, K]: what `supports_product`
-    accepts, N a multiple of 8."""
+    """Whether this kernel can compute x [T, K] times weight [2 * N, K]: `supports_product` must
+    accept them, and N be a multiple of 8."""
     return supports_product(x, weight) and weight.shape[0] % (2 * GATE_RUN) == 0
 
 

@@ -61,7 +61,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 RUNS = gl.constexpr(4)  # runs of 64 inputs whose integers lie in the same words
-SCALE_BOX = 256  # scales of one load: those of the 192 rows of a tile, and of the next
+SCALE_BOX = 256  # scales of one load: of the 192 rows of a tile, and of the next
 #: Rows for which `use_hopper` prefers this kernel, measured on an H200, of weights of at least
 #: `MIN_WEIGHTS` integers: smaller ones have too few tiles.
 MIN_ROWS, MIN_GATED_ROWS, MAX_ROWS = 65, 33, 512
@@ -119,8 +119,8 @@ def _produce_x(
 ):  # fmt: skip
     """Loads x for every work item as stages become free, after the kernel before.
 
-    The consumers need not wait for that kernel: they read its results and write theirs only after
-    a product with an x that was loaded behind the wait.
+    The consumers need not wait for that kernel: they read its results and write their own only
+    after a product with an x that was loaded behind the wait.
     """
     STAGES: gl.constexpr = x_smem.shape[0]
     TOKENS: gl.constexpr = x_smem.shape[1]
@@ -160,7 +160,8 @@ def _take_words(
     PART: gl.constexpr, used, there, scale_smem, w_smem, w_full, w_empty, operand: gl.constexpr
 ):  # fmt: skip
     """Returns the words of a unit, as the left operand lies in registers, and its elements of
-    `PackedGroups.scales`, and frees the stage; of what is not `there` something else."""
+    `PackedGroups.scales`, and frees the stage. Where data is not `there`, the values are
+    arbitrary."""
     STAGES: gl.constexpr = w_full.shape[0]
     SCALES: gl.constexpr = scale_smem.shape[0] // STAGES
     ROWS: gl.constexpr = w_smem.shape[1] * w_smem.shape[3]
@@ -172,7 +173,7 @@ def _take_words(
     for part in gl.static_range(SCALES):
         scales = scale_smem.index(stage * SCALES + part).reshape([scale_smem.shape[2]])
         kept = kept + (scales.slice(PART * ROWS, ROWS).load(gl.SliceLayout(1, operand)),)
-    fence_async_shared()  # what TMA writes next must not overtake the loads
+    fence_async_shared()  # the next writes of TMA must not overtake the loads
     gl.thread_barrier()  # until all warps have read the stage
     mbarrier.arrive(w_empty.index(stage), pred=there)
     return words, kept
@@ -338,7 +339,7 @@ def _kernel(
     words = (scale_smem, w_smem, w_full, w_empty)
     inputs = (x_smem, full, empty)
     rest = (out, residual, partials, counters, staging, added) + words + inputs + counts
-    # constants have to be named in each tuple: those of a variable would be constants of constants
+    # constants must be named in each tuple: in a variable they would become constants of constants
     gl.warp_specialize(
         [
             (_consume, (0, GROUP, SPLITS, HAS_ZEROS, GATED, HAS_RESIDUAL) + rest),
@@ -364,7 +365,7 @@ def supports(
     multiple of 128 inputs or in whole rows, outputs a multiple of 8.
 
     TMA needs the rows of x, of a residual and of the result to be contiguous and to begin at
-    multiples of 16 bytes; those of a residual must not be one row repeated.
+    multiples of 16 bytes; the rows of a residual must not be one row repeated.
     """
     outputs = weight.features // 2 if gated else weight.features
     return (
@@ -409,7 +410,7 @@ def grouped_hopper(
     config: GroupedHopperConfig | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32; the
-    arguments are `grouped_linear`'s, for what `supports` accepts.
+    arguments are `grouped_linear`'s, and `supports` must accept them.
 
     Args:
         x: [M, K].

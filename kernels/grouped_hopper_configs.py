@@ -1,4 +1,4 @@
-"""How `grouped_hopper` is compiled for a number of rows."""
+"""The configurations of `grouped_hopper` for a number of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REGISTERS = consumer_registers(all_registers(CONSUMERS.value), CONSUMERS.value)
 
 @dataclass(frozen=True, slots=True)
 class GroupedHopperConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         tokens: columns of a tile: 64 or 128.
@@ -36,8 +36,8 @@ class GroupedHopperConfig:
 #: Microseconds that a program needs for a unit of 256 inputs of a tile, by the tile's tokens, and
 #: for the end of a tile, measured on an H200.
 UNIT_TIMES, TILE_TIME = {128: 2.15, 64: 1.6}, 2.0
-#: Microseconds that summing costs for each program that shares a tile of 128 tokens: what is read
-#: by one multiprocessor. Guessed.
+#: Microseconds that summing costs for each program that shares a tile of 128 tokens: the reads of
+#: one multiprocessor. Guessed.
 SPLIT_TIME = 0.9
 MAX_SPLITS = 6
 
@@ -50,8 +50,8 @@ def _stages(tokens: int, gated: bool) -> tuple[int, int]:
 
 
 def configs(rows: int, weight: PackedGroups, gated: bool) -> Iterator[GroupedHopperConfig]:
-    """Yields the configurations for a number of rows: of each tile, by the programs that share its
-    inputs; those of one program first."""
+    """Yields the configurations for a number of rows: for each tile by the number of programs that
+    share its inputs, one program first."""
     for tokens in (128, 64) if rows > 64 else (64,):
         tiles = -(-rows // tokens) * weight_tiles_of(weight)
         for splits in range(1, min(MAX_SPLITS, weight.units) + 1):

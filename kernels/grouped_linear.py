@@ -8,8 +8,8 @@ float32 would need more instructions for an integer than the memory leaves time 
 a run of inputs is scaled afterwards, so that the integers themselves, exact in 16 bits, are
 multiplied.
 
-An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below those of
-128 (1024), and what is subtracted then is 128 plus the zero point: Kim et al., "Who Says Elephants
+An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below the bits of
+128 (1024). The number subtracted then is 128 plus the zero point: Kim et al., "Who Says Elephants
 Can't Run", 2022. Two words give eight 16-bit values by eleven instructions (`_expand`).
 
 Where output features alone give too few programs, the inputs are divided over several of them
@@ -42,7 +42,7 @@ MAX_FUSED_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         features: rows of the weight for a program; a multiple of 16.
@@ -89,8 +89,8 @@ def _expand(words, zero_0, zero_1, zero_2, zero_3, OFFSET: tl.constexpr, dtype: 
     """Returns the 4-bit integers of words [N, R], in `dtype` and less their zero points: of each
     run a tensor [N, R].
 
-    Zero points are [N, 1]; with an OFFSET they are those of `_zero_of`, and two words are taken at
-    a time.
+    Zero points are [N, 1]; with an OFFSET they are as `_subtrahend` returns them, and two words are
+    taken at a time.
     """
     if OFFSET == 128:
         run_0, run_1, run_2, run_3 = tl.inline_asm_elementwise(
@@ -204,8 +204,8 @@ def _load_unit(
     place, scales, unit, n, width, there, RUN: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Returns the runs of a unit less their zero points, tensors [N, R] in `dtype`, and what
-    `PackedGroups.scales` has for each run. Runs come in pairs of one group, unless a group is one
+    """Returns the runs of a unit less their zero points, tensors [N, R] in `dtype`, and the element
+    of `PackedGroups.scales` of each run. Runs come in pairs of one group, unless a group is one
     run: then each load of a pair's scales is another."""
     words = tl.load(place, there[:, None], 0)
     NEXT: tl.constexpr = RUN if GROUP == RUN else 0

@@ -14,7 +14,7 @@ before the wait for the preceding kernel.
 The warps of a program divide the inputs among themselves, unit by unit; their sums are added by way
 of shared memory, in a fixed order.
 
-An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below those of
+An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below the bits of
 128 (1024), see `grouped_linear`; here the offset and the zero point are subtracted from the sum of
 a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
 for all output features of a program. In float32 this costs five (eight) bits of 24.
@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 MAX_ROWS = 8
 PARTS = gl.constexpr(4)  # runs of a unit
 LOG2_E = gl.constexpr(1.4426950408889634)
-#: What writing an integer's bits below those of a number makes of it.
+#: The offset that an integer gets when its bits are written below the bits of a number.
 OFFSETS = {torch.bfloat16: 128, torch.float16: 1024}
 EXPANSION = """{
     .reg .b32 b, c, d;
@@ -57,7 +57,7 @@ EXPANSION_1024 = gl.constexpr(EXPANSION.replace("MAGIC", "0x64006400"))
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How the kernel is compiled and launched.
+    """The configuration of the kernel and of its launch.
 
     Attributes:
         warps: of a program; they share the inputs: 4, 8 or 16.
@@ -117,8 +117,8 @@ def _load_item(
     SCALED: gl.constexpr, WARPS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """Returns of a tile of output features and each warp's unit number `share` the pairs of words,
-    int32 [WARPS, 16, R / 2], and what `PackedGroups.scales` has [WARPS, 16] for each group;
-    anything beyond the last tile."""
+    int32 [WARPS, 16, R / 2], and the elements [WARPS, 16] of `PackedGroups.scales` for each group;
+    beyond the last tile the values are arbitrary."""
     PAIRS: gl.constexpr = RUN // 2
     wide: gl.constexpr = gl.DotOperandLayout(0, mma, PAIRS // 8)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, wide)))
@@ -325,8 +325,8 @@ def _add_warps(totals, low, high, layout: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _store(place, low, high, has_low, has_high, GATED: gl.constexpr):
-    """Writes the outputs of the low and of the high eight features of a tile, [8, 8] each, or those
-    of a gate and what it is multiplied with."""
+    """Writes the outputs of the low and of the high eight features of a tile, [8, 8] each, or the
+    outputs of a gate and of the features it is multiplied with."""
     dtype: gl.constexpr = place.dtype.element_ty
     if GATED:
         low = low / (1.0 + gl.exp2(-LOG2_E * low)) * high
@@ -432,7 +432,7 @@ def skinny_grouped_linear(
 ) -> torch.Tensor:
     """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32.
 
-    Arguments and result are those of `grouped_linear`, whose reference this kernel has, too.
+    Arguments, result and reference are the same as for `grouped_linear`.
 
     Args:
         x: [M, K]; `supports(x, weight)` must be true.

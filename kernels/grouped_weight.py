@@ -6,7 +6,7 @@ into runs of 64 (or of a group, if that is shorter). Four runs of 4 bits, or two
 the same 16-bit words: the first in their lowest bits, and so on. Neighbouring words hold
 neighbouring inputs of each run, so two words in a register give, by a shift and a mask, the two
 neighbouring 16-bit values that a tensor-core operand has in one, without a shuffle; and tiles of
-16-bit words are read from shared memory like those of 16-bit weights (`ldmatrix`). The words of
+16-bit words are read from shared memory like tiles of 16-bit weights (`ldmatrix`). The words of
 such a unit of runs for 16 neighbouring output features are contiguous, 2 KiB for runs of 64.
 
 Called by the weight format for groups (`aioinfer.layers.formats.kernel_grouped`).
@@ -173,7 +173,7 @@ def _dequantize_kernel(
     n = tile * TILE + row
     words = tl.load(packed + ((tile * units + unit) * TILE + row[:, None]) * RUN + word[None, :])
     if PDL:
-        gdc_wait()  # a product with what was here before may still be running
+        gdc_wait()  # a product with the weight that was here before may still be running
         gdc_launch_dependents()
     for part in tl.static_range(16 // BITS):
         begin = (unit * (16 // BITS) + part) * RUN
@@ -191,8 +191,8 @@ def dequantize(weight: PackedGroups, out: torch.Tensor, *, pdl: bool = False) ->
 
     Args:
         weight: of integers.
-        out: [N, K], contiguous rows. What reads it must not be launched as a programmatic dependent
-            that reads weights before this kernel has ended.
+        out: [N, K], contiguous rows. A kernel that reads it must not be launched as a programmatic
+            dependent that reads weights before this kernel has ended.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     if out.shape != (weight.features, weight.inputs) or out.stride(1) != 1:

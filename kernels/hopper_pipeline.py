@@ -1,9 +1,8 @@
-"""What the Gluon kernels of products on Hopper GPUs have in common: the order of their tiles, the
-ring of stages in shared memory, the producer warp that loads them with TMA, and the descriptors of
-TMA.
+"""Parts shared by the Gluon kernels of products on Hopper GPUs: the order of their tiles, the ring
+of stages in shared memory, the producer warp that loads them with TMA, and the descriptors of TMA.
 
 Used by `gated_product`, `split_product`, `scaled_hopper`, `block_hopper` and `grouped_hopper`. A
-ring has two barriers for each stage: `full` completes when what was loaded is there, `empty` when
+ring has two barriers for each stage: `full` completes when the loaded data is there, `empty` when
 all consumer warpgroups have read it. Tiles are ordered so that the weights that a group of token
 tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019).
 """
@@ -86,7 +85,7 @@ def produce(
     loaded before waiting for the preceding kernel, which writes x. Also `scaled_hopper`'s producer:
     with GROUPED, a stage has a row of `scales`, one for each token.
 
-    The consumers need not wait for the preceding kernel: they read its results and write theirs
+    The consumers need not wait for the preceding kernel: they read its results and write their own
     only after a stage whose x was loaded behind the wait.
     """
     STAGES: gl.constexpr = x_smem.shape[0]
@@ -178,8 +177,8 @@ def apply_gate(acc):
 
 
 def all_registers(consumers: int) -> int:
-    """Returns the registers of each thread of a launch that takes those of a whole multiprocessor,
-    in the granularity of setmaxnreg.
+    """Returns the registers of each thread of a launch that takes all registers of a
+    multiprocessor, in the granularity of setmaxnreg.
 
     Args:
         consumers: warpgroups beside that of the producer.
@@ -188,8 +187,8 @@ def all_registers(consumers: int) -> int:
 
 
 def few_registers(tokens: int) -> int:
-    """Returns the registers of each thread of a launch with tiles of up to 128 tokens: what the
-    sums and addresses of a consumer need, so that the programs of a norm fit beside it.
+    """Returns the registers of each thread of a launch with tiles of up to 128 tokens: enough for
+    the sums and addresses of a consumer, so that the programs of a norm fit beside it.
 
     With dependent launch a norm starts while the product before it runs, and waits for its end.
     Where the product takes all registers of a multiprocessor, the norm can start there only when
@@ -199,8 +198,8 @@ def few_registers(tokens: int) -> int:
 
 
 def consumer_registers(launched: int, consumers: int) -> int:
-    """Returns the registers of a consumer's thread: its share of those that the producer leaves, in
-    the granularity of setmaxnreg.
+    """Returns the registers of a consumer's thread: its share of the registers that the producer
+    leaves, in the granularity of setmaxnreg.
 
     Args:
         launched: of each thread, as the kernel is launched.

@@ -43,9 +43,9 @@ def head_group(num_heads: int, element_size: int) -> int:
 def latent_config(num_heads: int, element_size: int) -> DecodeConfig:
     """Returns the configuration for so many heads and bytes an element.
 
-    Chosen by what the compiler makes of it for Hopper, not measured: with 5 stages two tiles of 36
-    KiB are in flight, since the pipeliner spends the others on the block table; the queries of 16
-    heads take 128 registers of each thread, so that two programs fill a multiprocessor.
+    Chosen by the compiler's output for Hopper, not measured: with 5 stages two tiles of 36 KiB are
+    in flight, since the pipeliner spends the others on the block table; the queries of 16 heads
+    take 128 registers of each thread, so that two programs fill a multiprocessor.
     """
     if element_size == 4:
         return DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=1)
@@ -66,9 +66,9 @@ def make_latent_workspace(
 
     Args:
         num_heads, latent_size: of the layers that share it.
-        cache: one of theirs, for dtype and device.
+        cache: one of the layers' caches, for dtype and device.
         config: instead of `latent_config`'s (for tests and tuning).
-        programs: instead of what fits the GPU (for tests and tuning).
+        programs: instead of the number that fits the GPU (for tests and tuning).
     """
     group = head_group(num_heads, cache.element_size())
     config = config or latent_config(num_heads, cache.element_size())
@@ -192,8 +192,8 @@ def latent_decode(
     Args:
         absorbed: [R, H, L], the queries over latent vectors, contiguous; bf16, fp16 or fp32.
         rotated: [R, H, P], the rotated part of the queries; channels contiguous.
-        cache: [num_blocks, block_size, L + P], latent vectors, then rotated keys; those of this
-            step are written.
+        cache: [num_blocks, block_size, L + P], latent vectors, then rotated keys; the entries of
+            this step are already written.
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.
         seq_lens: int32 [R], tokens of each row, its own included; 0 is padding, whose output
             becomes zeros.

@@ -29,7 +29,8 @@ ITEM_FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How the kernel is compiled: queries and keys a tile, warps, pipeline stages."""
+    """The compile-time configuration of the kernel: queries and keys a tile, warps, pipeline
+    stages."""
 
     rows: int
     tile: int
@@ -38,8 +39,8 @@ class TileConfig:
 
 
 def tile_config(element_size: int) -> TileConfig:
-    """Returns the configuration for bytes an element. Chosen by what the compiler makes of it for
-    Hopper (191 registers, 168 KiB of shared memory), not measured."""
+    """Returns the configuration for bytes an element. Chosen by the compiler's output for Hopper
+    (191 registers, 168 KiB of shared memory), not measured."""
     return TileConfig(32, 32, 4, 1) if element_size == 4 else TileConfig(128, 64, 8, 3)
 
 
@@ -129,7 +130,7 @@ def _latent_prefill_kernel(
     query = queries + line[:, None] * query_stride + head * query_head_stride
     plain = tl.load(query + p[None, :], is_own[:, None] & (p < PLAIN)[None, :], 0.0)
     turned = tl.load(query + PLAIN + r[None, :], is_own[:, None] & (r < ROTARY)[None, :], 0.0)
-    # the state of what earlier segments gave
+    # the state from earlier segments
     entry = line * NUM_HEADS + head
     is_carried = is_own & (flags % 2 == 0)
     m = tl.load(maxima + entry, is_carried, float("-inf"))

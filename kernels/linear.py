@@ -32,8 +32,8 @@ EARLY_TRIGGER_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How a kernel is compiled: output features a program, inputs a step, warps, pipeline stages
-    (tensor cores only)."""
+    """The compile-time configuration of a kernel: output features a program, inputs a step, warps,
+    pipeline stages (tensor cores only)."""
 
     features: int
     step: int

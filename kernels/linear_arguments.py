@@ -1,4 +1,4 @@
-"""The check of the arguments that all products of linear layers have in common."""
+"""Checks the arguments that all products of linear layers have in common."""
 
 from __future__ import annotations
 

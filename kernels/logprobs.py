@@ -91,7 +91,8 @@ def _merge_kernel(
 def token_logprobs(
     logits: torch.Tensor, sampled: torch.Tensor, requested: torch.Tensor, top: int = MAX_TOP
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the log-probability of each sampled token, and the most likely tokens with theirs.
+    """Returns the log-probability of each sampled token, and the most likely tokens with their
+    log-probabilities.
 
     Args:
         logits: [S, V], fp32, bf16 or fp16; rows may be strided.

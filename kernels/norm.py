@@ -30,7 +30,7 @@ def _rms_norm_kernel(
     value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + columns
-        # The norm is that of the rounded sum, which is what the next layers read.
+        # The norm is taken of the rounded sum, which the next layers read.
         total = (value + tl.load(place, mask, 0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(place, total, mask)
         value = total.to(tl.float32)

@@ -54,7 +54,7 @@ class ChannelLayout:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """The first byte behind the channel."""
         return self.at + _SLOTS_AT + self.slots * self.slot_bytes
 
 
@@ -86,8 +86,8 @@ class PeerChannel:
         self._launch(_send_kernel, source.view(torch.int32), words)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the next message, of the shape and dtype that were sent: what is launched behind
-        this on the stream waits for it."""
+        """Returns the next message, of the shape and dtype that were sent. Kernels launched behind
+        this on the stream wait for it."""
         values = torch.empty(shape, dtype=dtype, device="meta")
         words = self._words(values.nbytes)
         target = torch.empty(words, dtype=torch.int32, device=self._state.device)
@@ -120,7 +120,7 @@ def _wait_for(base, at, epoch):
 
 @triton.jit
 def _write_epoch(base, at, epoch):
-    """Writes the word at `base` + `at`, on whatever GPU, behind all that this program has seen."""
+    """Writes the word at `base` + `at`, on any GPU, after all writes that this program has seen."""
     tl.atomic_xchg((base + at).to(tl.pointer_type(tl.int32)), epoch, sem="release", scope="sys")
 
 
@@ -147,7 +147,8 @@ def _send_kernel(
     source, chunks, addresses, state, rank, peer, at, slot_bytes, SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Any number of programs. `state` int32 [2]: the last epoch that was sent, and a ticket."""
+    """Sends a message, by any number of programs. `state` int32 [2]: the last epoch that was sent,
+    and a ticket."""
     own, there = tl.load(addresses + rank), tl.load(addresses + peer)
     epoch = tl.load(state) + 1
     _wait_for(own, at + _READ_AT, epoch - SLOTS)
@@ -162,7 +163,8 @@ def _receive_kernel(
     target, chunks, addresses, state, rank, peer, at, slot_bytes, SLOTS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """As `_send_kernel`; `state` has the last epoch that was received."""
+    """Receives a message, as `_send_kernel` sends it; `state` has the last epoch that was
+    received."""
     own, there = tl.load(addresses + rank), tl.load(addresses + peer)
     epoch = tl.load(state) + 1
     _wait_for(own, at + _ARRIVED_AT, epoch)

@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How the prefill kernel is compiled: packed query rows and KV tokens a tile, warps, pipeline
-    stages."""
+    """The compile-time configuration of the prefill kernel: packed query rows and KV tokens a tile,
+    warps, pipeline stages."""
 
     rows: int
     tile: int

@@ -147,7 +147,7 @@ def _convert_block(raw, operand, HEAD_SIZE: gl.constexpr, TILE: gl.constexpr):
     for chunk in gl.static_range(0, TILE, 32):
         part = raw.slice(chunk, 32).load(layout)
         operand.slice(chunk, 32).store(part.to(operand.dtype))
-    # every thread makes what it stored visible to wgmma before one thread arrives for all
+    # every thread makes its stores visible to wgmma before one thread arrives for all
     fence_async_shared()
     gl.thread_barrier()
 
@@ -320,7 +320,7 @@ def _attend(
 ):  # fmt: skip
     """Returns the attention of the queries in shared memory over the KV blocks end - 1 .. begin.
     The blocks from `whole` on contain masked keys. The packed queries begin with number `first` of
-    their row, and `sinks` are those of their KV head."""
+    their row, and `sinks` are the sinks of the queries' KV head."""
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_SIZE, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows: gl.constexpr = q_smem.shape[0]
@@ -443,7 +443,7 @@ def _prefill_kernel(
     ring = _ring(dtype, kv_layout, STAGES, TILE, HEAD_SIZE, 2)
     rows = (query_starts, seq_lens, plan, count)
     ends = (q, out) + rows + (scale, soft_cap, v_scale, scales, sinks, q_stride, out_stride)
-    # Constants have to be named first in each tuple: those of a variable would be constants of
+    # Constants must be named first in each tuple: in a variable they would become constants of
     # constants. A table's stride of 1 is one, too.
     if RAW_STAGES == 0:
         fence_async_shared()

@@ -23,8 +23,8 @@ MIN_ROWS_PAD = 256  # few sizes, so that few specialisations have to be compiled
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model reads in a step of R rows and T tokens. Rows and tokens beyond those of the
-    step plan are padding.
+    """The model's inputs in a step of R rows and T tokens. Rows and tokens beyond the step plan's
+    are padding.
 
     Attributes:
         input_ids: int32 [T]; 0 in padding.

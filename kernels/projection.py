@@ -1,4 +1,5 @@
-"""What attention computes queries, keys and values of the newest tokens from."""
+"""The fused projection of the newest tokens, from which attention computes queries, keys and
+values."""
 
 from __future__ import annotations
 

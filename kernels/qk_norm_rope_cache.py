@@ -134,13 +134,13 @@ def qk_norm_rope_cache(
             sines.
         slot_mapping: int64 or int32 [T], block * block_size + offset; -1 writes nothing (padding).
         k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype.
-            What is beyond the range of float8 is written as its largest number.
+            Numbers beyond the range of float8 are written as its largest number.
         num_q_heads: Hq.
         q_weight, k_weight: [D] of the norms, both or neither.
         eps: of the norms.
-        scales: float32 [4, Hkv], contiguous, of caches in float8: by KV head the factors by which
-            what they hold is multiplied when it is read, of keys and of values, and the reciprocals
-            of both. None: 1.
+        scales: float32 [4, Hkv], contiguous, of caches in float8: by KV head the factors of keys
+            and of values, by which cached numbers are multiplied when they are read, and the
+            reciprocals of both. None: 1.
         key_shifts: float32 [Hkv, D], contiguous, subtracted from keys before they are multiplied
             with the reciprocal of their scale; None: nothing.
         out: [T, Hq, D] to write to; by default a new tensor.
@@ -210,8 +210,8 @@ def qk_norm_rope_cache_reference(
     key_shifts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_cache` in plain torch, in the inputs' dtype; writes to the caches and returns
-    q [T, Hq, D]. The caches have that dtype, too: with scales, what is read from caches in float8
-    is written to them."""
+    q [T, Hq, D]. The caches have that dtype, too: with scales, they get the numbers that would be
+    read from caches in float8."""
     kv_heads, head_size = k_cache.shape[2:]
     half = cos_sin.shape[1] // 2
     q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)

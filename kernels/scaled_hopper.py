@@ -7,8 +7,8 @@ The schedule is `gated_product`'s: a tile of the output's transpose is 64 weight
 two or three consumer warpgroups times the tile's tokens; one warp loads both with TMA through a
 ring of stages of 128 inputs, as many bytes as 64 inputs of bfloat16; programs are persistent.
 Scales of output features and tokens are applied at the end of a tile, scales of blocks after each
-stage, whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024), and beside those of
-the next stage, which is multiplied meanwhile. The producer loads a stage's scales of tokens with
+stage, whose sums then stand beside the total (DeepSeek-V3, DeepSeek-AI 2024), and beside the sums
+of the next stage, which is multiplied meanwhile. The producer loads a stage's scales of tokens with
 its operands. A gate is computed in registers; a residual is loaded by TMA, while the tile's
 products run, into the buffer from which the result is written.
 """
@@ -94,7 +94,7 @@ def _token_scales(used, scale_smem, layout: gl.constexpr):
 
 @gluon.jit
 def _release(used, empty):
-    """Gives a stage back to the producer. What TMA writes next must not overtake the loads of the
+    """Gives a stage back to the producer. The next writes of TMA must not overtake the loads of the
     tokens' scales."""
     fence_async_shared()
     mbarrier.arrive(empty.index(used % empty.shape[0]))
@@ -127,8 +127,8 @@ def _block_sums(
     PART: gl.constexpr, left, used, steps, w_scales, first, lines, groups, scale_smem, x_smem,
     w_smem, full, empty, layout: gl.constexpr, ROWS_PER_SCALE: gl.constexpr
 ):  # fmt: skip
-    """Returns the sums of a tile [ROWS, TOKENS], those of each stage scaled; `left` are the
-    products of the first, which have begun.
+    """Returns the sums of a tile [ROWS, TOKENS], scaled stage by stage; `left` are the products of
+    the first, which have begun.
 
     The products of a stage run while the sums of the stage before are scaled. Stages take turns
     with two sets of registers, `even` and `odd`, so that none are moved. The weight's scales are
@@ -266,7 +266,7 @@ def _product_kernel(
     gl.thread_barrier()
     ring = (scale_smem, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
     ends = (out, residual, x_scales, w_scales, rows, lines, groups, staging, added)
-    # constants have to be named in each tuple: those of a variable would be constants of constants
+    # constants must be named in each tuple: in a variable they would become constants of constants
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -319,7 +319,7 @@ def hopper_product(
     pdl: bool = False,
     config: HopperConfig | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T; the arguments are `scaled_product`'s, for what `supports` accepts.
+    """Returns x @ weight.T; the arguments are `scaled_product`'s, and `supports` must accept them.
 
     A residual's rows are aligned to 16 bytes and not strided by 0; it may be `out`.
 

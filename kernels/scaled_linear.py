@@ -37,8 +37,8 @@ class ScaledMatrix:
         rows_per_scale: neighbouring rows that share scales.
         counters: int32 [C], zeros between launches, for products whose inputs are divided over
             several programs; without it they are not.
-        is_paired: of each 128 rows, every other eight (those of the gate) share scales, and so do
-            the eight between them (those of up); `rows_per_scale` is 8.
+        is_paired: of each 128 rows, every other eight (gate rows) share scales, and so do the eight
+            between them (up rows); `rows_per_scale` is 8.
     """
 
     values: torch.Tensor
@@ -96,7 +96,8 @@ def row_sums(
     FEATURES: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
     RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums [FEATURES] of `products` [FEATURES, STEP], those of blocks scaled."""
+    """Returns the sums [FEATURES] of `products` [FEATURES, STEP]; with scales of blocks, the scaled
+    sums."""
     if GROUPED:
         runs: tl.constexpr = STEP // RUN_OF_INPUTS
         group = (begin + RUN_OF_INPUTS * tl.arange(0, runs)) // GROUP

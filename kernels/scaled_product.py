@@ -6,9 +6,9 @@ Called by linear layers with weights of one byte (`layers.formats.kernel_scaled`
 (with 16-bit activations it is converted between shared memory and the tensor cores), and loads both
 with TMA. Sums of blocks of 128 inputs are scaled and added in float32 (DeepSeek-V3, DeepSeek-AI
 2024), which also bounds the error of the tensor cores' accumulators; scales of tokens and output
-features are applied at the end. What comes after the product, a residual sum or the gate of an MLP,
-is part of the tile's end. Rows of a gated weight are interleaved, so that the gate and its partner
-are in the same thread.
+features are applied at the end. The epilogue, a residual sum or the gate of an MLP, is part of the
+tile. Rows of a gated weight are interleaved, so that the gate and its partner are in the same
+thread.
 
 Where each output feature has a scale, cuBLASLt is the alternative (`use_cublas`); for float8 on
 Hopper, a kernel in Gluon (`scaled_hopper`).
@@ -38,7 +38,7 @@ CUBLAS_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         features, tokens: of a tile: weight rows and columns of the output's transpose.
@@ -122,7 +122,7 @@ def _scaled_part(
     FEATURES: tl.constexpr, X_GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Returns the sums of one block of inputs [FEATURES, TOKENS] times their scales. Where a tile's
-    rows share the weight's scale, it is multiplied with those of the tokens first."""
+    rows share the weight's scale, it is multiplied with the tokens' scales first."""
     if ROWS_PER_SCALE % FEATURES == 0:
         scale = tl.load(w_scales + first // ROWS_PER_SCALE * groups + group)
         if X_GROUPED:
@@ -175,8 +175,8 @@ def _product_kernel(
     ROWS_PER_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     SUM: tl.constexpr, EXACT_SUMS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`features` are weight rows; X_SCALES is 0 for 16-bit activations, 1 for scales of tokens and
-    2 for scales of tokens and groups."""
+    """Computes a product with one-byte weights. `features` are weight rows; X_SCALES is 0 for
+    16-bit activations, 1 for scales of tokens and 2 for scales of tokens and groups."""
     token_tile, weight_tile = _place(tl.program_id(0), token_tiles, weight_tiles, GROUP_SIZE)
     tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
     lines = weight_tile * FEATURES + tl.arange(0, FEATURES)
@@ -348,7 +348,7 @@ def use_cublas(
 def cublas_product(
     x: ScaledInputs, weight: ScaledMatrix, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns x @ weight.T in bf16, computed by cuBLASLt, for what `use_cublas` accepts.
+    """Returns x @ weight.T in bf16, computed by cuBLASLt; `use_cublas` must accept the arguments.
 
     Args:
         out: [M, N] to write to; by default a new tensor.

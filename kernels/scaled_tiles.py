@@ -1,10 +1,10 @@
-"""Tiles of the float8 products of many rows on Hopper: those of the Gluon kernels
-(`scaled_hopper.py` and `block_hopper.py`), and where they are faster than the Triton one
+"""Tile configurations for float8 products of many rows on Hopper: for the Gluon kernels
+(`scaled_hopper.py` and `block_hopper.py`), and where these are faster than the Triton kernel
 (`scaled_product.py`).
 
 Products of many rows take as long as their waves: tiles are computed one for each multiprocessor at
 a time, and a last wave that occupies few of them takes as long as a full one. So a time for each
-kind of tile explains what was measured (docs/notes/quantized-products.md).
+kind of tile explains the measurements (docs/notes/quantized-products.md).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import lru_cache
 from aioinfer.kernels.hopper_pipeline import all_registers, consumer_registers
 from aioinfer.kernels.scaled_product import ProductConfig, product_config
 
-CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: those of one wgmma
+CONSUMER_ROWS = 64  # weight rows of a consumer warpgroup: the rows of one wgmma
 STEP = 128  # inputs of a stage: 128 bytes, the widest swizzle of TMA and wgmma, and one block
 HALF = 64  # tokens of a wgmma where tokens are its rows
 SHARED_MEMORY = 227 * 1024  # bytes of a thread block
 MAX_STAGES = 12
 #: Whether products with scales of blocks are computed by `block_hopper`, where it is the faster
-#: one: False to compare with what was before.
+#: one: False to compare with the kernels used before.
 USE_BLOCK_HOPPER = True
 
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """How the Gluon kernel is compiled.
+    """The compile-time configuration of the Gluon kernel of `scaled_hopper`.
 
     Attributes:
         tokens: columns of a tile: 64 or 128. With scales of blocks, the registers of three
@@ -49,13 +49,14 @@ class HopperConfig:
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread, if the kernel takes all."""
+        """Registers of a consumer's thread, if the kernel takes all."""
         return consumer_registers(all_registers(self.consumers), self.consumers)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
-    """How the Gluon kernel for scales of blocks is compiled, whose tiles have tokens as rows.
+    """The compile-time configuration of `block_hopper`, the Gluon kernel for scales of blocks; its
+    tiles have tokens as rows.
 
     Attributes:
         tokens: rows of a tile: 64 or 128 for each consumer that has its own.
@@ -83,7 +84,7 @@ class BlockConfig:
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread, as `HopperConfig.registers`."""
+        """Registers of a consumer's thread, as `HopperConfig.registers`."""
         return consumer_registers(all_registers(self.consumers), self.consumers)
 
     @property
@@ -103,7 +104,7 @@ class BlockConfig:
         return min(MAX_STAGES, space // ((self.tokens + self.lines) * STEP))
 
 
-#: By (gated, scales of blocks): what tests and benchmarks go through.
+#: By (gated, scales of blocks): the configurations that tests and benchmarks run.
 CONFIGS = {
     (True, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
     (False, False): (HopperConfig(128, 4), HopperConfig(64, 6)),
@@ -141,7 +142,7 @@ BLOCK_TIMES = {
     BlockConfig(64, 192, 3, splits_lines=True): 0.43,
     BlockConfig(128, 192, 3, splits_lines=True): 0.87,
 }
-#: What its tests and benchmarks go through.
+#: The configurations that its tests and benchmarks run.
 BLOCK_CONFIGS = (*BLOCK_TIMES, BlockConfig(256, 128), BlockConfig(192, 128, 3))
 GATED_BLOCK_CONFIGS = tuple(config for config in BLOCK_CONFIGS if config.allows(gated=True))
 #: The same of the Triton kernel, by weight rows and tokens; with scales of blocks a multiprocessor
@@ -179,7 +180,7 @@ def hopper_config(
 
     Args:
         programs: multiprocessors.
-        gated: whether the weight's rows are those of gate and up.
+        gated: whether the weight's rows are gate and up rows.
         grouped: whether scales are of blocks.
         blocks: whether they are such that `block_hopper` takes them.
     """

@@ -1,5 +1,4 @@
-"""Bringing the slots up to date with a step's plan: block tables grow, admitted requests take their
-slots.
+"""Updates of the slots from a step's plan: block tables grow, admitted requests take their slots.
 
 Called once a step before `prepare`; the growth is captured in the decode steps' graphs. A plan
 reaches the GPU as one array of int32, so records, floats and 64-bit seeds travel as their bits, and
@@ -30,13 +29,13 @@ _SEED = tl.constexpr(WORD["seed_low"])  # the high half follows
 
 @dataclass(frozen=True, slots=True)
 class PackedAdmissions:
-    """What a plan brings of A requests, on the device as on the wire (`ipc.request_record`).
+    """The records of A admitted requests, on the device as on the wire (`ipc.request_record`).
 
     Attributes:
         records: int32 [A, RECORD_WORDS].
         rows: int32 [A], the row of occurrences of each request, or -1.
-        tokens, bias_ids, bias_values, banned_ids: int32 [N], what the records point into; the
-            values are float32 as their bits.
+        tokens, bias_ids, bias_values, banned_ids: int32 [N], the lists that the records point into;
+            the values are float32 as their bits.
     """
 
     records: torch.Tensor
@@ -49,7 +48,7 @@ class PackedAdmissions:
 
 @dataclass(frozen=True, slots=True)
 class SlotTensors:
-    """What an admission writes. S slots.
+    """The tensors of the slots that an admission writes. S slots.
 
     Attributes:
         tokens: int32 [S, max_len].
@@ -130,11 +129,11 @@ def _admit_kernel(
 
 
 def admit_requests(packed: PackedAdmissions, slots: SlotTensors, longest: int) -> None:
-    """Writes what each admitted request brings into its slot.
+    """Writes the record of each admitted request into its slot.
 
     Args:
         packed: the requests.
-        slots: what to write to.
+        slots: the tensors to write to.
         longest: how many tokens one of them brings at most.
     """
     if len(packed.records):

@@ -54,7 +54,7 @@ MAX_PARTS = 8
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How the kernel is compiled.
+    """The compile-time configuration of the kernel.
 
     Attributes:
         consumers: warpgroups, each for 64 weight rows of a tile: 1 or 2.

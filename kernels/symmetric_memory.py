@@ -70,8 +70,8 @@ class LLBuffers:
 @triton.jit
 def is_last_program(ticket):
     """Returns whether this is the last program of the launch to come here, and sets the ticket to 0
-    then: whatever the others wrote before, on any GPU, is visible to it and to those it releases a
-    word for."""
+    then: all earlier writes of the other programs, on any GPU, are visible to it and to the ranks
+    that it releases a word for."""
     tl.debug_barrier()
     programs = tl.num_programs(0) * tl.num_programs(1)
     is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == programs - 1
@@ -108,8 +108,8 @@ def open_ll_buffer(addresses, epochs, row, rank, SIZE: tl.constexpr):
 
 @triton.jit
 def all_gather(to, here, epoch, first, second, third, fourth, SIZE: tl.constexpr):
-    """All-gathers four numbers: sends those of this rank to all ranks, and returns those of all
-    ranks, int32 [P] four times, and the new epoch.
+    """All-gathers four numbers: sends this rank's numbers to all ranks, and returns the numbers of
+    all ranks, int32 [P] four times, and the new epoch.
 
     Args:
         to, here, epoch: from `open_ll_buffer`; the epoch from the previous `all_gather`, if any.

@@ -4,12 +4,11 @@ torch's symmetric memory, in the same run.
     python scripts/bench_all_reduce.py [--size 2] [--hidden 4096] [--rows 1,8,64,256,8192] \
         [--rounds 5]
 
-What is timed is what a layer of a transformer needs: the partial products summed over the ranks,
-added to the residual stream, and normed. Ours is one kernel; the others are followed by the fused
-add and norm. Each is captured many times in a CUDA graph, as in a decode step, and replayed; the
-figures are medians of the rounds, in microseconds for one all-reduce. Both kernels of ours are
-timed at every size that they support; `PUSHED_ROWS` was chosen by these figures. bf16, no
-multicast.
+The timed work is a transformer layer's: the partial products summed over the ranks, added to the
+residual stream, and normed. Ours is one kernel; the others are followed by the fused add and norm.
+Each is captured many times in a CUDA graph, as in a decode step, and replayed; the figures are
+medians of the rounds, in microseconds for one all-reduce. Both kernels of ours are timed at every
+size that they support; `PUSHED_ROWS` was chosen by these figures. bf16, no multicast.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures what an executor costs.
+"""Measures the overhead of an executor.
 
     python scripts/bench_executors.py [--tokens 200] [--rounds 5]
 
 compares the same tiny model with one rank on a CPU, in turns over the `multiprocess` executor, the
 Ray executor on the driver's node, and on another node. The nodes are processes of this machine, so
-what a network adds is not in it. Prints the median time of a step at one stream and at 32, its
+the time of a network is not in it. Prints the median time of a step at one stream and at 32, its
 median difference to `multiprocess` in a round, and the CPU time of the driver in a step, all in
 microseconds.
 
@@ -14,7 +14,7 @@ microseconds.
 compares, on two GPUs, tensor parallel 2, pipeline parallel 2 and data parallel 2, each with the
 `multiprocess` executor and with Ray: both engines are on both GPUs at a time and take turns. A
 model of Qwen3-8B's shape with random weights completes 128 tokens in / 256 out, offline. Prints
-tokens a second and ms a step, what Ray costs within a round beside its marks (3 % of the tokens a
+tokens a second and ms a step, Ray's cost within a round beside its marks (3 % of the tokens a
 second; 0.2 ms a step at one stream), and for the pipeline its part of twice the speed of one GPU at
 half of the streams (mark: 90 %; see `benchlib/shapes.py`). The exit status is 1 if a mark was
 missed. On machines without GPUs: `--set parallel.device=cpu` with a small model.

@@ -12,9 +12,9 @@ figures of vLLM on H200s.
 
 A folder contains config.json and a tokenizer; weights in it are not read, and are at random in the
 format of its `quantization_config`, if it has one. The vocabulary and the
-numbers in a case's name may be others. vLLM's figures and the marks (what is to be reached) are
-those of `benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B, Qwen3-8B and
-Qwen3-30B-A3B (--cases d1,d8,d32,d128,d256,p16,nano).
+numbers in a case's name may be others. vLLM's figures and the marks (the figures to reach) are in
+`benchlib/vllm_figures.py`, for models with the shapes of Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B
+(--cases d1,d8,d32,d128,d256,p16,nano).
 
 Offline cases, through `aioinfer.LLM`, all in one engine (detokenization included, which the figures
 of vLLM are without):
@@ -65,7 +65,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-# a checkout is enough: nothing need be installed but what aioinfer needs
+# a checkout is enough: only aioinfer's dependencies need be installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer.config import Config, load_config
@@ -90,8 +90,8 @@ FILE_WIDTH = 200
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Returns the options, with `cases` and `models` as what they name; ends the process with
-    status 2 where they are wrong."""
+    """Returns the options, with `cases` and `models` as the objects that they name; ends the
+    process with status 2 where they are wrong."""
     parser = argparse.ArgumentParser(
         description="Measures models of random weights on GPUs, beside vLLM's figures."
     )
@@ -228,7 +228,7 @@ def run_batch(
 ) -> tuple[float, dict[str, float]]:
     """Completes the prompts of a case, to at most `max_output` tokens each.
 
-    Returns the seconds that it took, and what the engine's counters rose by. Raises as
+    Returns the seconds that it took, and the increases of the engine's counters. Raises as
     `measure_offline` does.
     """
     from aioinfer import SamplingParams
@@ -370,8 +370,8 @@ def _require_counts(found: Sequence[int | None], wanted: Sequence[int]) -> None:
 
 
 def _or_error(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Returns the figures of a case, or as the row's error what went wrong: the other cases may
-    still be measured."""
+    """Returns the figures of a case, or the failure as the row's error: the other cases may still
+    be measured."""
     try:
         return measure(*arguments)
     except (AioinferError, RuntimeError) as error:

@@ -86,7 +86,7 @@ class Watch:
         """
         self._url = url
         self._part = part
-        # and one for what comes after the end
+        # and one for events after the end
         self._parts = [Latencies([], []) for _ in range(num_parts + 1)]
 
     @property
@@ -138,7 +138,7 @@ class Watch:
 
 
 def watch(url: str, streams: int, num_parts: int, part: Any, found: Any) -> None:
-    """Runs a `Watch` and puts what it returns on the queue `found`."""
+    """Runs a `Watch` and puts its result on the queue `found`."""
     found.put(uvloop.run(Watch(url, num_parts, part).run(streams)))
 
 

@@ -9,7 +9,7 @@ a body: its status, and the worst wait in each run, from sending the body until 
 after its reply: a server may clean up later. A client that has no reply after `--patience` seconds
 leaves; its status is 0. The first row is the server at idle.
 
-What the machine adds is measured as well: a third process does the same polls with a fourth, which
+The machine's share is measured as well: a third process does the same polls with a fourth, which
 only answers them. Its worst wait of all runs is the last column.
 """
 

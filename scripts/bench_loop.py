@@ -12,7 +12,7 @@ CPU time is that of the event loop's thread, from the first request to the last 
 tokens streamed. The same run measures a baseline: the same engine, and for each token an object on
 an asyncio.Queue, a dict, `json.dumps` and `StreamResponse.write`. It also measures our path without
 sockets, up to the bytes that would be written: the difference is the system's time for them. The
-phases of a step are those of `/metrics`.
+phases of a step are the same as in `/metrics`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EchoExecutor:
         self.text = np.zeros(1, np.int32)
         rows, words = config.scheduler.max_num_seqs, mask_words(_VOCAB_SIZE)
         self._masks = np.zeros((NUM_MASK_BUFFERS, rows, words), np.int32)
-        self._held: dict[int, tuple[StepResult, I32]] = {}  # what waits for masks, by step
+        self._held: dict[int, tuple[StepResult, I32]] = {}  # results that wait for masks, by step
 
     def set_text(self, tokens: list[int]) -> None:
         """Sets the text, as token ids."""
@@ -125,7 +125,7 @@ class EchoExecutor:
             self._loop.call_soon(self._on_result, result)
 
     def stage_times(self) -> tuple[()]:
-        """There is one stage."""
+        """Returns no times: there is one stage."""
         return ()
 
     async def shutdown(self) -> None:
@@ -311,14 +311,14 @@ async def measure(
 
 
 class NoTransport:
-    """A transport that discards what is written to it."""
+    """A transport that discards all writes."""
 
     def get_write_buffer_size(self) -> int:
-        """Nothing ever waits."""
+        """Returns 0: no write waits."""
         return 0
 
     def is_closing(self) -> bool:
-        """It never closes."""
+        """Returns False: the transport never closes."""
         return False
 
     def write(self, data: bytes) -> None:

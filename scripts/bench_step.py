@@ -61,7 +61,7 @@ FILL_CHUNK = 2048
 
 
 class TimedGraph:
-    """A CUDA graph that records an event before and behind each replay."""
+    """A CUDA graph that records an event before and after each replay."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph):
         self.graph = graph
@@ -91,7 +91,7 @@ class Chunks:
 
     @classmethod
     def parse(cls, text: str) -> Chunks:
-        """Returns what `NxT` or `NxT@K` means."""
+        """Returns the chunks that `NxT` or `NxT@K` describes."""
         number, _, length = text.partition("x")
         length, _, start = length.partition("@")
         return cls(int(number), int(length), int(start or 0))
@@ -228,7 +228,7 @@ def decode(
     worker: Worker, runner: GpuModelRunner, rows: int, context: int, kernels: bool
 ) -> dict[str, object]:
     """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with
-    `kernels` what each kernel took."""
+    `kernels` the time of each kernel."""
     slots = np.arange(rows, dtype=np.int32)
     graphs = runner.graphs.decode.graphs
     size = runner.graphs.decode.fit(rows)
@@ -268,7 +268,7 @@ COLUMNS = {
 
 
 def show(title: str, results: Sequence[dict[str, object]]) -> None:
-    """Prints a table of what `decode` or `mix` returned."""
+    """Prints a table of the figures that `decode` or `mix` returned."""
     columns = {name: column for name, column in COLUMNS.items() if column[0] in results[0]}
     table = Table(title=title, title_justify="left")
     for name in columns:
@@ -279,7 +279,7 @@ def show(title: str, results: Sequence[dict[str, object]]) -> None:
 
 
 def show_kernels(results: Sequence[dict[str, Any]]) -> None:
-    """Prints the kernels of each result, those that take most of a step first."""
+    """Prints the kernels of each result, the longest first."""
     for result in results:
         table = Table(
             title=f"{result['rows']} streams, prompts {result.get('prompts', 'none')}",
@@ -325,7 +325,7 @@ def main() -> None:
     numbers = [int(number) for number in arguments.rows.split(",")]
     context = arguments.context
     mixed = [Chunks.parse(text) for text in (arguments.prompts or "").split(",") if text]
-    # the streams' slots, and behind them those of the prompts, each as long as the longest
+    # the streams' slots, and behind them the prompts' slots, each as long as the longest
     streams, prompts = max(numbers), max((chunks.number for chunks in mixed), default=0)
     longest = max((chunks.start + chunks.length + 1 for chunks in mixed), default=0)
     contexts = [context] * streams + [longest - 1] * prompts

@@ -1,4 +1,5 @@
-"""What structured output costs: a server's throughput and latencies with and without a JSON schema.
+"""Measures the cost of structured output: a server's throughput and latencies with and without a
+JSON schema.
 
     python scripts/bench_structured_output.py --model FOLDER --streams 1,64,256 --rounds 3
 
@@ -7,9 +8,9 @@ holds config.json and a tokenizer, and sends streamed completions of 128 prompt 
 output tokens, three a stream. Each round sends the load several times: plain, with every request
 under a JSON schema (an array of objects that cannot end within 256 tokens), and with every request
 under the same schema with strings of at most 12 characters. That is a hard one: which tokens fit
-into what is left of a string takes a thread 1.5 ms, and 4 to 100 us where strings may be long. From
-256 streams on the load is sent once more with one request in each 256 under the first schema, and
-all others plain.
+into the rest of a string takes a thread 1.5 ms, and 4 to 100 us where strings may be long. From 256
+streams on the load is sent once more with one request in each 256 under the first schema, and all
+others plain.
 
 Prompts are token ids, end tokens are ignored, the temperature is 0, the prefix cache is off. A
 round counts only if each request returned exactly its number of tokens. Printed are medians of the

@@ -7,10 +7,11 @@ environment of its own.
 runs with the environment's Python and the image's `ENV`, paths mapped into the folder; pip's cache
 stays in use, other than in the image. Then `ENTRYPOINT` with `CMD` starts the server from there, on
 a free port of the loopback interface, `HEALTHCHECK` asks it for its health, and `STOPSIGNAL` ends
-it. What needs root or an image (`FROM`, `RUN useradd`, `USER`, `VOLUME`) is printed and left out.
+it. An instruction that needs root or an image (`FROM`, `RUN useradd`, `USER`, `VOLUME`) is printed
+and left out.
 
-It takes some minutes and several gigabytes, since it installs PyTorch. Tests replay what it copies
-alone (`copy_sources`), and build the package from that.
+It takes some minutes and several gigabytes, since it installs PyTorch. Tests replay only the
+copying (`copy_sources`), and build the package from that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 class Image:
-    """The folder that stands for the root of an image, and what its instructions have set."""
+    """The folder that stands for the root of an image, and the state that its instructions have
+    set."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -62,7 +64,7 @@ class Image:
         subprocess.run([python, "-m", "venv", str(self.folder / "venv")], check=True)
 
     def path(self, text: str) -> Path:
-        """Returns where a path of the image is here."""
+        """Returns the place of a path of the image on this machine."""
         return self.folder / text.lstrip("/") if text.startswith("/") else self.workdir / text
 
     def execute(self, kind: str, rest: str) -> None:
@@ -148,8 +150,8 @@ class Image:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copies what the image gets from the checkout, and returns the image's working directory: what
-    the package is installed from."""
+    """Copies the files that the image gets from the checkout, and returns the image's working
+    directory, from which the package is installed."""
     image = Image(folder)
     for kind, rest in instructions(DOCKERFILE.read_text("utf-8")):
         if kind in ("WORKDIR", "COPY"):

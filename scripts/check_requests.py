@@ -4,9 +4,9 @@ answered with status 500 and that every answer is as described.
     python scripts/check_requests.py [--model PATH] [--max-examples 300] [--seed 0] \
         [--set section.key=value] [-- OPTIONS OF SCHEMATHESIS]
 
-The requests are those of schemathesis, in its phases `coverage` and `fuzzing`: right ones and wrong
-ones for every endpoint but `/page/live`, which has no end, and `/pause`, which lets all others
-wait. By default the server has a tiny model of random weights with SmolLM2's tokenizer. Prints
+schemathesis makes the requests, in its phases `coverage` and `fuzzing`: right ones and wrong ones
+for every endpoint but `/page/live`, which has no end, and `/pause`, which lets all others wait. By
+default the server has a tiny model of random weights with SmolLM2's tokenizer. Prints
 schemathesis's report, which ends with the number of cases; its exit status is the script's.
 `tests/test_schema.py` does the same with few requests and no model.
 """

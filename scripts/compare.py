@@ -6,8 +6,8 @@ Start-up is timed twice, with an empty cache folder and with the cache that the 
 (the weights' file itself may be in the system's page cache both times). Then, round by round,
 transformers completes one prompt (float32, greedy, batch 1), and the server completes as many as
 each number of streams requests (closed loop, greedy, streamed): so their ratio is right even if the
-machine's speed drifts. Medians over the rounds are printed. The figures are those of bench.py; for
-transformers they are the new tokens over the time of `generate`, prompt included.
+machine's speed drifts. Medians over the rounds are printed. The figures are the same as in
+bench.py; for transformers they are the new tokens over the time of `generate`, prompt included.
 """
 
 from __future__ import annotations

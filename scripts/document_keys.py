@@ -23,7 +23,7 @@ from aioinfer.config import Config, describe_keys
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = _DOCS / "configuration.md"
 API_PAGE = _DOCS / "api.md"
-#: What stands before and behind the tables of fields in docs/api.md.
+#: The marks before and behind the tables of fields in docs/api.md.
 _BEGIN = "<!-- Made from the bodies and aioinfer/api/fields.py by `make docs`. -->\n"
 _END = "<!-- The end of what is made. -->\n"
 

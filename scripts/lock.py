@@ -1,9 +1,9 @@
 """Writes requirements.lock and requirements-test.lock: the exact versions of all dependencies
 (`make lock`).
 
-pip resolves what pyproject.toml requires, without installing anything: once the run-time
-dependencies, once those together with the `test` group. The first file holds the versions that the
-second resolution chose for the run-time packages, so that both files can be installed into one
+pip resolves the requirements of pyproject.toml, without installing anything: once the run-time
+dependencies, once the same together with the `test` group. The first file holds the versions that
+the second resolution chose for the run-time packages, so that both files can be installed into one
 environment; the second file holds the rest.
 
     python scripts/lock.py

@@ -9,13 +9,13 @@ all, the first row (with none of them) included. Each of `--formats` is the fold
 rounded to a format of checkpoints (`benchlib/quantized_folder.py`: to nearest, no calibration). The
 text is the language reference that Python
 ships (`pydoc_data.topics`; Python Software Foundation License), from its beginning on: `--tokens`
-of it, in windows of `--window` tokens, each of which begins with nothing before it. The perplexity
-is exp of the mean negative log-probability of all tokens but the first of each window, given those
+of it, in windows of `--window` tokens, each of which begins without context. The perplexity is exp
+of the mean negative log-probability of all tokens but the first of each window, given the tokens
 before them in the window (Jelinek et al. 1977); "ratio" is to the first row, and "+-" is two
-standard errors of it, from the differences between the two rows' tokens. "expected" is what the
-ratio would be on text that the first row's model had written itself: exp of the Kullback-Leibler
-divergence, which for small differences is half the mean of their squares. Any rounding makes that
-worse, whereas it may move the perplexity of a given text either way.
+standard errors of it, from the differences between the two rows' tokens. "expected" is the ratio on
+text that the first row's model had written itself: exp of the Kullback-Leibler divergence, which
+for small differences is half the mean of their squares. Any rounding makes that worse, whereas it
+may move the perplexity of a given text either way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-# a checkout is enough: nothing need be installed but what aioinfer needs
+# a checkout is enough: only aioinfer's dependencies need be installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from aioinfer import LLM, SamplingParams

@@ -1,9 +1,9 @@
 """Simulates replicas behind a router: how throughput, TTFT and prefix hits grow with their number.
 
 A discrete-event simulation with production objects: `aioinfer.cluster.router` routes, each replica
-is an `aioinfer.scheduler.Scheduler` with its block pool and prefix cache, and its reports are those
-of `aioinfer.scheduler.stats`. Simulated are the workers (a step takes what
-`benchlib/step_times_h200.toml` says), the clients, and the network (no time). Beside the router:
+is an `aioinfer.scheduler.Scheduler` with its block pool and prefix cache, and its reports come from
+`aioinfer.scheduler.stats`. Simulated are the workers (step times from
+`benchlib/step_times_h200.toml`), the clients, and the network (no time). Beside the router:
 round-robin, and the replica with the fewest requests that have not ended, which a router without
 reports knows as well.
 
@@ -13,8 +13,8 @@ reports knows as well.
 
 Requests arrive at random (Poisson), at a rate for each replica; `--share` of them begin with one of
 `--prefixes` prefixes, the more popular ones more often (Zipf), and every ten seconds `--burst` of a
-second's requests come at once, all with one prefix. What a lost replica had is lost; it comes back
-empty after 20 seconds.
+second's requests come at once, all with one prefix. The state of a lost replica is lost; the
+replica comes back empty after 20 seconds.
 
 While nothing arrives at a replica and nothing is prefilled there, up to 16 of its decode steps are
 computed as one: the tokens of a row but the first are forced. It ends when a request of it ends or
@@ -67,7 +67,7 @@ MAX_MERGED_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step takes on a device; see the data file."""
+    """Times of a step on a device; see the data file."""
 
     decode: tuple[tuple[int, float], ...]
     context: float
@@ -88,8 +88,8 @@ class StepTimes:
         )
 
     def seconds(self, decodes: int, context: int, prefill: int) -> float:
-        """Returns what a step takes with so many decoding rows, which attend to `context` tokens in
-        all, beside `prefill` prompt tokens."""
+        """Returns the time of a step with so many decoding rows, which attend to `context` tokens
+        in all, beside `prefill` prompt tokens."""
         if not decodes:
             return max(self.decode[0][1], prefill * self.prefill)
         place = min(max(bisect_left(self.decode, (decodes, 0.0)), 1), len(self.decode) - 1)
@@ -100,7 +100,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Job:
-    """A request of a client: when it came, and what became of it."""
+    """A request of a client: its arrival and its outcome."""
 
     arrived: float
     prompt: array[int]
@@ -215,7 +215,7 @@ class Replica:
 
     Attributes:
         plan: the step; None while there is nothing to do.
-        began, single: when the step began, and what one token a row takes.
+        began, single: when the step began, and the time of one token a row.
         steps: how many tokens each row is to take.
         version: of the step; an event of another is void.
     """
@@ -234,7 +234,7 @@ class Replica:
 
 @dataclass(slots=True)
 class Outcome:
-    """What is printed."""
+    """The figures that are printed."""
 
     ttft: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -276,7 +276,7 @@ class Simulation:
         return scheduler
 
     def run(self) -> Outcome:
-        """Simulates, and returns what came of it."""
+        """Runs the simulation and returns its outcome."""
         self._make_prefixes()
         for replica in self._replicas:
             self._policy.join(replica.number)
@@ -421,7 +421,7 @@ class Simulation:
     # ---------------------------------------------------------------- reports, losses
 
     def _changed(self, replica: Replica) -> None:
-        """Has a report made soon, if none is on its way."""
+        """Schedules a report, if none is on its way."""
         if replica.reports_at < self.now:
             replica.reports_at = self.now + REPORT_S
             self._at(replica.reports_at, self._report, replica)

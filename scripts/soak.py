@@ -1,4 +1,4 @@
-"""Runs a server under a mixed load for minutes or hours, and reports what it holds on to.
+"""Runs a server under a mixed load for minutes or hours, and reports which resources grow.
 
     python scripts/soak.py --minutes 30 [--concurrency 8] [--config FILE] [--set section.key=value]
 
@@ -13,7 +13,7 @@ status 0 at a SIGTERM. A signal that ends the script (SIGINT, SIGTERM, SIGHUP) e
 first.
 
 A CPU worker's KV cache becomes resident block by block: by default it is small here, and a warm-up
-fills it, so that what grows afterwards is something else.
+fills it, so that later growth has another cause.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def settle(watch: Watch) -> None:
-    """Waits until the server is idle, and then for what it still does about closed connections."""
+    """Waits until the server is idle and has cleaned up closed connections."""
     deadline = time.monotonic() + IDLE_TIMEOUT_S
     while time.monotonic() < deadline:
         if await asyncio.to_thread(lambda: watch.is_idle):

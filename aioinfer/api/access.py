@@ -1,4 +1,4 @@
-"""What happens before a handler sees a request: API keys, CORS, and the id of the request.
+"""Middleware in front of the handlers: API keys, CORS, and the id of the request.
 
 `server` installs `require_key` and `Cors` as middleware and `mark_response` as a signal handler for
 all responses. `keys` has the keys, `limits` what each of them has used.
@@ -21,10 +21,10 @@ from aioinfer.errors import RequestError
 REQUEST_ID_HEADER = "X-Request-Id"
 #: Headers that hold an API key as it is: Anthropic's and Azure's.
 KEY_HEADERS = ("X-Api-Key", "api-key")
-#: What a script of another origin may read of a response's headers.
+#: Response headers that a script of another origin may read.
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
-#: Paths that need no key: what monitoring reads, and the page, which asks the user for one.
+#: Paths that need no key: the paths of monitoring, and the page, which asks the user for one.
 OPEN_PATHS = frozenset(
     ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_PATHS)
 )
@@ -40,7 +40,7 @@ _PREFLIGHT_AGE_S = 600
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers 401 to a request without a right key, whatever its path, but for `OPEN_PATHS`; the
-    others get their key's account. Those of `ADMIN_PATHS` need an admin key."""
+    others get their key's account. Requests for `ADMIN_PATHS` need an admin key."""
     path = local_path(request)
     if path in ADMIN_PATHS:
         request.app[ACCOUNTS].check_admin(_authorizations(request))
@@ -61,7 +61,7 @@ def _account_of(request: web.Request) -> Account | None:
 
 
 def _authorizations(request: web.Request) -> Iterator[str | None]:
-    """Yields what a request says of its key: its `Authorization` header, and the headers that
+    """Yields the API keys that a request brings: its `Authorization` header, and the headers that
     clients of other APIs send instead, in the form of the former."""
     yield request.headers.get("Authorization")
     for name in KEY_HEADERS:

@@ -1,5 +1,5 @@
-"""What acts on the whole server, behind an admin key: `POST /pause`, `/resume`, `/abort` and
-`/reset_prefix_cache`.
+"""Endpoints that act on the whole server, behind an admin key: `POST /pause`, `/resume`, `/abort`
+and `/reset_prefix_cache`.
 
 `access` checks the key before a handler sees the request.
 """
@@ -43,7 +43,8 @@ async def resume(request: web.Request) -> web.Response:
 
 
 async def abort(request: web.Request) -> web.Response:
-    """Ends a request: its client gets what was generated, with "abort" as the finish reason.
+    """Aborts a request: its client gets the tokens generated so far, with "abort" as the finish
+    reason.
 
     404 for one that is not known, or has ended.
     """
@@ -66,6 +67,7 @@ async def abort(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forgets all cached prefixes: the next prompts are computed anew. Running requests go on."""
+    """Clears the prefix cache: the next prompts are computed from scratch. Running requests go
+    on."""
     request.app[FRONTEND].reset_prefix_cache()
     return json_response({"status": "reset"})

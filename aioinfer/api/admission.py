@@ -1,4 +1,4 @@
-"""Which requests are admitted, and for how long: the bound of the waiting queue, and deadlines.
+"""Admission control: the bound of the waiting queue, and the deadlines of requests.
 
 The bound is one for all clients, so a request beyond it is answered 503 with `Retry-After` (429
 would mean that this client sends too much). It is a matter of the HTTP server and not of the
@@ -102,8 +102,8 @@ class Admission:
 
 
 class Reservation:
-    """Places in the queue for requests that are being submitted. The end of the `with` block gives
-    back those that are not used."""
+    """Reserved places in the waiting queue for requests that are being submitted. The end of the
+    `with` block releases the unused ones."""
 
     def __init__(self, admission: Admission, requests: int, tokens: int, flow: str | None):
         admission.check(requests, tokens, flow)
@@ -145,8 +145,8 @@ ADMISSION = web.AppKey("admission", Admission)
 
 
 def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None:
-    """Takes in a request whose body has been read, before its prompts are encoded: a rejection must
-    be cheap.
+    """Admits a request after its body has been read and before its prompts are encoded: a rejection
+    must be cheap.
 
     Shortens its deadline to `timeout_s` seconds. Raises `OverloadedError` unless its `count`
     prompts may join the queue.
@@ -156,8 +156,8 @@ def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None
 
 
 class Deadline:
-    """When a request must have been answered. Until it is submitted, its handler is cancelled at
-    that time; after that, its sequences are aborted instead."""
+    """The deadline of a request. Until the request is submitted, its handler is cancelled at that
+    time; after that, its sequences are aborted instead."""
 
     def __init__(self, timeout_s: float | None):
         """`timeout_s` seconds from now; None is never."""
@@ -212,8 +212,8 @@ async def bound_time(request: web.Request, handler: Handler) -> web.StreamRespon
 
 @asynccontextmanager
 async def bounded(request: web.Request, timeout_s: float | None = None) -> AsyncIterator[None]:
-    """Gives what is done for a request in this block a deadline, now anew: the server's, or
-    `timeout_s` seconds where these are less. Raises `RequestError` (504) at the deadline."""
+    """Sets a new deadline for the work on a request in this block: the server's, or `timeout_s`
+    seconds where these are less. Raises `RequestError` (504) at the deadline."""
     deadline = request[_DEADLINE] = Deadline(request.app[FRONTEND].config.server.request_timeout_s)
     try:
         async with deadline.guard:

@@ -40,7 +40,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             body.sampling_fields(),
             body.tool_use(),
             shows_thoughts=body.shows_thoughts,
-            # for clients who must name a budget: elsewhere a thought has none
+            # for clients that must name a budget: elsewhere reasoning has none
             thought_budget=body.thought_budget if frontend.message_format.bounds_thoughts else None,
         )
     name = f"msg_{request_id(request)}"
@@ -89,7 +89,7 @@ def _id_maker(frontend: Frontend) -> Any:
 
 
 class _Head:
-    """What the parts of a reply have in common."""
+    """The fields that the parts of a reply have in common."""
 
     def __init__(self, name: str, model: str, output: RequestOutput):
         self._name, self._model, self._output = name, model, output

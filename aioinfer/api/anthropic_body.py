@@ -49,8 +49,8 @@ class AnthropicTool(Struct, kw_only=True):
     input_examples: list[Any] | None = None
 
     def check(self, place: str) -> None:
-        """Raises `RequestError` for what would change how the tool is called; `place` is the tool's
-        in the body."""
+        """Raises `RequestError` for fields that would change how the tool is called; `place` is the
+        tool's in the body."""
         if self.type not in (None, "custom"):
             raise RequestError(
                 f"{place}.type {self.type[:40]!r} is not supported, only 'custom'",
@@ -95,7 +95,7 @@ class OutputFormat(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer looks like."""
+    """The form of the answer, and the effort for it."""
 
     format: OutputFormat | None = None
     effort: str | None = None

@@ -59,9 +59,9 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
 
     Until the engine is ready, requests are answered 503. After the first SIGTERM or SIGINT the
     server reports that it is not ready, goes on for `server.shutdown_delay_s`, then refuses new
-    requests and waits for those under way, at most `server.shutdown_timeout_s`; a second signal
-    does not wait. When the engine dies, running streams get their error events and the server ends
-    by itself.
+    requests and waits for the requests under way, at most `server.shutdown_timeout_s`; a second
+    signal does not wait. When the engine dies, running streams get their error events and the
+    server ends by itself.
 
     Args:
         config: the configuration.

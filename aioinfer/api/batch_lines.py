@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from aioinfer.errors import ConfigError
 
-#: What the requests of a batch may ask for.
+#: Paths that the requests of a batch may name.
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 #: Faults of an input that are reported; there may be as many as it has lines.
 _MAX_FAULTS = 20
@@ -37,7 +37,7 @@ class BatchLine(Struct, kw_only=True):
 
 
 class _Body(Struct):
-    """What of a body is checked beforehand."""
+    """The part of a body that is checked beforehand."""
 
     stream: bool | None = None
 
@@ -76,7 +76,7 @@ class BatchResult(Struct, kw_only=True):
 
 
 class _Written(Struct):
-    """What is read of a result that was written before."""
+    """The part of a result written before that is read again."""
 
     custom_id: str
     response: dict[str, Any] | None
@@ -84,7 +84,7 @@ class _Written(Struct):
 
 @dataclass(slots=True)
 class Fault:
-    """What is wrong with a line of an input; lines count from 1."""
+    """An error in a line of an input; lines count from 1."""
 
     line: int
     code: str
@@ -93,7 +93,7 @@ class Fault:
 
 @dataclass(slots=True)
 class InputReport:
-    """What `check_input` found: how many requests, and what is wrong."""
+    """The result of `check_input`: the number of requests, and the errors."""
 
     total: int = 0
     faults: list[Fault] = field(default_factory=list)

@@ -47,7 +47,7 @@ class CreateBatch(Body, kw_only=True):
 
 
 class RequestCounts(Struct, kw_only=True):
-    """How many requests a batch has, and what became of them."""
+    """The number of requests of a batch, in total, completed and failed."""
 
     total: int = 0
     completed: int = 0
@@ -55,7 +55,7 @@ class RequestCounts(Struct, kw_only=True):
 
 
 class BatchFault(Struct, kw_only=True):
-    """What is wrong with a batch, in which line of its input."""
+    """An error in a batch, with the line of its input."""
 
     code: str
     message: str

@@ -30,7 +30,7 @@ _MAX_RETRY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BatchServer:
-    """What answers requests.
+    """The parts that answer a batch's requests.
 
     Attributes:
         dispatcher: makes them.
@@ -45,8 +45,8 @@ class BatchServer:
     concurrency: int
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Returns the result of a request. One that the server has no room for waits; one whose
-        handler fails has an error, and does not end the others.
+        """Returns the result of a request. A request that the server has no room for waits; one
+        whose handler fails has an error, and does not end the others.
 
         Raises `EngineDeadError` where no answer will come; the request counts as not made then; and
         what `account` does.
@@ -75,7 +75,7 @@ class BatchServer:
 
 
 async def run_batch(requests: Requests, server: BatchServer) -> Results:
-    """Yields the results of all requests in order, those that are ready together.
+    """Yields the results of all requests in order, in groups that are ready together.
 
     Raises what `BatchServer.answer` and `Requests.read` do. Closing this iterator ends the
     requests that are being answered.
@@ -99,7 +99,7 @@ async def run_batch(requests: Requests, server: BatchServer) -> Results:
 
 
 def _take_ready(pending: deque[asyncio.Task[BatchResult]]) -> list[BatchResult]:
-    """Removes those at the head that are done, and returns their results."""
+    """Removes the finished requests at the head, and returns their results."""
     ready: list[BatchResult] = []
     while pending and pending[0].done():
         if ready and pending[0].exception() is not None:

@@ -1,8 +1,10 @@
-"""`/v1/batches`: many requests from one file, answered beside those of clients, in OpenAI's shapes.
+"""`/v1/batches`: many requests from one file, answered beside clients' requests, in OpenAI's
+shapes.
 
 A batch is a record in the folder of `file_store`. Its results are appended to files there as they
-come, in the order of the requests; what was written before the server ended, however it ended, is
-not computed again by the next start. `files` has the inputs and results, `batch_run` answers.
+come, in the order of the requests; results that were written before the server ended, however it
+ended, are not computed again after the next start. `files` has the inputs and results, `batch_run`
+answers.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ class Batches:
         self._records[record.batch.id] = record
         try:
             await self._save(record)
-        except OSError:  # it is none: it would be open for ever, and work for a start that reads it
+        except OSError:  # drop it: it would never end, and a later start might run it
             del self._records[record.batch.id]
             raise
         self._begin(record)
@@ -176,12 +178,12 @@ class Batches:
 
     async def _save(self, record: _Record) -> None:
         place = self._store.batch_file(record.batch.id, "json")
-        async with self._saving:  # the last to begin writes what is true then
+        async with self._saving:  # the last to begin writes the current state
             await asyncio.to_thread(write_record, place, msgspec.to_builtins(record))
 
     async def _run(self, record: _Record) -> None:
-        """Takes a batch from the status that it has to its end. One that meets an error has failed;
-        only if the server stops does it stay as it is, for the next start."""
+        """Processes a batch from its current status to its end. A batch that meets an error has
+        failed; only if the server stops does the batch stay as it is, for the next start."""
         try:
             await self._advance(record)
         except EngineDeadError as error:
@@ -190,7 +192,8 @@ class Batches:
             await self._fail(record, error)
 
     async def _advance(self, record: _Record) -> None:
-        """Does what is left of a batch. Raises whatever keeps it from its end."""
+        """Processes a batch from its current status to its end. Raises the error that keeps it from
+        its end."""
         batch = record.batch
         if batch.status == "validating":
             await self._validate(record)
@@ -261,7 +264,8 @@ class Batches:
         return account
 
     async def _serve(self, record: _Record) -> None:
-        """Answers what has not been answered. Raises `EngineDeadError` if the server stops."""
+        """Answers the requests that have no result yet. Raises `EngineDeadError` if the server
+        stops."""
         batch, store = record.batch, self._store
         assert self._dispatcher is not None
         outputs, errors = store.batch_file(batch.id, "output"), store.batch_file(batch.id, "error")
@@ -357,7 +361,7 @@ class Batches:
 
 
 def _count(batch: BatchObject, done: tuple[Written, Written]) -> None:
-    """Sets the counts to those of the results that are written."""
+    """Sets the counts from the results that are written."""
     succeeded = sum(written.num_succeeded for written in done)
     batch.request_counts.completed = succeeded
     batch.request_counts.failed = sum(len(w.custom_ids) for w in done) - succeeded

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from aioinfer.text.message_parser import MessageDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
-#: What happens to a block: it begins, gets text, or ends.
+#: A change of a block: it begins, gets text, or ends.
 BlockChange = tuple[Literal["start", "delta", "stop"], "Block", str]
 
 
@@ -20,7 +20,7 @@ class Block:
 
     Attributes:
         index: its place in the message.
-        kind: of what it is.
+        kind: its type.
         id: made when it begins.
         name: of a call, the function.
         parts: its text in pieces; of a call, the arguments.
@@ -58,12 +58,12 @@ class _TokensOfText:
         self._tokens: list[_PendingToken] = []
 
     def add(self, logprob: dict[str, Any]) -> None:
-        """Adds the next token, whose `bytes` say what of a text it is."""
+        """Adds the next token, whose `bytes` are its part of a text."""
         self._tokens.append(_PendingToken(logprob, bytes(logprob["bytes"])))
 
     def take(self, text: str, *, notes: bool) -> list[dict[str, Any]]:
         """Returns the log-probabilities of the tokens that the next text of a block consists of,
-        and forgets what came up to its end. `notes`: the block holds them."""
+        and forgets all tokens up to its end. `notes`: the block holds them."""
         if not self._tokens:
             return []
         start, end = self._place(text.encode("utf-8", "replace"))
@@ -87,8 +87,8 @@ class _TokensOfText:
 
     def _place(self, text: bytes) -> tuple[int, int]:
         """Returns where a text begins and ends in the bytes that have come. Before it may stand a
-        marker, behind it what is still held back; where its bytes were replaced, since they are no
-        characters, all are the text's."""
+        marker, behind it bytes that are still held back; where its bytes were replaced, since they
+        are no characters, all bytes are the text's."""
         whole = b"".join(token.rest for token in self._tokens)
         start = 0 if whole.startswith(text) else whole.rfind(text)
         return (0, len(whole)) if start < 0 else (start, start + len(text))
@@ -111,8 +111,8 @@ class Blocks:
     def take(
         self, delta: MessageDelta, logprob: dict[str, Any] | None = None
     ) -> Iterator[BlockChange]:
-        """Yields what a delta changes. `logprob` is the log-probability of the token that brought
-        it, as OpenAI has it, for the text that the token becomes part of."""
+        """Yields the changes that a delta makes. `logprob` is the log-probability of the token that
+        brought it, as OpenAI has it, for the text that the token becomes part of."""
         if logprob is not None:
             self._tokens.add(logprob)
         if delta.reasoning:

@@ -162,8 +162,8 @@ def _stream_choices(
     prompt_token_ids: list[int] | None,
     echo: str,
 ) -> list[ChoiceEvents]:
-    """Returns the events of n choices, which begin with `echo`; they hold token ids where those of
-    the prompt are given. Without a tokenizer, log-probabilities name ids."""
+    """Returns the events of n choices, which begin with `echo`; they hold token ids where
+    `prompt_token_ids` are given. Without a tokenizer, log-probabilities name ids."""
 
     def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         return chat_logprobs(tokenizer, tokens)
@@ -199,8 +199,8 @@ async def choice_of(
     *,
     with_ids: bool,
 ) -> dict[str, Any]:
-    """Returns a choice of a reply: the message, whose content begins with `echo`, and what is said
-    of its tokens."""
+    """Returns a choice of a reply: the message, whose content begins with `echo`, and the ids and
+    log-probabilities of its tokens."""
     reason = delta.finish_reason
     message: dict[str, Any] = {"role": "assistant", "content": echo + delta.text, "refusal": None}
     if turn.parses:

@@ -175,7 +175,7 @@ def _stream_choices(
     echoed: Callable[[], Awaitable[Mapping[str, Any]]] | None,
 ) -> list[ChoiceEvents]:
     """Returns the events of a prompt's n choices, whose indices are given; they hold token ids
-    where those of the prompt are given. Without a tokenizer, log-probabilities name ids.
+    where `prompt_token_ids` are given. Without a tokenizer, log-probabilities name ids.
 
     `echoed` returns the log-probabilities of an echo.
     """
@@ -199,8 +199,8 @@ def _stream_choices(
 def _opening(
     tokenizer: Tokenizer | None, body: CompletionRequest, output: RequestOutput
 ) -> Callable[[], Awaitable[Mapping[str, Any]]] | None:
-    """Returns what makes the log-probabilities of a stream's echo, once they are known; None if
-    none are wanted."""
+    """Returns a function that makes the log-probabilities of a stream's echo, once they are known;
+    None if none are wanted."""
     if not body.echo or body.logprobs is None:
         return None
 
@@ -218,7 +218,7 @@ async def _logprobs(
     output: RequestOutput | None,
     delta: Delta,
 ) -> Mapping[str, Any] | None:
-    """Returns the log-probabilities of a choice, those of its echo included."""
+    """Returns the log-probabilities of a choice, its echoed prompt included."""
     scores = None if output is None else output.prompt_scores
     generated = delta.logprobs or ()
     if body.logprobs is not None and body.echo and scores is not None:
@@ -245,7 +245,7 @@ def _choice(
     logprobs: Mapping[str, Any] | None,
     prompt_token_ids: list[int] | None,
 ) -> dict[str, Any]:
-    """Returns a choice of the reply; it holds token ids where those of the prompt are given."""
+    """Returns a choice of the reply; it holds token ids where `prompt_token_ids` are given."""
     choice = {
         "index": index,
         "text": echo + delta.text,

@@ -1,12 +1,13 @@
-"""The connections of clients: how long one may wait for a request head or for a client that does
-not read, and which are closed when there is no room for more.
+"""Client connections: time-outs for request heads and for clients that do not read, and which
+connections are closed when there is no room for more.
 
-aiohttp reads and parses requests; it bounds neither the time that a head takes nor what it logs of
-one that is malformed. `ConnectionServer` makes the protocol object of each connection and knows
-those that wait for a request: `receiving` are new ones and those of which a part of a head has
-come, `idle` are kept-alive ones between two requests. It also knows those whose client does not
-read what is sent (`stalled`). The time-outs follow nginx's `client_header_timeout`,
-`keepalive_timeout` and `send_timeout`. `listener` accepts connections; `server` answers requests.
+aiohttp reads and parses requests; it bounds neither the time that a head takes nor the content of
+its log messages about malformed heads. `ConnectionServer` makes the protocol object of each
+connection and tracks the connections that wait for a request: `receiving` are new connections and
+connections that have sent a part of a head, `idle` are kept-alive connections between two requests.
+`stalled` are connections whose client does not read the response. The time-outs follow nginx's
+`client_header_timeout`, `keepalive_timeout` and `send_timeout`. `listener` accepts connections;
+`server` answers requests.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ class Connection(web.RequestHandler):
         self.socket: socket.socket | None = None
         self.body: StreamReader | None = None
         self._server = server
-        self._head_bytes = 0  # what has come of a head that is not complete
+        self._head_bytes = 0  # bytes received of a head that is not complete
 
     def data_received(self, data: bytes) -> None:
-        """Parses what a client has sent, and bounds the size of a head."""
+        """Parses the data that a client has sent, and bounds the size of a head."""
         body = self.body
         if body is not None and not body.is_eof():
             super().data_received(data)
@@ -183,9 +184,9 @@ class ConnectionServer(web.Server):
 
     Attributes:
         open: all connections, from accepting them until they are lost or dropped.
-        receiving, idle: those that wait for a request; see the module.
-        stalled: those whose client does not read a response; they may be idle as well.
-        counts: what was refused and ended.
+        receiving, idle: connections that wait for a request; see the module.
+        stalled: connections whose client does not read a response; they may be idle as well.
+        counts: counters of connections that were refused or closed.
         malformed: the log of malformed requests.
         refused: the log of requests that are refused by their heads alone.
     """

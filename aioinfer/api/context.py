@@ -1,4 +1,5 @@
-"""What the handlers share: the application's keys, and reading and checking a request body."""
+"""Shared parts of the handlers: the application's keys, and reading and validating a request
+body."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What follows when the decoder rejects a body: a second look at it, and an error in the terms of
-JSON.
+"""Second decoding of a body that the decoder rejects: repairs it where other servers accept it, or
+reports the error in the terms of JSON.
 
 The decoder knows the types and the names of all fields, so a valid body is decoded once and costs
-nothing more. What other servers take and the decoder does not is repaired here: an integer
-that is written `3.0`, and values of refused fields without effect (see `fields`). `protocol.decode`
-is the caller.
+nothing more. Two things that other servers accept and the decoder does not are repaired here: an
+integer that is written `3.0`, and values of refused fields without effect (see `fields`).
+`protocol.decode` is the caller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How generated text reaches the client: as a stream of events or as one reply.
+"""Delivery of generated text to the client: as a stream of events or as one reply.
 
 Completions and chat completions share this module. A body may hold several prompts, each a
 `RequestOutput` with n sequences. OpenAI calls these choices and numbers them through: choice number
@@ -78,12 +78,12 @@ async def submitted(
     priority: int | None,
     cache_salt: str | None = None,
 ) -> AsyncIterator[list[RequestOutput]]:
-    """Submits a request for each prompt (token ids), and aborts those that are unfinished at the
-    end of the block.
+    """Submits a request for each prompt (token ids), and aborts unfinished requests at the end of
+    the block.
 
     At the deadline of the HTTP request they end with an error. Raises what `Frontend.submit` does,
     `OverloadedError` if the queue has no room for all of them, and `RateLimitError` if the API key
-    has not so many tokens left.
+    has too few tokens left.
     """
     frontend, account = request.app[FRONTEND], request[ACCOUNT]
     by_priority = frontend.config.scheduler.policy == "priority"
@@ -125,7 +125,7 @@ async def submitted(
 async def _note(
     request: web.Request, prompts: Sequence[list[int]], outputs: Sequence[RequestOutput]
 ) -> None:
-    """Notes in a request's record what it submits: the list of its outputs, which may grow."""
+    """Notes in a request's record the list of its outputs, which may grow."""
     record = request[RECORD]
     record.submitted, record.outputs = time.perf_counter(), outputs
     frontend = request.app[FRONTEND]
@@ -351,7 +351,7 @@ async def stream(
 
 @dataclass(slots=True)
 class Reply:
-    """All that was generated: one merged delta for each choice in order, and the usage."""
+    """The complete generated output: one merged delta for each choice in order, and the usage."""
 
     choices: list[Delta]
     usage: dict[str, Any]
@@ -376,7 +376,7 @@ def usage(
     count_thought: ThoughtCount | None = None,
 ) -> dict[str, Any]:
     """Returns OpenAI's usage object. Each prompt counts once, whatever n is. With `count_thought`
-    it says how many tokens were thoughts."""
+    it says how many tokens were reasoning."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     cached_tokens = sum(output.num_cached_tokens for output in outputs)
     found = usage_of(prompt_tokens, completion_tokens, cached_tokens)

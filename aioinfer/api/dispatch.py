@@ -1,5 +1,5 @@
-"""Requests that the server makes to itself: those of batches take the same path through middleware
-and handlers as a client's, without a socket."""
+"""In-process requests of the server to itself: a batch's requests pass the same middleware and
+handlers as a client's, without a socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NO_LIMIT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply of the server to itself. `retry_after_s` is None where trying again will not help."""
+    """The reply to an in-process request. `retry_after_s` is None where trying again will not
+    help."""
 
     status: int
     body: bytes
@@ -30,14 +31,14 @@ class Answer:
 
 
 class Dispatcher:
-    """Makes requests to an application that has been started."""
+    """Makes in-process requests to an application that has been started."""
 
     def __init__(self, app: web.Application):
         self._app = app
         # aiohttp's public handlers belong to runners, which an application inside another has none
         # of; pyproject.toml pins the version for `_handle`
         loop = asyncio.get_running_loop()
-        # a connection without a transport: requests need one to ask for their peer, which is nobody
+        # a connection without a transport: aiohttp asks it for a request's peer, and there is none
         self._protocol = web.RequestHandler(web.Server(app._handle), loop=loop, access_log=None)  # type: ignore[arg-type]
 
     async def post(self, path: str, body: bytes, request_id: str, account: Account) -> Answer:

@@ -1,6 +1,6 @@
 """The whole server as an application of aiohttp, for use inside another one.
 
-`create_app` is public as `aioinfer.create_app`. What belongs to the socket stays with the outer
+`create_app` is public as `aioinfer.create_app`. The settings of the socket stay with the outer
 application's server: TLS, allowed hosts, and the time-outs and numbers of connections.
 """
 

@@ -1,5 +1,5 @@
-"""How vectors are written into replies: as lists of numbers, as base64, or as bytes, in a data type
-and an order of bytes (vLLM's `embed_dtype` and `endianness`)."""
+"""Encoding of vectors in replies: as lists of numbers, as base64, or as bytes, in a data type and
+an order of bytes (vLLM's `embed_dtype` and `endianness`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def bytes_response(
     *,
     has_metadata: bool,
 ) -> web.Response:
-    """Returns the vectors one behind the other, and what a JSON reply would say of them in the
+    """Returns the vectors one behind the other, and the fields of a JSON reply about them in the
     header `metadata`.
 
     Raises `RequestError` where that header would be too long.

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: one JSON shape for every error.
+"""Error replies in OpenAI's JSON shape, or in the shape of the API that the path belongs to.
 
-`json_errors` is the application's outermost middleware. `delivery` uses `describe` for streams that
-have begun, whose status line has been sent.
+`json_errors` is the application's outermost middleware. `delivery` uses `describe` for errors in a
+stream, whose status line has been sent.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def shorten(text: str) -> str:
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Returns the HTTP status and the body that answer an exception.
 
-    An unexpected one is logged and not shown; of its message, which may quote a prompt, neither.
+    An unexpected exception is logged and not shown; its message, which may quote a prompt, is
+    neither logged nor shown.
     """
     match error:
         case RateLimitError():
@@ -124,7 +125,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def _trace(error: BaseException | None) -> str:
-    """Returns where an exception and those behind it were raised, and their types."""
+    """Returns where an exception and its causes were raised, and their types."""
     parts: list[str] = []
     while error is not None:
         parts += [f"{type(error).__name__}\n", *reversed(traceback.format_tb(error.__traceback__))]
@@ -138,7 +139,7 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     `error_body`."""
     try:
         return await handler(request)
-    # the client is gone: aiohttp knows what to do, and nobody reads an answer
+    # the client is gone: aiohttp handles the error, and an error reply would not be read
     except ConnectionError:
         raise
     except web.HTTPNotFound:

@@ -1,4 +1,5 @@
-"""A reply that is a stream of events, and what lets a gateway go on with it on another server.
+"""A reply that is a stream of events, and the marks by which a gateway resumes it on another
+server.
 
 A gateway sends `STREAM_HEADER` with its token. Where a request can be resumed from its tokens, the
 reply then has the same header, and behind the events of each delta comes a line that begins with a
@@ -34,16 +35,17 @@ from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput
 
-#: In a gateway's request: its token, and for a stream that is to be gone on with what the reply
-#: said of it, and the bytes of the marks behind the body. In the reply: when the stream began in
-#: Unix seconds, and a key, of which ids are made that more than one of its events has.
+#: In a gateway's request: its token, and for a stream that is to be resumed the values of the
+#: header in its first reply, and the bytes of the marks behind the body. In the reply: when the
+#: stream began in Unix seconds, and a key, of which the ids are made that several of its events
+#: share.
 STREAM_HEADER = "X-Aioinfer-Stream"
 #: In a reply to a gateway: the code of an error, whose body may have the shape of any API.
 ERROR_HEADER = "X-Aioinfer-Error"
 
 
 class StreamState(NamedTuple):
-    """When a stream began, its key, and what the client has of it."""
+    """The state of a stream: when it began, its key, and the part of it that the client has."""
 
     created: int
     key: str
@@ -58,7 +60,7 @@ _RESTORED_AT_ONCE = 64
 
 
 def stream_state(request: web.Request) -> StreamState:
-    """Returns the state of the stream that a gateway goes on with, or that of a new one."""
+    """Returns the state of the stream that a gateway goes on with, or the state of a new stream."""
     if _STATE not in request:
         request[_STATE] = StreamState(int(time.time()), secrets.token_hex(24))
     return request[_STATE]
@@ -72,7 +74,7 @@ class GatewayAccess:
 
     @web.middleware
     async def accept(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Reads what a gateway sends beside a request, and names the codes of errors to it."""
+        """Reads a gateway's additions to a request, and names the codes of errors to it."""
         given = request.headers.get(STREAM_HEADER)
         if given is None:
             return await handler(request)
@@ -112,7 +114,7 @@ class EventStream(web.StreamResponse):
         outputs: Sequence[RequestOutput],
         content_type: str = STREAM_HEADERS["Content-Type"],
     ):
-        """Raises `RequestError` if it goes on with a stream and cannot."""
+        """Raises `RequestError` if the request resumes a stream and the reply cannot."""
         super().__init__(headers=STREAM_HEADERS | {"Content-Type": content_type})
         can_resume = len(outputs) == 1 and outputs[0].can_resume
         state = stream_state(request)
@@ -148,7 +150,7 @@ class EventStream(web.StreamResponse):
 
 
 def mark_frame(index: int, token: int, reason: str | None, stop_reason: int | str | None) -> bytes:
-    """Returns the mark of one token in a frame of HTTP's chunked coding, to follow that of the
+    """Returns the mark of one token in a frame of HTTP's chunked coding, to follow the frame of the
     token's events."""
     if reason is None:
         line = b":[%d,[%d]]\n" % (index, token)

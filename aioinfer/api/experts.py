@@ -18,7 +18,7 @@ from aioinfer.ipc.expert_placement import ExpertPlacement
 if TYPE_CHECKING:
     from aioinfer.engine.expert_load import ExpertLoad
 
-#: More copies or ranks than anybody has: they bound the time that a reply takes.
+#: More copies or ranks than any server has: they bound the time that a reply takes.
 MAX_COPIES, MAX_RANKS = 4096, 1024
 
 

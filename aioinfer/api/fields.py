@@ -1,11 +1,11 @@
-"""What happens to each field of a request: one table for all dialects of the API.
+"""Tables of request fields that are refused or have no effect, for all dialects of the API.
 
 A field that the body of an endpoint declares is supported there. `REFUSED` has the published fields
 of other servers and clients that would change the answer: they are answered 400 by name, unless
-their value changes nothing. `NO_EFFECT` has those that cannot change it here, each with the reason:
-they are accepted. Any other name is refused in OpenAI's words: a misspelt `temperature` must not be
-answered as if it had counted (`server.unknown_fields` = "ignore" has such names ignored, as vLLM
-does). `decoding` looks names up here; docs/api.md shows both tables.
+their value changes nothing. `NO_EFFECT` has the fields that cannot change the answer here, each
+with the reason: they are accepted. Any other name is refused in OpenAI's words: a misspelt
+`temperature` must not be answered as if it had counted (`server.unknown_fields` = "ignore" has such
+names ignored, as vLLM does). `decoding` looks names up here; docs/api.md shows both tables.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ _RENAMED = {
     "truncation": "truncate_prompt_tokens",
     "truncation_direction": "truncation_side",
 }
-#: What else to use in place of a field.
+#: The field or option to use in place of a refused field.
 _INSTEAD = {
     "enable_thinking": 'chat_template_kwargs, as in {"enable_thinking": false}',
     "input_ids": "completions with token ids as the prompt",
@@ -209,8 +209,8 @@ _INSTEAD = {
 def check_undeclared(
     name: str, value: Any, declared: Collection[str], *, ignores_unknown: bool
 ) -> None:
-    """Raises `RequestError` naming a field that is not one of those that are `declared`, unless it
-    or its value has no effect. With `ignores_unknown` names without an entry are ignored.
+    """Raises `RequestError` naming a field that is not in `declared`, unless it or its value has no
+    effect. With `ignores_unknown` names without an entry are ignored.
 
     A field of an object within the body has its path as the `name`, such as `options.tfs_z`.
     """

@@ -132,7 +132,7 @@ class FileStore:
         return self._folder / "incoming" / secrets.token_hex(12)
 
     def end_upload(self) -> None:
-        """Records that what `begin_upload` began is a file now, or has failed."""
+        """Records that an upload started by `begin_upload` is a file now, or has failed."""
         self._num_incoming -= 1
 
     def note(self, owner: str, file: FileObject) -> None:

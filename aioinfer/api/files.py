@@ -29,7 +29,7 @@ _MAX_FIELD_BYTES = 1024
 
 
 def add_routes(app: web.Application) -> None:
-    """Adds the routes but that of uploads, whose body comes late."""
+    """Adds all routes except the route of uploads, whose body comes late."""
     app.router.add_get("/v1/files", list_files)
     app.router.add_get("/v1/files/{file_id}", get_file)
     app.router.add_get("/v1/files/{file_id}/content", get_content)
@@ -111,7 +111,7 @@ async def _receive(
 
 
 async def _parsed(step: Coroutine[Any, Any, T]) -> T:
-    """Returns what a step of aiohttp's parser of forms does. Raises `RequestError` for all that it
+    """Returns the result of a step of aiohttp's form parser. Raises `RequestError` for all that it
     raises where a body is not a form."""
     try:
         return await step

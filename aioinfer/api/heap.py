@@ -1,6 +1,6 @@
 """Gives memory back to the system after large bodies.
 
-What a large body took is free once its request has ended, but the C library keeps most of it: a
+The memory of a large body is free once its request has ended, but the C library keeps most of it: a
 heap shrinks only from its end, and after the first large block was freed glibc takes such blocks
 from its heaps. `malloc_trim` gives free pages inside of heaps back as well. It is called in a
 thread, some seconds after a large body, and no more often than that. Another C library than glibc

@@ -1,4 +1,4 @@
-"""Which names the `Host` header of a request may have: the defence against DNS rebinding.
+"""The names that the `Host` header of a request may have: the defence against DNS rebinding.
 
 A web page of another site can let its own name resolve to 127.0.0.1; for the browser the local
 server then belongs to that site. The request still carries that name. `server` checks it before

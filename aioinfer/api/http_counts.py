@@ -1,5 +1,5 @@
-"""Counts of what the HTTP server refuses and ends: connections without room, clients that are too
-slow, requests that are answered with an error.
+"""Counters of the HTTP server: connections refused for lack of room, clients that are too slow,
+requests that are answered with an error.
 
 `connections.ConnectionServer` owns one; `listener` and `request_body` count into it as well, and
 `metrics` reads it.
@@ -7,7 +7,8 @@ slow, requests that are answered with an error.
 
 from __future__ import annotations
 
-#: What a client may take too long for; `idle` is a kept-alive connection without a request.
+#: Time-outs of clients, by the phase that took too long; `idle` is a kept-alive connection without
+#: a request.
 TIMEOUTS = ("head", "body", "idle", "send")
 
 _REASON_OF_STATUS = {
@@ -27,8 +28,9 @@ _REASON_OF_CODE = {
     "engine_dead": "engine_dead",
     "malformed_request": "malformed",
 }
-#: Why a request is answered with an error; `bad_request` and `failure` are those of 4xx and 5xx
-#: without a reason of their own. No reason comes from a client, so their number is fixed.
+#: Reasons for which a request is answered with an error; `bad_request` and `failure` stand for 4xx
+#: and 5xx without a reason of their own. No reason comes from a client, so the number of reasons is
+#: fixed.
 REASONS = tuple(
     dict.fromkeys(("bad_request", *_REASON_OF_STATUS.values(), *_REASON_OF_CODE.values()))
 )
@@ -40,7 +42,7 @@ class HttpCounts:
     Attributes:
         no_room: connections that were answered 503, or dropped, because there was no room.
         closed_for_room: connections that waited for a request and were closed for others.
-        timeouts: clients that were too slow, by what they were too slow for (`TIMEOUTS`).
+        timeouts: clients that were too slow, by the phase (`TIMEOUTS`).
         errors: requests that were answered with an error, by reason (`REASONS`).
     """
 

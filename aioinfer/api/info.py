@@ -1,5 +1,5 @@
-"""What the server reports about itself: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and
-what is below it, `/ping`, `/load`, `/server_info` and `/tokenizer_info`."""
+"""Information about the server: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and the
+paths below it, `/ping`, `/load`, `/server_info` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Readiness:
     obstacle: str | None = None
 
 
-#: What older clients of OpenAI's read of a model: everybody may sample from it.
+#: The permissions of a model that older clients of OpenAI's read: all keys may sample from it.
 _PERMISSION = {
     "object": "model_permission",
     "allow_create_engine": False,
@@ -54,8 +54,8 @@ READINESS = web.AppKey("readiness", Readiness)
 
 
 def fingerprint(frontend: Frontend) -> str:
-    """Returns what identifies the software and the settings that a reply's text depends on: `fp_`
-    and ten hexadecimal digits. A seed gives the same text as long as it is the same."""
+    """Returns an identifier of the software and the settings that a reply's text depends on: `fp_`
+    and ten hexadecimal digits. A seed gives the same text as long as the identifier is the same."""
     config = frontend.config
     settings = [asdict(getattr(config, name)) for name in _SETTINGS_OF_TEXT]
     reports = [
@@ -121,8 +121,8 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def show_load(request: web.Request) -> web.Response:
-    """Returns what is queued and running on all engines: `server_load`, as vLLM has it, is both
-    together."""
+    """Returns the numbers of queued and running requests on all engines: `server_load`, as in vLLM,
+    is their sum."""
     stats = request.app[FRONTEND].stats()
     queued = stats["waiting"]
     return json_response(
@@ -137,9 +137,9 @@ async def show_load(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """Returns what is served and how: sizes, devices, and the sections of the configuration that
-    concern the model and the engines. Nothing of the section `server`, which names keys and
-    files."""
+    """Returns the served model and its settings: sizes, devices, and the sections of the
+    configuration that concern the model and the engines. Nothing of the section `server`, which
+    names keys and files."""
     frontend = request.app[FRONTEND]
     config = frontend.config
     return json_response(

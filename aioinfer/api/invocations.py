@@ -46,5 +46,6 @@ async def invoke(request: web.Request) -> web.StreamResponse:
 
 
 def _names(parts: list[bytes]) -> frozenset[bytes]:
-    """Returns the names of a body's fields; those before the first error, if it is not valid."""
+    """Returns the names of a body's fields; only the names before the first error, if it is not
+    valid."""
     return frozenset(member.key.strip() for member in find_members(b"".join(parts)))

@@ -1,14 +1,14 @@
 """The members of a large JSON object, found and counted without decoding it.
 
 The decoder of JSON keeps the interpreter to itself while it works, and so does Python while it
-frees what was decoded. That takes 20 ms for the longest text that a body may hold, and up to a
+frees the decoded values. That takes 20 ms for the longest text that a body may hold, and up to a
 second for millions of small values. So the values of a large body are counted first: in slices,
 with numpy, between which (and mostly within which) other threads run. It takes about 10 ms for a
 megabyte. `token_list` uses it, in a thread.
 
-The method, to classify bytes and to find quoted text by the parity of quotes, is that of simdjson
-(Langdale and Lemire 2019). The counts are exact up to the first error in the JSON, and the
-decoder gets no further.
+The method, to classify bytes and to find quoted text by the parity of quotes, is simdjson's
+(Langdale and Lemire 2019). The counts are exact up to the first error in the JSON, and the decoder
+gets no further.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Member:
 
 
 def find_members(raw: bytes) -> list[Member]:
-    """Returns the members of a JSON object, or those before the first error if it is not valid.
+    """Returns the members of a JSON object, or the members before the first error if it is not
+    valid.
 
     Raises `RequestError` if there are more than `MAX_MEMBERS`.
     """

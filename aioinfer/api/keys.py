@@ -1,4 +1,4 @@
-"""API keys: who may send requests, under which name, and within which limits.
+"""API keys: the keys that may send requests, their names, and their limits.
 
 Keys come from `server.api_keys` and from `server.api_key_file`. The file holds plain keys, one a
 line, and then a TOML table for each key that has a name:
@@ -114,7 +114,7 @@ class ApiKeys:
     @classmethod
     def load(cls, config: ServerConfig, defaults: LimitsConfig | None = None) -> ApiKeys:
         """Returns the keys of `server.api_keys` and of `server.api_key_file`; `defaults` are the
-        limits of those that bring none.
+        limits of keys that have none.
 
         Raises `ConfigError`, which shows none of them.
         """
@@ -147,8 +147,9 @@ class ApiKeys:
     def find(self, authorization: str | None) -> ApiKey | None:
         """Returns the key that an `Authorization` header holds, None if it is none of these.
 
-        The look-up is by the digest of what was sent. Python compares two digests byte by byte only
-        where their keyed hashes agree, so its time says nothing about how near a guess is.
+        The look-up is by the digest of the key that was sent. Python compares two digests byte by
+        byte only where their keyed hashes agree, so its time says nothing about how near a guess
+        is.
         """
         if not self._by_digest:
             return self.all[0]

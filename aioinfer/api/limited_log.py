@@ -1,4 +1,5 @@
-"""Log lines for what clients can cause as often as they like: at most one line in some seconds."""
+"""Rate-limited logging of events that clients can cause at will: at most one line in some
+seconds."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ class LimitedLog:
             self._write()
 
     def close(self) -> None:
-        """Logs what has been counted since the last line."""
+        """Logs the events counted since the last line."""
         if self._timer is not None:
             self._timer.cancel()
             self._write()
 
     def _write(self) -> None:
-        """Logs what has been counted, and waits for more of it."""
+        """Logs the counted events, and waits for more."""
         self._timer = None
         if self._number:
             self._logger.warning("%s: %d, the last %s", self._kind, self._number, self._detail)

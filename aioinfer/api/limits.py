@@ -1,21 +1,20 @@
-"""What API keys use, and that they use no more than they may: requests and tokens a minute, and
-requests at a time.
+"""Usage and limits of API keys: requests and tokens a minute, and concurrent requests.
 
 `server` installs `bound_use` as middleware and `mark_response` as a signal handler; `access` finds
 the account of a request, and `delivery` charges it the tokens. Only POST requests count: the others
-cost next to nothing. What is charged, and when:
+cost next to nothing. Charges, and when they are made:
 
 - a request, when it arrives; one that is answered 429 is not charged;
 - its prompt tokens and its `max_tokens` (times n) when it is queued, so that requests that run at
   the same time cannot use the same tokens; without `max_tokens` its prompt tokens alone;
-- when it ends, what it has used instead: its prompts and the tokens that were generated, whoever
-  ended it. A request without `max_tokens` may so use more than was left; the key then waits until
-  the excess has flowed off as well.
+- when it ends, its actual use instead: its prompts and the tokens that were generated, whether it
+  finished or was aborted. A request without `max_tokens` may so use more than was left; the key
+  then waits until the excess has flowed off as well.
 
-When the keys are read again, a name keeps what it has used: its requests go on to count, and of a
-limit that has changed the same part is used up as before, so no reload gives anybody a minute's
-worth at once. A name that is gone is remembered until it has nothing used up and nothing running,
-in case it comes back.
+When the keys are reloaded, a name keeps its usage: its requests go on to count, and of a limit that
+has changed the same part is used up as before, so no reload gives a key a minute's worth at once. A
+name that is gone is remembered until it has nothing used up and nothing running, in case it comes
+back.
 
 A rate is a GCRA (generic cell rate algorithm; ITU-T I.371, ATM Forum Traffic Management 4.0), the
 same as a token bucket that holds a minute's worth: all of its state is the time at which nothing
@@ -60,7 +59,7 @@ RATE_HEADERS = tuple(
 
 
 class Rate:
-    """How much may be used a minute, by GCRA. Times are seconds of one clock.
+    """A limit on the use per minute, by GCRA. Times are seconds of one clock.
 
     Attributes:
         limit: what may be used a minute, and at once after a minute of rest. It may be set: the
@@ -94,13 +93,13 @@ class Rate:
 
 
 class TokenCharge:
-    """The tokens that a request is charged: at first what it may use, at the end what it has
-    used."""
+    """The tokens that a request is charged: at first the most that it may use, at the end its
+    actual use."""
 
     __slots__ = ("_account", "_limit", "_rate", "_reserved")
 
     def __init__(self, account: Account, tokens: int):
-        """Raises `RateLimitError` if the account has not so many left."""
+        """Raises `RateLimitError` if the account has fewer tokens left."""
         self._account, self._rate, self._reserved = account, account.tokens, tokens
         if self._rate is not None:
             now = time.monotonic()
@@ -110,27 +109,27 @@ class TokenCharge:
             self._limit = self._rate.limit
 
     def settle(self, outputs: Sequence[RequestOutput]) -> None:
-        """Charges what these outputs, of all prompts that were queued, have used, instead of what
-        was reserved."""
+        """Charges the actual use of these outputs, of all prompts that were queued, instead of the
+        reserved tokens."""
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         generated = sum(output.num_generated for output in outputs)
         self._account.num_prompt_tokens += prompt
         self._account.num_generated_tokens += generated
         if self._rate is not None:
-            # what was reserved, in tokens of the limit of now, which may be another
+            # the reserved tokens, scaled to the current limit, which may differ
             reserved = self._reserved * self._rate.limit / self._limit
             self._rate.charge(prompt + generated - reserved, time.monotonic())
 
 
 class Account:
-    """What the requests of one API key use.
+    """The usage and the limits of one API key.
 
     Attributes:
         key: the key, with its limits.
         flow: its requests, for the scheduler.
         requests, tokens: its rates; None without a limit.
-        num_requests, num_prompt_tokens, num_generated_tokens: totals, of requests that were
-            accepted and of tokens of those that have ended.
+        num_requests, num_prompt_tokens, num_generated_tokens: totals: accepted requests, and the
+            tokens of requests that have ended.
         num_rejected: requests that were answered 429, by limit.
         num_concurrent: requests that are being answered.
     """
@@ -144,7 +143,7 @@ class Account:
         self.set_key(key)
 
     def set_key(self, key: ApiKey) -> None:
-        """Sets new limits; what is used up of them stays used up."""
+        """Sets new limits; the used part of each stays used."""
         self.key = key
         self.flow = Flow(key.name, key.weight)
         self.requests = _rate(self.requests, key.requests_per_minute)
@@ -181,7 +180,7 @@ class Account:
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
-        """Counts what goes on behind a request's reply among those that are being answered."""
+        """Counts work that goes on after a request's reply as a request that is being answered."""
         self.num_concurrent += 1
         try:
             yield
@@ -204,10 +203,10 @@ class Account:
         )
 
     def priority(self, asked: int | None, *, has_priorities: bool) -> int:
-        """Returns the priority of a request that asks for this one, or for none.
+        """Returns the priority of a request that asks for `asked`, or for none.
 
-        Where the server has none (`scheduler.policy`), it is what was asked: the frontend rejects
-        that. Raises `RequestError` for one below the key's bound.
+        Where the server has no priorities (`scheduler.policy`), `asked` is returned: the frontend
+        rejects it. Raises `RequestError` for a priority below the key's bound.
         """
         bound = self.key.min_priority
         if bound is None or not has_priorities:
@@ -221,7 +220,7 @@ class Account:
         return asked
 
     def headers(self) -> dict[str, str]:
-        """Returns `RATE_HEADERS` with their values, without those of a missing limit."""
+        """Returns `RATE_HEADERS` with their values; headers of a missing limit are left out."""
         now, found = time.monotonic(), {}
         for unit, rate in (("requests", self.requests), ("tokens", self.tokens)):
             if rate is not None:
@@ -232,7 +231,7 @@ class Account:
 
 
 def _rate(old: Rate | None, limit: int | None) -> Rate | None:
-    """Returns the rate of a new limit: the old one, if there was one, with what it has used."""
+    """Returns the rate of a new limit: the old one with its usage, if there was one."""
     if limit is None:
         return None
     rate = old or Rate(limit)
@@ -291,8 +290,8 @@ class Accounts:
             )
 
     def set_keys(self, keys: ApiKeys) -> None:
-        """Takes these keys from now on; accounts whose name stays go on. Requests that are being
-        answered go on as they are."""
+        """Replaces the keys; accounts whose name stays go on. Requests that are being answered go
+        on as they are."""
         known = self._gone | self._accounts
         self._keys, self._accounts = keys, {}
         for key in keys.all:

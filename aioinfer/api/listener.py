@@ -34,7 +34,7 @@ _MAX_ACCEPTS = 64
 _OTHER_DESCRIPTORS = 256
 _HANDSHAKE_TIMEOUT_S = 10.0
 #: So many rejected clients at a time get this long to read the reply: closing a socket at once can
-#: discard what was sent.
+#: discard the sent data.
 _MAX_REJECTED = 64
 _REJECTION_TIMEOUT_S = 1.0
 #: How long accepting pauses when the machine has no descriptor or memory left.
@@ -53,8 +53,8 @@ _REJECTION = raw_response(
 
 
 class Listener:
-    """Accepts connections for an HTTP server until `stop`; those beyond the bound are answered 503
-    and closed."""
+    """Accepts connections for an HTTP server until `stop`; connections beyond the bound are
+    answered 503 and closed."""
 
     def __init__(self, server: ConnectionServer, config: ServerConfig, tls: ssl.SSLContext | None):
         self._server = server
@@ -260,8 +260,8 @@ def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
 
 
 def _bind_unix(path: Path) -> tuple[socket.socket, int]:
-    """Returns a listening socket at `path`, and the file's inode; what a server that is gone has
-    left there is replaced. Raises OSError."""
+    """Returns a listening socket at `path`, and the file's inode; a file left there by a server
+    that is gone is replaced. Raises OSError."""
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise FileExistsError(errno.EEXIST, "there is a file that is no socket")

@@ -38,7 +38,7 @@ from aioinfer.sampling_params import ALL_TOKENS, MAX_LOGIT_BIAS_VALUE, SamplingP
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
-#: What llama.cpp puts for the name of the project and of a file that have none.
+#: llama.cpp's names for a project and a file that have no name.
 _PROJECT, _FILE = "project", "file"
 
 
@@ -62,7 +62,7 @@ async def complete(request: web.Request) -> web.StreamResponse:
 
 
 async def infill(request: web.Request) -> web.StreamResponse:
-    """Writes what stands between two texts, where the model has tokens for that."""
+    """Generates the text between two texts, where the model has fill-in-the-middle tokens."""
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("input_prefix")
     body = await read_body(request, InfillRequest)
@@ -193,7 +193,7 @@ async def _token_biases(frontend: Frontend, body: Sampling) -> dict[int, float]:
 async def _infill_prompt(
     frontend: Frontend, body: InfillRequest
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the prompt that has a gap be filled, and the tokens that end what fills it.
+    """Returns the fill-in-the-middle prompt of a body, and the tokens that end the generated text.
 
     Raises `RequestError` for a model without tokens for it.
     """

@@ -21,7 +21,8 @@ from aioinfer.sampling_params import (
 
 
 class Sampling(IgnoredFields, kw_only=True):
-    """How `/completion` and `/infill` sample, and what their replies hold.
+    """Sampling fields of `/completion` and `/infill`, and the fields that select the content of
+    their replies.
 
     Fields of methods that are not supported (`dry_multiplier`, `mirostat`, `xtc_probability` and
     the like) are refused unless they switch their method off (`fields.REFUSED`); the other
@@ -53,7 +54,7 @@ class Sampling(IgnoredFields, kw_only=True):
     return_progress: bool | None = None
     response_fields: list[str] | None = None
     timeout_s: Seconds | None = None
-    # of what is off
+    # parameters of methods that are off
     dry_allowed_length: Ignored = None
     dry_base: Ignored = None
     dry_penalty_last_n: Ignored = None
@@ -135,8 +136,8 @@ class Sampling(IgnoredFields, kw_only=True):
         return {name: value for name, value in fields.items() if value is not None}
 
     def biases(self) -> list[tuple[int | str, float]]:
-        """Returns the pairs of `logit_bias`: a token id or a text, and what is added to its logits.
-        `false` stands for never."""
+        """Returns the pairs of `logit_bias`: a token id or a text, and the number that is added to
+        its logits. `false` stands for never."""
         given = self.logit_bias or []
         pairs: list[Any] = list(given.items()) if isinstance(given, dict) else given
         found = []
@@ -147,7 +148,7 @@ class Sampling(IgnoredFields, kw_only=True):
         return found
 
     def settings(self, params: SamplingParams) -> Mapping[str, Any]:
-        """Returns `generation_settings`: what counts, under llama.cpp's names."""
+        """Returns `generation_settings`: the effective parameters, under llama.cpp's names."""
         length = -1 if self.max_length is None else self.max_length
         return {
             "n_predict": length,

@@ -1,6 +1,6 @@
 """Replies of `/completion` and `/infill` as llama.cpp's server writes them, whole and streamed.
 
-A stream has an event for each token, and a last one with what a whole reply holds, but for the
+A stream has an event for each token, and a last event with all fields of a whole reply except the
 text. It ends without `[DONE]`.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LlamaReply:
-    """What is said of one sequence of an output, while its tokens come and at their end."""
+    """Reply for one sequence of an output: the events of a stream, or the whole object."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class LlamaReply:
         self._has_line = False
 
     def events(self, delta: Delta) -> Iterator[Mapping[str, Any]]:
-        """Yields what a delta says, a token at a time: the text of all of its tokens goes with the
-        last of them. The last delta is followed by the reply without text."""
+        """Yields the events of a delta, a token at a time: the text of all of its tokens goes with
+        the last of them. The last delta is followed by the reply without text."""
         last = len(delta.token_ids) - 1
         for place, token in enumerate(delta.token_ids):
             self._num_tokens += 1
@@ -77,7 +77,7 @@ class LlamaReply:
             yield self.whole(end)
 
     def progress(self, news: Mapping[str, float]) -> Mapping[str, Any]:
-        """Returns the event that tells how far the prompt is."""
+        """Returns the event that reports the progress of the prompt."""
         return {
             "index": self._index,
             "content": "",
@@ -90,7 +90,7 @@ class LlamaReply:
         }
 
     def whole(self, delta: Delta) -> Mapping[str, Any]:
-        """Returns the reply, whose text and tokens are those of a last delta."""
+        """Returns the whole reply, with the text and the tokens of `delta`, the last delta."""
         body, output, num_prompt = self._body, self._output, len(self._output.prompt_token_ids)
         self._num_tokens += len(delta.token_ids)
         is_word = isinstance(delta.stop_reason, str)
@@ -123,8 +123,8 @@ class LlamaReply:
         return timings(self._output, self._sequence, self._num_tokens)
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        """Returns the log-probabilities of tokens; as probabilities, where those behind the sampler
-        are asked for, of which one is 1."""
+        """Returns the log-probabilities of tokens; as probabilities, where the request asks for the
+        probabilities after sampling, of which one is 1."""
         found = []
         for token in tokens:
             if self._body.post_sampling_probs:
@@ -142,7 +142,7 @@ class LlamaReply:
 
 
 def _members(reply: Mapping[str, Any], paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the members at paths such as `generation_settings/n_predict`, those that exist."""
+    """Yields the existing members at paths such as `generation_settings/n_predict`."""
     for path in paths:
         value: Any = reply
         for name in path.split("/"):
@@ -156,8 +156,8 @@ def _members(reply: Mapping[str, Any], paths: Sequence[str]) -> Iterator[tuple[s
 async def stream_replies(
     request: web.Request, outputs: Sequence[RequestOutput], replies: Sequence[Sequence[LlamaReply]]
 ) -> web.StreamResponse:
-    """Sends the events of all outputs as their deltas come; `replies[i]` are those of the sequences
-    of `outputs[i]`."""
+    """Sends the events of all outputs as their deltas come; `replies[i]` belong to the sequences of
+    `outputs[i]`."""
     response = EventStream(request, outputs)
     await response.prepare(request)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
-#: JSON has no infinity: what is less likely than this is reported as this, as vLLM does.
+#: The least log-probability that is reported, as in vLLM: JSON has no infinity.
 LOWEST = -9999.0
 #: Log-probabilities that are formatted on the event loop, in a millisecond or two, and that are
 #: made into JSON in one go elsewhere.
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 async def formatted(tokens: Sequence[TokenLogprob], make: Callable[[], T]) -> T:
-    """Returns what `make` makes of the log-probabilities of tokens: in a thread where they are
-    many."""
+    """Returns the result of `make`, which formats the log-probabilities of tokens: in a thread
+    where they are many."""
     if are_many(tokens):
         return await asyncio.to_thread(make)
     return make()
 
 
 def are_many(tokens: Sequence[TokenLogprob]) -> bool:
-    """Whether formatting takes so long that it has to be done in a thread."""
+    """Whether formatting takes so long that it must run in a thread."""
     return bool(tokens) and len(tokens) * (1 + len(tokens[0].top)) > _AT_ONCE
 
 

@@ -1,8 +1,8 @@
-"""How log records reach stderr: as text or as JSON, a line each, and never from the event loop.
+"""Log records written to stderr by a thread: as text or as JSON, a line each.
 
-A pipe that nobody reads would stop the event loop with its first write. So records go through a
-queue to a thread, and what does not fit is dropped and counted. `app` runs a `LogWriter` for as
-long as the server serves; libraries and `LLM` leave logging as the program has it.
+A pipe that no process reads would block the event loop at its first write. So records go through a
+queue to a thread, and records that do not fit are dropped and counted. `app` runs a `LogWriter` for
+as long as the server serves; libraries and `LLM` leave logging as the program has it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FieldsMessage:
 
     Attributes:
         event: what has happened, the first word of the line.
-        fields: text and numbers by name; None stands for what is unknown, and is left out.
+        fields: text and numbers by name; None stands for an unknown value, and is left out.
     """
 
     __slots__ = ("event", "fields")
@@ -92,8 +92,8 @@ class JsonFormatter(logging.Formatter):
 
 
 class LogWriter(logging.Handler):
-    """While its `with` block runs, all log records go to a file through a thread: those of
-    aioinfer from INFO on, others from WARNING on.
+    """While its `with` block runs, all log records go to a file through a thread: aioinfer's
+    records from INFO on, records of other packages from WARNING on.
 
     Attributes:
         num_dropped: records that found the queue full and that no line has reported yet.
@@ -126,7 +126,7 @@ class LogWriter(logging.Handler):
         logging.getLogger().removeHandler(self)
         self._own_logger.setLevel(self._old_level)
         self._queue.put(None)
-        self._thread.join(_LAST_LINES_S)  # no longer: perhaps nobody reads
+        self._thread.join(_LAST_LINES_S)  # no longer: perhaps no process reads
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queues a record."""

@@ -1,4 +1,4 @@
-"""What becomes of exceptions that no code handles: of tasks that nobody awaits, of callbacks, of
+"""Handler of exceptions that no code catches: of tasks that are never awaited, of callbacks, of
 transports. `app` installs `LoopErrors` on the server's event loop.
 
 asyncio would log the message of such an exception, which may hold the text of a prompt or a key,
@@ -17,7 +17,8 @@ from aioinfer.api.limited_log import LimitedLog
 
 _log = logging.getLogger(__name__)
 
-#: Beginnings of the messages of asyncio, uvloop and aiohttp. What follows may be arguments.
+#: Beginnings of the messages of asyncio, uvloop and aiohttp. The rest of a message may hold
+#: arguments.
 _KINDS = (
     "Task exception was never retrieved",
     "Task was destroyed but it is pending",
@@ -40,7 +41,7 @@ class LoopErrors:
         loop.set_exception_handler(self._handle)
 
     def close(self) -> None:
-        """Logs what has been counted since the last line; called on the loop."""
+        """Logs the errors counted since the last line; called on the loop."""
         self._errors.close()
 
     def _handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -60,8 +61,8 @@ class LoopErrors:
 
 
 def describe_context(context: dict[str, Any]) -> str:
-    """Returns what happened, the type of the exception and where it was raised, and no text that
-    the program had in hand.
+    """Returns the kind of the error, the type of the exception and where it was raised, without any
+    text of requests or arguments.
 
     `context` is what asyncio gives to a handler of exceptions.
     """

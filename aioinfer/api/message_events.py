@@ -1,4 +1,4 @@
-"""The events of a chat's choice whose text is parsed: content, thoughts and tool calls."""
+"""Stream events of a chat choice whose text is parsed: content, reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Message(Struct, kw_only=True):
 
     @property
     def _functions(self) -> list[FunctionCall]:
-        """What is called: `function_call` is the older form of a single call."""
+        """The function calls of the message: `function_call` is the older form of a single call."""
         older = [] if self.function_call is None else [self.function_call]
         return older + [call.function for call in self.tool_calls or ()]
 
@@ -118,8 +118,8 @@ class Message(Struct, kw_only=True):
 
         Parts are joined by newlines; missing content is empty, or the refusal that stands for it.
         The developer's role becomes the system's, whose newer name it is, and a function's the
-        tool's, whose older name it is: templates do not know them, and some drop what they do not
-        know. Arguments of tool calls are objects, as transformers requires in messages.
+        tool's, whose older name it is: templates do not know them, and some drop roles that they do
+        not know. Arguments of tool calls are objects, as transformers requires in messages.
         """
         text = (
             self.content

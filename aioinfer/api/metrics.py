@@ -1,9 +1,9 @@
 """`/metrics` for Prometheus: reads the metrics of engines, HTTP server and API keys for each
 scrape, and keeps none of its own.
 
-What means the same as in vLLM has vLLM's name, so that dashboards made for it work; the rest is
-named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed here
-without the `_total` that the text adds.
+Metrics that mean the same as in vLLM have vLLM's names, so that dashboards made for it work; the
+rest is named `aioinfer:…`. `docs/grafana.json` is a dashboard of all of it. Counters are listed
+here without the `_total` that the text adds.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class EngineCollector(Collector):
         yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
 
     def _stage_counters(self) -> Iterator[Metric]:
-        """Where the workers are a pipeline: what its stages did while steps were in flight."""
+        """Where the workers are a pipeline: busy and idle time of its stages while steps were in
+        flight."""
         labels = "model_name", "engine", "stage"
         busy = CounterMetricFamily(
             "aioinfer:stage_busy_seconds",
@@ -318,7 +319,8 @@ class EngineCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """What the HTTP server holds, refuses and ends; all metrics carry the label `model_name`."""
+    """Metrics of the HTTP server: open connections, rejections, time-outs and errors; all carry the
+    label `model_name`."""
 
     def __init__(self, frontend: Frontend, connections: ConnectionServer):
         self._model = frontend.config.served_model_names[0]
@@ -367,7 +369,7 @@ class ServerCollector(Collector):
 
 
 class KeyCollector(Collector):
-    """What each API key has used; all metrics carry the labels `model_name` and `key`, its name."""
+    """Metrics of the use of each API key; all carry the labels `model_name` and `key`, its name."""
 
     def __init__(self, frontend: Frontend, accounts: Accounts):
         self._model = frontend.config.served_model_names[0]

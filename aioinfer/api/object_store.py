@@ -1,5 +1,5 @@
-"""What clients have the server keep in memory: responses of `/v1/responses`, conversations, and
-chat completions with `store`. They share one limit, of their number and of their bytes."""
+"""In-memory store of clients' objects: responses of `/v1/responses`, conversations, and chat
+completions with `store`. They share one limit, in number and in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aioinfer.api.limits import ACCOUNT
 from aioinfer.config import ChatConfig
 from aioinfer.errors import RequestError
 
-#: What is stored, by the `object` of its JSON.
+#: The kinds of stored objects, by the `object` of their JSON.
 Kind = Literal["response", "conversation", "chat.completion"]
 
 #: OpenAI's bounds of an object's metadata.
@@ -79,8 +79,8 @@ class ObjectStore:
         return place in self._stored
 
     def check_room(self, num_bytes: int, what: str, param: str | None = None) -> None:
-        """Raises `RequestError` if an object of this size could not be stored at all. `what` says
-        in the message what is stored."""
+        """Raises `RequestError` if an object of this size could not be stored at all. `what` names
+        the object in the message."""
         if not self._config.max_stored_responses or num_bytes > self._config.max_stored_bytes:
             raise RequestError(
                 f"{what} is stored, and the server's chat.max_stored_responses or "
@@ -95,8 +95,8 @@ class ObjectStore:
         items: Sequence[dict[str, Any]],
         events: Sequence[bytes] = (),
     ) -> None:
-        """Stores an object of an API key. One that is nested too deeply for JSON, or larger than
-        all may be, is not kept."""
+        """Stores an object of an API key. An object that is nested too deeply for JSON, or larger
+        than the limit of all objects, is not kept."""
         try:
             size = json_size(body) + json_size(items) + sum(map(len, events))
         except orjson.JSONEncodeError:
@@ -112,8 +112,8 @@ class ObjectStore:
     def change_items(
         self, owner: str | None, conversation: StoredObject, items: Sequence[dict[str, Any]]
     ) -> None:
-        """Replaces the items of a conversation, which becomes the newest object. One that is then
-        larger than all may be is not kept."""
+        """Replaces the items of a conversation, which becomes the newest object. A conversation
+        that is then larger than the limit of all objects is not kept."""
         self.remove(owner, "conversation", conversation.body["id"])
         self.add(owner, conversation.body, items)
 

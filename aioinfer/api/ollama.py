@@ -109,7 +109,7 @@ async def list_running(request: web.Request) -> web.Response:
 
 
 async def _card(app: web.Application) -> dict[str, Any]:
-    """Returns what Ollama says of a model's files."""
+    """Returns the fields with which Ollama describes a model's files."""
     frontend = app[FRONTEND]
     files = await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
     return {

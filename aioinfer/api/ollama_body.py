@@ -85,7 +85,7 @@ class NamedBody(Body, kw_only=True):
 
 
 class OllamaBody(NamedBody, kw_only=True):
-    """What chats and generations have in common."""
+    """Base class of the bodies of chats and generations."""
 
     format: str | dict[str, Any] | None = None
     options: Options | None = None

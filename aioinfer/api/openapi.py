@@ -62,7 +62,7 @@ _REF = "#/components/schemas/{name}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What is known of a route besides its handler.
+    """The description of a route besides its handler.
 
     Attributes:
         body: the type that checks the request's body.
@@ -260,7 +260,7 @@ def describe(app: web.Application) -> dict[str, Any]:
     schema_of = dict(zip(ordered, schemas, strict=True))
     for schema in components.values():
         _say_why(schema.get("properties", {}))
-    del components[AnyObject.__name__]  # which those fields alone have named
+    del components[AnyObject.__name__]  # which only those fields refer to
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in _routes(app):
         operation = OPERATIONS.get((method, path), Operation())
@@ -286,7 +286,8 @@ def describe(app: web.Application) -> dict[str, Any]:
 
 
 def _say_why(properties: dict[str, Any]) -> None:
-    """Gives fields without effect the reason, in place of the types that they may have: all."""
+    """Describes fields without effect by the reason, in place of their types: any type is
+    accepted."""
     for name, schema in properties.items():
         if str(schema.get("description", "")).startswith(NO_EFFECT_TEXT):
             reason = f": {NO_EFFECT[name]}" if name in NO_EFFECT else ""
@@ -294,8 +295,8 @@ def _say_why(properties: dict[str, Any]) -> None:
 
 
 def _routes(app: web.Application) -> Iterator[tuple[str, str, Any]]:
-    """Yields method, path and handler of each route but those of the page's files; paths are those
-    within the application."""
+    """Yields method, path and handler of each route, except the routes of the page's files; paths
+    are relative to the application."""
     prefix = app[PREFIX]()
     for route in app.router.routes():
         resource = route.resource

@@ -3,10 +3,10 @@ endpoints.
 
 Its files are in `aioinfer/page` and are sent as they are, but for the common head of the two pages,
 which is put before each; `aioinfer/page/vendor` holds code of others, with its licences. All their
-URLs are relative, so they work below any path. `GET /page/info` returns what the page needs for a
-chat, and `GET /page/live` streams the state of the engines for as long as the page is visible.
-`server` adds the routes and ends the streams; `access` serves the files without a key, since a
-browser has none before the page has asked the user for it.
+URLs are relative, so they work below any path. `GET /page/info` returns the data that the page
+needs for a chat, and `GET /page/live` streams the state of the engines for as long as the page is
+visible. `server` adds the routes and ends the streams; `access` serves the files without a key,
+since a browser has none before the page has asked the user for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _FILES = {
 }
 #: Each page with its name, which its body, script and style sheet have, and its title.
 _PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
-#: The paths of all files and pages, and that of a mounted application itself.
+#: The paths of all files and pages, and the path of a mounted application itself.
 PAGE_PATHS = frozenset((*_FILES, *_PAGES, ""))
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
 #: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes).
@@ -72,7 +72,7 @@ _BODIES = {name: (_FOLDER / f"{name}.html").read_bytes() for name, _ in _PAGES.v
 #: Seconds from one event of the live stream to the next.
 _INTERVAL_S = 0.5
 _ENDED = web.AppKey("live_streams_ended", asyncio.Event)
-#: What the page shows as the defaults of its settings.
+#: Settings whose defaults the page shows.
 _SETTINGS = (
     "temperature",
     "top_p",
@@ -100,7 +100,7 @@ def add_page(app: web.Application) -> None:
 
 
 async def end_live_streams(app: web.Application) -> None:
-    """Ends the live streams that are open and those still to come, so that they do not delay the
+    """Ends the live streams that are open and the ones still to come, so that they do not delay the
     server's end."""
     app[_ENDED].set()
 
@@ -136,7 +136,7 @@ async def add_slash(request: web.BaseRequest) -> web.Response:
 
 
 async def show_info(request: web.Request) -> web.Response:
-    """Returns what the chat needs to know.
+    """Returns the settings and capabilities that the chat page needs.
 
     `tokenizer`: whether texts can be sent at all; `chat`: whether the model has a chat template;
     `max_model_len`: tokens of a request; `defaults`: the sampling parameters of a request that
@@ -206,10 +206,9 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     that grows with the load.
 
     `stages` has `[busy, idle]` of each pipeline stage in seconds (see `StageTime`); nothing if
-    there is one stage.
-    `restart` is `[attempt, attempts]` while the workers are started anew, else null.
-    Counters (`preemptions` and all that follow it but `log`) are totals since the start. `log`
-    holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
+    there is one stage. `restart` is `[attempt, attempts]` while the workers are restarted, else
+    null. Counters (`preemptions` and all that follow it but `log`) are totals since the start.
+    `log` holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
     """
     scheduler, metrics = engine.scheduler, engine.metrics
     cache, totals = scheduler.kv_cache, scheduler.stats
@@ -258,7 +257,8 @@ def expert_state(load: ExpertLoad, last_report: int) -> dict[str, Any] | None:
 
 
 def _restart(engine: Engine) -> tuple[int, int] | None:
-    """Returns which attempt to start the workers anew is under way, and how many may be."""
+    """Returns the number of the current attempt to restart the workers, and the maximum number of
+    attempts; None if the engine is not restarting."""
     if engine.state is not EngineState.RESTARTING:
         return None
     # a plan may have failed in this very iteration of the loop: the first attempt is to begin

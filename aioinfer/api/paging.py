@@ -12,7 +12,7 @@ from aioinfer.errors import RequestError
 
 
 class Listed(Protocol):
-    """What a list holds."""
+    """An item of a list."""
 
     id: str
 

@@ -1,4 +1,4 @@
-"""Where the application is: by itself, or mounted below a path of another one."""
+"""The path prefix of the application, which may be mounted below a path of another one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-#: What the paths begin with where the application is part of another one; else empty.
+#: The prefix of all paths where the application is mounted in another one; else empty.
 PREFIX: web.AppKey[Callable[[], str]] = web.AppKey("prefix")
 
 

@@ -1,5 +1,5 @@
-"""Endpoints of requests that pool: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and
-`/rerank`. They are admitted, limited, scheduled and logged as completions are."""
+"""Endpoints of pooling requests: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`.
+They are admitted, limited, scheduled and logged as completions are."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
 
 
 async def create_pooling(request: web.Request) -> web.StreamResponse:
-    """Returns the pooled hidden state of each input, or those of its tokens, as they are unless it
-    asks for more."""
+    """Returns the pooled hidden state of each input, or the hidden state of each of its tokens.
+    They are not normalized unless the request asks for it or names a `task`."""
     body = await read_body(request, PoolingRequest)
     params = request.app[FRONTEND].pooling.params(body.kind, takes_all=body.task != "embed")
     pooled = await _pool_inputs(request, body, params, "pool")
@@ -158,7 +158,7 @@ async def score(request: web.Request) -> web.StreamResponse:
 
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
-    and for `texts` in that of text-embeddings-inference."""
+    and for `texts` in the shape of text-embeddings-inference."""
     body = await read_body(request, RerankRequest)
     texts = body.contents()
     param = "documents" if body.texts is None else "texts"
@@ -324,8 +324,8 @@ def _head(request: web.Request, prefix: str) -> dict[str, Any]:
 def _encoder(
     frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
 ) -> Callable[[F32], bytes]:
-    """Returns what makes the JSON of an embedding: a list of numbers, or the text of its base64; of
-    several [P, hidden_size] a list of lists, or one text."""
+    """Returns a function that makes the JSON of an embedding: a list of numbers, or the text of its
+    base64; of several [P, hidden_size] a list of lists, or one text."""
     pooling, dimensions = frontend.pooling, body.dimensions
 
     def encode(state: F32) -> bytes:

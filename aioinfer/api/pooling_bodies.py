@@ -1,4 +1,4 @@
-"""The bodies of requests that pool: embeddings, pooling, classification, scores, reranking. The
+"""Request bodies of pooling endpoints: embeddings, pooling, classification, scores, reranking. The
 names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from aioinfer.errors import RequestError
 
 
 class PoolingBody(Body, kw_only=True):
-    """What all of these bodies have in common. `truncate_prompt_tokens` keeps the end of a text, as
-    in vLLM, unless `truncation_side` is "right"."""
+    """Base class of the bodies of pooling requests. `truncate_prompt_tokens` keeps the end of a
+    text, as in vLLM, unless `truncation_side` is "right"."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
@@ -77,7 +77,7 @@ class InputBody(PoolingBody, kw_only=True):
         return [] if self.input is None else split_prompts(self.input, "input")
 
     def template_options(self) -> dict[str, Any]:
-        """Returns what `Frontend.encode_chat` takes besides the messages."""
+        """Returns the arguments of `Frontend.encode_chat` besides the messages."""
         return {
             "add_generation_prompt": bool(self.add_generation_prompt),
             "continue_final_message": bool(self.continue_final_message),
@@ -153,7 +153,7 @@ class PoolingRequest(EmbeddingRequest, kw_only=True):
 
 class OllamaEmbedRequest(EmbeddingBody, kw_only=True):
     """`POST /api/embed`. A text that is too long is embedded up to where it fits, unless `truncate`
-    is false. `options` are those of sampling and loading."""
+    is false. `options` hold Ollama's settings of sampling and loading, which have no effect."""
 
     options: Ignored = None
     truncate: bool | None = None
@@ -181,7 +181,7 @@ Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class ScoringBody(PoolingBody, kw_only=True):
-    """What scoring and reranking have in common: how many tokens of each text count; 0 stands for
+    """Base class of scoring and reranking bodies: how many tokens of each text count; 0 stands for
     all."""
 
     max_tokens_per_query: Length | None = None

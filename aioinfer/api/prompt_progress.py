@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ProgressReader:
-    """Tells what is new of the progress of an output's prompt."""
+    """Reports the progress of an output's prompt, where it is new."""
 
     def __init__(self, output: RequestOutput):
         self._output = output
@@ -19,8 +19,8 @@ class ProgressReader:
 
     def news(self) -> dict[str, float] | None:
         """Returns how many tokens the prompt has, how many of them were in the prefix cache, how
-        many are computed (those included), and the milliseconds since the prompt's first step; None
-        if that is not wanted or nothing is new."""
+        many are computed (the cached ones included), and the milliseconds since the prompt's first
+        step; None if that is not wanted or nothing is new."""
         progress = self._output.prompt_progress
         if progress is None or progress.num_computed <= self._num_reported:
             return None

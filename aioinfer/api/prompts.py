@@ -1,5 +1,5 @@
-"""The token ids of what a completion or a chat is about: its prompts, and the texts in its
-`logit_bias`. `completions` and `chat` use it; `Frontend` encodes."""
+"""Token ids of a completion or a chat: its prompts, and the texts in its `logit_bias`.
+`completions` and `chat` use it; `Frontend` encodes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
 
 
 async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:
-    """Returns the prompts with what stands behind the gap, in the model's form."""
+    """Returns the prompts with the suffix behind the gap, in the model's format."""
     marks = frontend.require_tokenizer("suffix").fill_in_middle
     if marks is None:
         raise RequestError(

@@ -1,9 +1,9 @@
-"""What clients send: the bodies of requests, decoded and checked.
+"""Request bodies of completions, chat completions and tokenization: decoding and validation.
 
 The names are OpenAI's, and vLLM's for what OpenAI does not have. msgspec's own decoder checks types
-and names while it decodes; what it rejects is looked at again in `decoding`, so that a right body
-costs nothing more. `fields` has the names that are refused; null counts as missing. The bounds of
-sampling parameters and the sizes of their lists are checked by `SamplingParams`; here are the
+and names while it decodes; a body that it rejects is examined again in `decoding`, so that a valid
+body costs nothing more. `fields` has the names that are refused; null counts as missing. The bounds
+of sampling parameters and the sizes of their lists are checked by `SamplingParams`; here are the
 limits of the machine (what must fit into an int32) and the rules between fields. Handlers get
 bodies from `read_body`.
 """
@@ -50,7 +50,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What all bodies have in common. Names that a body does not declare are looked up in
+    """Base class of all request bodies. Names that a body does not declare are looked up in
     `fields`."""
 
     model: str | None = None
@@ -80,8 +80,8 @@ Ignored = Annotated[
 
 
 class IgnoredFields(Body, kw_only=True):
-    """The fields without effect that clients send often: being declared, they do not have a body
-    decoded again."""
+    """Accepted fields without effect that clients send often. Because they are declared here, a
+    body with one is not decoded a second time."""
 
     # OpenAI
     metadata: Ignored = None
@@ -397,8 +397,8 @@ class ChatRequest(SamplingBody, kw_only=True):
         return None if budget is None or budget < 0 else budget
 
     def echoed(self) -> str:
-        """Returns what the content of an answer begins with under `echo`: the text of a last
-        message of the assistant."""
+        """Returns the text with which the content of an answer begins under `echo`: the text of the
+        last message, if it is the assistant's."""
         last = self.messages[-1]
         if not self.echo or last.role != "assistant":
             return ""
@@ -491,7 +491,7 @@ def check_messages(messages: list[Message], *, any_role: bool = False) -> None:
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Returns what `Frontend.encode_chat` takes besides the messages."""
+    """Returns the arguments of `Frontend.encode_chat` besides the messages."""
     continues = bool(body.continue_final_message)
     hides_tools = isinstance(body, ChatRequest) and body.tool_choice == "none"
     return {
@@ -507,7 +507,7 @@ def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] | None:
     """Returns the variables of the chat template: `chat_template_kwargs`, and fields that are
-    variables themselves, which do not replace those."""
+    variables themselves, which do not replace entries of `chat_template_kwargs`."""
     if not isinstance(body, ChatRequest):
         return body.chat_template_kwargs
     fields = {
@@ -523,8 +523,8 @@ B = TypeVar("B", bound=Body)
 
 
 def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
-    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, names that
-    nobody knows are ignored.
+    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, unknown field
+    names are ignored.
 
     Raises `RequestError` naming the field by its path, such as `messages[0].role`.
     """

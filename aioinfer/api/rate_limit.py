@@ -25,7 +25,7 @@ class RateLimiter:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
-        """Returns at once, or when those that came before have entered."""
+        """Returns at once, or when the handlers that came before have entered."""
         if self._waiting or self._entered >= MAX_REQUESTS:
             may_enter = asyncio.get_running_loop().create_future()
             self._waiting.append(may_enter)

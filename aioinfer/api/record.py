@@ -1,4 +1,4 @@
-"""What has happened to an HTTP request, for the log and for traces.
+"""The record of an HTTP request: its stages, result and outputs, for the log and for traces.
 
 `request_log` makes a `RequestRecord` for each request; `context` and `delivery` note in it what
 they do.
@@ -22,8 +22,8 @@ CLIENT_GONE = 499
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What has happened to an HTTP request. Times are of `time.perf_counter`; 0 stands for what has
-    not happened.
+    """The record of an HTTP request. Times are of `time.perf_counter`; 0 stands for a stage that
+    was not reached.
 
     Attributes:
         arrived: when its handler began.
@@ -61,7 +61,7 @@ class RequestRecord:
 @dataclass(frozen=True, slots=True)
 class Stages:
     """The times of a request's sequences together: the first of them to be queued, to be scheduled
-    and to have a token, and the last token of all. 0 stands for what has not happened."""
+    and to have a token, and the last token of all. 0 stands for a stage that was not reached."""
 
     queued: float
     scheduled: float

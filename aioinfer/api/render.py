@@ -1,6 +1,6 @@
-"""`/render` below `/v1/completions`, `/v1/chat/completions` and `/v1/messages`: the prompts of a
-request as the model would see them, and its sampling parameters, without generating (vLLM has
-them)."""
+"""`/render` below `/v1/completions`, `/v1/chat/completions` and `/v1/messages`: returns the prompts
+of a request as the model would see them, and its sampling parameters, without generating (as in
+vLLM)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ async def _rendered(
     prompts: Sequence[list[int]],
     prefix: str,
 ) -> list[dict[str, Any]]:
-    """Returns what would be submitted for each prompt; the sampling parameters are those of the
-    request, and the defaults that count for it."""
+    """Returns the request that would be submitted for each prompt: its sampling parameters are the
+    ones that the request names and the defaults that apply to it."""
     frontend = request.app[FRONTEND]
     fields = await with_token_ids(frontend, fields)
     frontend.defaults.sampling_params(**fields)  # checks them

@@ -1,5 +1,5 @@
 """The shapes of replies, for `/openapi.json`. Handlers write JSON themselves; the tests compare
-what they write with these."""
+their JSON with these types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """What is wrong; `param` names the field of the request."""
+    """The details of an error; `param` names the field of the request."""
 
     message: str
     type: str
@@ -24,7 +24,7 @@ class ErrorReply(Struct, kw_only=True):
 
 
 class AnthropicDetail(Struct, kw_only=True):
-    """What is wrong, in the terms of Anthropic's API."""
+    """The details of an error, in the terms of Anthropic's API."""
 
     type: str
     message: str
@@ -44,7 +44,7 @@ class OllamaError(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """That something is as it should be."""
+    """Confirmation that a check or an action has succeeded."""
 
     status: str
 
@@ -70,13 +70,13 @@ class ModelList(Struct, kw_only=True):
 
 
 class PromptTokensDetails(Struct, kw_only=True):
-    """How many of the prompt's tokens were in the prefix cache."""
+    """The number of the prompt's tokens that were in the prefix cache."""
 
     cached_tokens: int | None
 
 
 class CompletionTokensDetails(Struct, kw_only=True):
-    """How many of the generated tokens were thoughts, with their markers."""
+    """The number of generated tokens that are reasoning, with its markers."""
 
     reasoning_tokens: int
 
@@ -155,7 +155,7 @@ class Conversation(Struct, kw_only=True):
 
 
 class InputTokens(Struct, kw_only=True):
-    """How many tokens the prompt of a response would have."""
+    """The number of tokens that the prompt of a response would have."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
@@ -245,7 +245,7 @@ class Embeddings(Struct, kw_only=True):
 
 
 class PooledItem(Struct, kw_only=True):
-    """The pooled state of an input, or those of its tokens."""
+    """The pooled state of an input, or the states of its tokens."""
 
     object: Literal["pooling"]
     index: int
@@ -346,7 +346,7 @@ class OllamaEmbedding(Struct, kw_only=True):
 
 
 class TemplateReply(Struct, kw_only=True):
-    """What the chat template makes of a conversation."""
+    """The prompt that the chat template makes of a conversation."""
 
     prompt: str
 
@@ -366,7 +366,7 @@ class Version(Struct, kw_only=True):
 
 
 class Load(Struct, kw_only=True):
-    """What is queued and running."""
+    """The numbers of queued and running requests."""
 
     server_load: int
     running: int
@@ -398,21 +398,21 @@ class ExpertLoads(Struct, kw_only=True):
 
 
 class Placement(Struct, kw_only=True):
-    """What `parallel.expert_placement` reads: by layer, the experts of each rank."""
+    """The content of a file for `parallel.expert_placement`: by layer, the experts of each rank."""
 
     version: int
     layers: dict[str, list[list[int]]]
 
 
 class AbortReply(Struct, kw_only=True):
-    """How many requests were ended: one for each prompt of the body."""
+    """The number of aborted requests: one for each prompt of the body."""
 
     status: str
     count: int
 
 
 class Deleted(Struct, kw_only=True):
-    """That a file is deleted."""
+    """Confirmation that a file is deleted."""
 
     id: str
     object: Literal["file"]

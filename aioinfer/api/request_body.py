@@ -19,14 +19,15 @@ T = TypeVar("T")
 #: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
 #: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
 _MIN_RATE = 1024
-#: What does not count of each body: small requests go on while large ones use all of the bound.
+#: Bytes of each body that do not count: small requests go on while large ones use all of the bound.
 _FREE_BYTES = 64 * 1024
 #: Bytes that are collected before they become a part of a body.
 _PART = 64 * 1024
 
 
 class ReceivingRate:
-    """How fast a client delivers a body that is read in parts: `HeldBody` has the same rule."""
+    """The minimum rate at which a client must deliver a body that is read in parts: `HeldBody` has
+    the same rule."""
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
@@ -39,7 +40,8 @@ class ReceivingRate:
         self._received += size
 
     async def within(self, read: Coroutine[Any, Any, T]) -> T:
-        """Returns what `read` does. Raises `RequestError` (408) for a client that is too slow."""
+        """Returns the result of `read`. Raises `RequestError` (408) for a client that is too
+        slow."""
         if self._loop.time() >= self._until and self._received >= self._timeout_s * _MIN_RATE:
             self._until, self._received = self._loop.time() + self._timeout_s, 0
         try:
@@ -158,5 +160,5 @@ REQUEST_BODIES = web.AppKey("request_bodies", RequestBodies)
 
 
 async def defer_continue(request: web.Request) -> None:
-    """Handles `Expect: 100-continue` of a route whose handler receives the body by `HeldBody`: what
-    can be refused by its head is refused before the client sends the body."""
+    """Handles `Expect: 100-continue` of a route whose handler receives the body by `HeldBody`: a
+    request that can be refused by its head is refused before the client sends the body."""

@@ -2,12 +2,12 @@
 traced.
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
-which `context` and `delivery` note what happens; at the end the middleware writes the line.
-Requests that only look (GET) are logged if they fail, those for `/health`, `/ping` and `/metrics`
-neither logged nor traced. Requests without a valid API key, which anybody can send as often as they
-like, leave one line in ten seconds with their number. A line names the address of the client (that
-of the proxy, behind one), and of a request that was refused the code and the message of the error,
-which may name a model or a role that the request named. No line holds text of a prompt, unless
+which `context` and `delivery` note what happens; at the end the middleware writes the line. GET
+requests are logged if they fail; requests for `/health`, `/ping` and `/metrics` are neither logged
+nor traced. Requests without a valid API key, which any client can send as often as it likes, leave
+one line in ten seconds with their number. A line names the address of the client (behind a proxy,
+the proxy's address), and of a request that was refused the code and the message of the error, which
+may name a model or a role that the request named. No line holds text of a prompt, unless
 `logging.prompts` says so; no span does.
 """
 
@@ -36,7 +36,7 @@ _UNLOGGED = ("/health", "/metrics", "/ping")
 
 
 class RequestLog:
-    """Writes the lines, and has the requests traced."""
+    """Writes the log lines, and hands the requests to the tracer."""
 
     def __init__(self, config: Config, tracing: Tracing | None = None):
         self._tracing = tracing
@@ -67,7 +67,7 @@ class RequestLog:
                     _log.info(FieldsMessage("request", self._fields(request, record, trace_id)))
 
     async def close(self, app: web.Application) -> None:
-        """Logs what has been counted since the last line; a handler of `on_cleanup`."""
+        """Logs the requests counted since the last line; a handler of `on_cleanup`."""
         self._without_key.close()
 
     def _fields(

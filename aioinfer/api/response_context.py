@@ -1,4 +1,4 @@
-"""What a response is generated from: the items before its input, its input, and where it is kept
+"""The context of a response: the items before its input, its input, and the store that keeps it
 when it has ended. `responses` finds it, for a reply and for a run in the background."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MAX_UNCUT_TOKENS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What a response is generated from.
+    """The context that a response is generated from.
 
     Attributes:
         before: the items of the conversation, or of the previous response and its output.
         new: the items of the input.
-        conversation: the id of the one that gets the input and the output when the response is
-            complete.
+        conversation: the id of the conversation that gets the input and the output when the
+            response is complete.
     """
 
     before: Sequence[dict[str, Any]]
@@ -37,8 +37,8 @@ class ResponseContext:
 
     @classmethod
     def find(cls, request: web.Request, body: ResponseRequest) -> ResponseContext:
-        """Returns the context of a request. Raises `RequestError` naming the id of what is not
-        stored."""
+        """Returns the context of a request. Raises `RequestError` naming the id of an object that
+        is not stored."""
         store, owner = request.app[OBJECT_STORE], owner_of(request)
         before: Sequence[dict[str, Any]] = ()
         conversation = body.conversation_id
@@ -58,7 +58,7 @@ class ResponseContext:
         """Returns the prompt: the instructions, which are of one response alone, and the items.
         With `truncation` as many of the first ones are left out as do not fit.
 
-        Raises `RequestError` if what is left does not fit.
+        Raises `RequestError` if the rest does not fit.
         """
         items, middle = self.items, 0
         if body.truncation != "auto":

@@ -1,5 +1,5 @@
-"""What a response of `/v1/responses` looks like while it comes about: its JSON, and the events of
-its stream. `responses` answers with it, and `response_runs` in the background."""
+"""The JSON of a response of `/v1/responses` while it is generated, and the events of its stream.
+`responses` answers with it, and `response_runs` in the background."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Reply:
-    """A response as it comes about.
+    """A response while it is generated.
 
     Attributes:
         id: of the response.
@@ -37,7 +37,7 @@ class Reply:
     output: RequestOutput
 
     def __init__(self, frontend: Frontend, body: ResponseRequest, turn: Turn, state: StreamState):
-        """`state` is that of the stream, if it is one: all ids are made of its key."""
+        """`state` is the stream's state, if the reply is a stream: all ids are made of its key."""
         self.id = f"resp_{state.key}"
         self._ids = random.Random(state.key)
         self._frontend, self._turn = frontend, turn
@@ -81,7 +81,7 @@ class Reply:
             raise RequestError("the body is nested too deeply to be repeated") from error
 
     def new_id(self, kind: BlockKind) -> str:
-        """Returns the id of a block; that of a call is the one which its result names."""
+        """Returns the id of a block; for a tool call, the id that its result names."""
         if kind == "call":
             return new_call_id(self._frontend, random_bytes=self._ids.randbytes)
         return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
@@ -149,7 +149,7 @@ def _part(block: Block) -> dict[str, Any]:
 
 
 def _item(block: Block, status: str) -> dict[str, Any]:
-    """Returns the item of a block, with what it has so far."""
+    """Returns the item of a block, with its content so far."""
     if block.kind == "call":
         return {
             "id": _item_id(block),

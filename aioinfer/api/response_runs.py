@@ -1,8 +1,8 @@
-"""Responses in the background (`"background": true`): they are generated without a connection until
-they end, or are cancelled. Clients ask for them again, or follow their events.
+"""Background responses (`"background": true`): they are generated without a connection until they
+end or are cancelled. Clients poll them, or follow their events.
 
-`responses` begins them. `ResponseRuns` knows those that have not ended; the `ObjectStore` has the
-others. Both are in memory: a server that ends cancels what it has not answered.
+`responses` starts them. `ResponseRuns` holds the responses that have not ended; the `ObjectStore`
+has the others. Both are in memory: a server that ends cancels the responses that are not complete.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ResponseRun:
         self.ended = ended
 
     def _note(self, events: bytes) -> None:
-        """Keeps events, and tells those who follow them that something is new."""
+        """Stores events, and wakes the followers of the stream."""
         if self.is_stream:
             # JSON has no line ends of its own
             self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
@@ -152,8 +152,8 @@ class ResponseRun:
 
 
 class ResponseRuns:
-    """The responses in the background that have not ended, of all API keys. There are no more of
-    them than are stored, by number and by bytes."""
+    """The background responses of all API keys that have not ended. The limits of stored objects,
+    in number and in bytes, bound them too."""
 
     def __init__(self, store: ObjectStore, config: ChatConfig):
         self._store, self._config = store, config
@@ -184,7 +184,7 @@ class ResponseRuns:
         task.add_done_callback(partial(self._forget, run))
         try:
             return await queued
-        except asyncio.CancelledError:  # the client is gone, and nobody knows the id
+        except asyncio.CancelledError:  # the client is gone before it got the id
             task.cancel()
             raise
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API, with what it stores in memory."""
+"""`/v1/responses`: OpenAI's Responses API. Stored responses are in memory."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ async def delete_response(request: web.Request) -> web.Response:
 
 
 async def list_input_items(request: web.Request) -> web.Response:
-    """Lists the items that a response was generated from, the newest first, with those of the
-    responses and the conversation before it; `limit`, `after`, `order`."""
+    """Lists the input items of a response, newest first, including the items of earlier responses
+    and of its conversation; `limit`, `after`, `order`."""
     id, owner = request.match_info["id"], owner_of(request)
     if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
         items: Sequence[dict[str, Any]] = run.context.items
@@ -177,7 +177,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 
 
 def _context(request: web.Request, body: ResponseRequest) -> ResponseContext:
-    """Returns what a response is generated from. Raises `RequestError`."""
+    """Returns the context that a response is generated from. Raises `RequestError`."""
     previous = body.previous_response_id
     if previous is not None and request.app[RESPONSE_RUNS].find(owner_of(request), previous):
         raise RequestError("the previous response has not ended yet", param="previous_response_id")

@@ -213,7 +213,7 @@ def input_items(
     items: str | Iterable[Item] | None, taken: Container[str] = (), place: str = "input"
 ) -> list[dict[str, Any]]:
     """Returns items of input as they are stored and shown: complete, and each with an id of its
-    own, which is none of those that are `taken`.
+    own, which is not among the ids in `taken`.
 
     Raises `RequestError` naming the place of one that is not supported.
     """
@@ -256,7 +256,7 @@ def _item_body(item: Item, place: str) -> dict[str, Any]:
 
 
 def _parts(content: str | list[Part] | None, kind: str, place: str) -> list[dict[str, Any]]:
-    """Returns the parts of a content, those with a text as parts of one kind."""
+    """Returns the parts of a content; all parts with a text are of one kind."""
     if isinstance(content, str):
         content = [Part(type=kind, text=content)]
     found: list[dict[str, Any]] = []
@@ -276,7 +276,7 @@ def _parts(content: str | list[Part] | None, kind: str, place: str) -> list[dict
 
 
 def to_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns stored items as the messages that chat templates read. Thoughts, texts and calls of
+    """Returns stored items as the messages that chat templates read. Reasoning, texts and calls of
     the assistant that follow each other are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:

@@ -80,8 +80,8 @@ class HttpServer:
         frontend: Frontend | None = None,
         gateways: GatewayAccess | None = None,
     ):
-        """With a `frontend`, `start` calls `serve` as well. `gateways` are those that may go on
-        with streams of other servers."""
+        """With a `frontend`, `start` calls `serve` as well. `gateways` recognizes the gateways that
+        may resume streams of other servers."""
         self._gateways = gateways
         self._whole_config = config
         self._config = config.server
@@ -148,7 +148,7 @@ class HttpServer:
     # ---------------------------------------------------------------- requests
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers what is refused by a request's head alone, and hands the rest to the
+        """Rejects requests that are refused by their heads alone, and hands the rest to the
         application."""
         try:
             self._check_head(request)
@@ -269,7 +269,7 @@ class HttpServer:
 
     def leave(self) -> None:
         """From now on reports on `/health/ready` that no more requests should be sent, and answers
-        those that come all the same."""
+        requests that come all the same."""
         self._readiness.obstacle = "the server is shutting down"
 
     async def reload_keys(self) -> None:
@@ -280,7 +280,7 @@ class HttpServer:
         """Stops listening, and returns when the requests that have come are answered.
 
         Requests that come over open connections are answered 503 and end their connection; for
-        those that are on their way, idle connections stay open for a second.
+        requests that are on their way, idle connections stay open for a second.
 
         A pause ends: from now on there is no `/resume` that could end it, and a server that is to
         end is expected to answer first what it has accepted. A second signal ends the requests with
@@ -297,7 +297,7 @@ class HttpServer:
             await batches.stop(self._application.app)
         if self._listener is not None:
             await self._listener.stop()
-        # not aiohttp's pre_shutdown: it would drop what is still to come of a body
+        # not aiohttp's pre_shutdown: it would drop the part of a body that is still to come
         if self._connections is not None:
             await self._connections.wait_closed(_LAST_REQUESTS_S)
         await self._idle.wait()
@@ -324,7 +324,7 @@ class HttpServer:
 
 
 def _add_models(app: web.Application) -> None:
-    """Adds what uses the model, and what reports on it."""
+    """Adds the endpoints that use the model or report on it."""
     for path, handler in (
         ("/v1/completions", completions.create_completion),
         ("/v1/chat/completions", chat.create_chat_completion),
@@ -408,7 +408,7 @@ def _add_models(app: web.Application) -> None:
 
 
 def _add_administration(app: web.Application) -> None:
-    """Adds what monitoring reads of the whole server, and what acts on it."""
+    """Adds the endpoints for monitoring the whole server, and the endpoints that act on it."""
     ping = app.router.add_get("/ping", info.health)
     app[PREFIX] = lambda: ping.resource.canonical.removesuffix("/ping")  # type: ignore[union-attr]
     app.router.add_post("/ping", info.health)
@@ -442,5 +442,5 @@ class _Application:
         self.make_request = self._runner.server.request_factory
 
     async def shutdown(self) -> None:
-        """Ends what the application runs beside the requests."""
+        """Ends the application's background work."""
         await self._runner.cleanup()

@@ -111,7 +111,7 @@ class RequestTracer:
         return format_trace_id(span.get_span_context().trace_id)
 
     def shutdown(self) -> None:
-        """Sends what is queued. Waits for the collector, perhaps for half a minute."""
+        """Sends the queued spans. Waits for the collector, perhaps for half a minute."""
         self._provider.shutdown()
 
     def abandon(self) -> None:
@@ -165,7 +165,8 @@ def _http_attributes(request: web.Request, record: RequestRecord) -> _Attributes
 
 
 def _generation_attributes(record: RequestRecord, model: str, operation: str | None) -> _Attributes:
-    """Returns what the conventions for generative AI know of a request that may generate text."""
+    """Returns the attributes of a request that may generate text, by the semantic conventions for
+    generative AI."""
     if operation is None:
         return {}
     attributes: _Attributes = {
@@ -197,7 +198,7 @@ def _generation_attributes(record: RequestRecord, model: str, operation: str | N
 
 
 def _set_status(span: Span, record: RequestRecord) -> None:
-    """Marks a failure of the server's: an error of a client's is none, nor is its absence."""
+    """Marks a failure of the server: a client's error or its disconnection is none."""
     if record.status >= 500:
         span.set_status(StatusCode.ERROR)
         span.set_attribute("error.type", str(record.status))
@@ -208,7 +209,7 @@ def _set_status(span: Span, record: RequestRecord) -> None:
 
 
 def _stages(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields name, begin and end of what a request has gone through, in order. What has not ended
+    """Yields name, begin and end of the stages of a request, in order. A stage that has not ended
     by itself ends with the request."""
     if record.submitted:
         yield "tokenize", record.decoded, record.submitted

@@ -147,8 +147,8 @@ class ChunkTemplate:
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] | None,
     ) -> bytes:
-        """Returns the event that appends `text`, with the ids of its tokens, and with those of the
-        prompt where they are given (vLLM's fields)."""
+        """Returns the event that appends `text`, with the ids of its tokens, and with the ids of
+        the prompt's tokens where they are given (vLLM's fields)."""
         ids: dict[str, Any] = {"token_ids": token_ids}
         if prompt_token_ids is not None:
             ids["prompt_token_ids"] = prompt_token_ids

@@ -1,4 +1,4 @@
-"""Chat completions that were made with `store`: what `/v1/chat/completions` lists, and what is
+"""Stored chat completions, made with `store`: the list at `/v1/chat/completions` and the paths
 below it. `chat` keeps them; they are in memory (see `object_store`)."""
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def timings(output: RequestOutput, sequence: int, num_tokens: int) -> dict[str, float]:
-    """Returns the times of a sequence of an output that has `num_tokens` tokens by now. Those of
-    the prompt that were in the prefix cache count apart."""
+    """Returns the times of a sequence of an output that has `num_tokens` tokens by now. The prompt
+    tokens that were in the prefix cache count apart."""
     times, cached = output.sequences[sequence].times, output.num_cached_tokens
     prompt_ms = predicted_ms = 0.0
     if times is not None and times.first_token:

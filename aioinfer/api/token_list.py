@@ -2,7 +2,7 @@
 decoded in pieces.
 
 The decoder of JSON does not let other threads run while it works, nor does Python while it frees
-what was decoded: for millions of values the event loop would stand still for up to a second. So a
+the decoded values: for millions of values the event loop would stand still for up to a second. So a
 large body may hold many values only where a request needs them: as token ids. These are decoded in
 pieces, between which other threads run. `read_body` uses this, in a thread, for bodies that are too
 large to be decoded on the event loop.
@@ -139,7 +139,8 @@ def _decode_in_pieces(
 
 
 def _inner_lists(raw: bytes, field: str, start: int, end: int) -> list[tuple[int, int]]:
-    """Returns the places of the lists in a list, or that of the list itself if it holds none."""
+    """Returns the places of the lists in a list, or the place of the list itself if it holds
+    none."""
     lists: list[tuple[int, int]] = []
     first = raw.find(b"[", start + 1, end)
     while first >= 0:

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes and in those of llama.cpp's server."""
+"""`POST /tokenize` and `POST /detokenize`, in the shapes of vLLM and of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """Returns a token as llama.cpp shows it: its text, or the bytes of what is no text alone."""
+    """Returns a token as llama.cpp shows it: its text, or its bytes if they are no text alone."""
     text, data = tokenizer.token_text(token)
     return {"id": token, "piece": list(data) if "\ufffd" in text else text}
 

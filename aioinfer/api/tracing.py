@@ -1,8 +1,8 @@
-"""OpenTelemetry traces, if they are configured: start, end, and what goes wrong with sending.
+"""OpenTelemetry traces, if they are configured: start, shutdown, and logging of export failures.
 
-`server` starts and closes `Tracing`; `request_log` has it trace each request that ends. The spans
-themselves are those of `spans`, which is imported here when it is needed: without `[tracing]`,
-OpenTelemetry need not be installed.
+`server` starts and closes `Tracing`; `request_log` has it trace each request that ends. The module
+`spans` makes the spans; it is imported here when it is needed: without `[tracing]`, OpenTelemetry
+need not be installed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_DETAIL = 200  # characters
 
 
 class Tracing:
-    """Traces requests. Used on the event loop, which it never holds up."""
+    """Traces requests. Its methods run on the event loop and never block it."""
 
     def __init__(self, tracer: RequestTracer, errors: _SdkLog):
         self._tracer = tracer
@@ -72,7 +72,7 @@ class Tracing:
         def send() -> None:
             self._tracer.shutdown()
             self._errors.remove()
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no task waits any more
                 loop.call_soon_threadsafe(sent.set)
 
         # a daemon, unlike the threads of an executor: the process ends without waiting for it
@@ -100,8 +100,8 @@ def _make_tracer(config: Config) -> RequestTracer:
 
 
 class _SdkLog(logging.Handler):
-    """Takes the log lines of OpenTelemetry's packages, of which a dead collector causes one or more
-    a batch, and has one logged a minute."""
+    """Log handler of OpenTelemetry's packages, which log one or more lines a batch while the
+    collector is down: passes on one line a minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -119,7 +119,7 @@ class _SdkLog(logging.Handler):
             self._loop.call_soon_threadsafe(self._limited.count, record.getMessage()[:_MAX_DETAIL])
 
     def close_log(self) -> None:
-        """Logs what has been counted since the last line."""
+        """Logs the lines counted since the last line."""
         self._limited.close()
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""How a turn reaches clients of other APIs than OpenAI's chat: as blocks, streamed or whole."""
+"""Delivery of a turn to clients of APIs other than OpenAI's chat: as blocks, streamed or whole."""
 
 from __future__ import annotations
 

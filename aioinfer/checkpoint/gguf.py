@@ -46,7 +46,7 @@ _STORED_AS_IS = {
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """How a tensor of the file becomes one of the folder.
+    """The conversion of a tensor of the file into a tensor of the folder.
 
     Attributes:
         tensor: the source.
@@ -143,7 +143,7 @@ def convert_gguf(path: Path, folder: Path, *, keeps_quantized: bool = False) -> 
 
         done = pool.map(convert, (work for each in conversions for work in each.slices()))
         write_tokenizer(file.metadata, folder)
-        for _ in done:  # raises what a thread raised, and cancels what is left
+        for _ in done:  # raises a thread's exception, and cancels the remaining work
             pass
 
 
@@ -152,8 +152,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _generation_config(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `generation_config.json` would hold: among the end tokens is that of a turn in a
-    chat, where the file has one of its own for it."""
+    """Returns the content of `generation_config.json`. Its end tokens include the end-of-turn token
+    of a chat, where the file has a separate one."""
     generation: dict[str, Any] = {
         name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config
     }

@@ -1,7 +1,8 @@
-"""What llama.cpp calls the parts of each model family: names, configuration fields, stored layout.
+"""Mapping from GGUF to Hugging Face for each model family: tensor names, configuration fields,
+stored layout.
 
-One entry of `ARCHITECTURES` for each `general.architecture` of GGUF files. The names of tensors are
-those of `gguf.get_tensor_name_map`, which the tests compare them with; metadata keys are those of
+One entry of `ARCHITECTURES` for each `general.architecture` of GGUF files. The names of tensors
+come from `gguf.get_tensor_name_map`, which the tests compare them with; metadata keys come from
 `gguf.Keys`. Facts that llama.cpp keeps in its code, not in the files, are marked with their source:
 its converter (`conversion/*.py`) and its loader (`src/llama-model.cpp`).
 """
@@ -62,7 +63,8 @@ _LLAMA3 = {
 
 
 class GgufFields:
-    """The metadata of a file under its architecture's name, with errors that name what is missing.
+    """The metadata of a file under its architecture's name, with errors that name the missing
+    field.
 
     Attributes:
         file: the file.
@@ -102,10 +104,11 @@ class GgufArchitecture:
         interleaved_rope: query and key rows are stored in the order in which RoPE pairs
             neighbouring channels, (0, 1), (2, 3) ..., where Hugging Face's model pairs the halves
             of a head, (0, n / 2), (1, n / 2 + 1) ...
-        norm_offset: what was added to each norm's weight when the file was made.
+        norm_offset: the number that was added to each norm's weight when the file was made.
         activation: the MLP's, under the name that `config.json` gives it.
         fields: names in `config.json` and the metadata keys whose values they take, if present.
-        extra: computes further fields of `config.json`, over those that all architectures have.
+        extra: computes further fields of `config.json`, which replace the fields of all
+            architectures.
     """
 
     model_class: str
@@ -119,7 +122,7 @@ class GgufArchitecture:
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
-    """Returns what `config.json` would hold.
+    """Returns the content of `config.json`.
 
     Raises:
         ConfigError: a field is missing, or the model is of a kind that is not supported.
@@ -132,7 +135,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     config = {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
-        # What to compute in on a GPU, not what the weights are stored in.
+        # The dtype of the computation on a GPU, not the dtype of the stored weights.
         "dtype": "bfloat16",
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": fields.need("embedding_length"),
@@ -204,11 +207,11 @@ def _read_rope(fields: GgufFields) -> dict[str, Any]:
 
 
 def _llama3_rope(factors: np.ndarray, fields: GgufFields) -> dict[str, Any]:
-    """Returns Llama 3's scaling, if `factors` [head_size / 2], by which wavelengths are
-    stretched, are what it comes to.
+    """Returns Llama 3's scaling, if it gives `factors` [head_size / 2], by which wavelengths are
+    stretched.
 
-    Wavelengths up to `original / high_freq_factor` stay, those from `original / low_freq_factor`
-    on are stretched by `factor`, and the inverse is interpolated between them.
+    Wavelengths up to `original / high_freq_factor` stay, wavelengths from `original /
+    low_freq_factor` on are stretched by `factor`, and the inverse is interpolated between them.
     """
     scaling = {"factor": float(factors.max()), **_LLAMA3}
     theta = fields.get("rope.freq_base", 10_000.0)

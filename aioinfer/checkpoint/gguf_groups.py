@@ -1,8 +1,8 @@
 """Takes GGUF's quantized blocks apart: integers, and a scale and an offset for each group of them.
 
 value = integer * scale + offset, computed in float32, is what the `gguf` package's `dequantize`
-gives, bit for bit. The layouts of blocks are those of `ggml-common.h` and `ggml-quants.c` in
-llama.cpp's repository.
+gives, bit for bit. The layouts of blocks follow `ggml-common.h` and `ggml-quants.c` in llama.cpp's
+repository.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Groups(NamedTuple):
 
 
 class GroupedType(NamedTuple):
-    """How a quantized type of GGUF is stored after conversion.
+    """The stored form of a quantized GGUF type after conversion.
 
     Attributes:
         bits: of an integer: 4, unsigned, or 8, signed.
         group_size: neighbouring values that share a scale and an offset.
-        has_offsets: whether there are offsets; otherwise 4-bit integers are those of the type
+        has_offsets: whether there are offsets; otherwise 4-bit integers are the type's integers
             plus 8.
         scale_dtype: of scales and offsets in safetensors: the type in which they are exact.
         take_apart: from uint8 [blocks, bytes of a block] to the parts.

@@ -23,7 +23,7 @@ _ALIGNMENT = 8
 
 
 class TensorSpec(NamedTuple):
-    """What a file will hold under a name.
+    """The dtype and shape of a tensor that the file will hold.
 
     Attributes:
         dtype: "F32", "F16", "BF16", "I8" or "U8".
@@ -37,7 +37,7 @@ class TensorSpec(NamedTuple):
 class SafetensorsWriter:
     """A file whose header is written, and whose tensors `write` fills in; a context manager.
 
-    A part that nobody writes is zero.
+    A part that is never written is zero.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]):

@@ -27,7 +27,8 @@ _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
 
 
 def resolve_model(config: ModelConfig) -> Path:
-    """Returns the folder of `config.path`, after downloading or converting what is not there yet.
+    """Returns the folder of `config.path`, after downloading or converting the files that are not
+    there yet.
 
     Raises:
         ConfigError: there is no such model; the message names the places that were searched.
@@ -41,8 +42,8 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def check_files(config: ModelConfig) -> None:
-    """Checks that the local files that the section names are there: what takes no longer than a
-    look, before anything large is imported. A hub id is not asked for.
+    """Checks that the local files that the section names are there: a quick check, before anything
+    large is imported. A hub id is not asked for.
 
     Raises `ConfigError`.
     """
@@ -77,8 +78,8 @@ class WeightFiles:
 
 
 def weight_files(config: ModelConfig, folder: Path) -> WeightFiles:
-    """Returns what is known of the files of a model that `resolve_model` has found in `folder`.
-    Reads them. Raises `ConfigError` and OSError for files that are gone."""
+    """Returns a description of the weight files of a model that `resolve_model` has found in
+    `folder`. Reads them. Raises `ConfigError` and OSError for files that are gone."""
     path = _locate(config.path, "model.path")
     is_gguf = path is not None and path.is_file()
     if path is not None and is_gguf:

@@ -1,8 +1,8 @@
 """`aioinfer batch -i in.jsonl -o out.jsonl`: answers a file of requests without a server.
 
-The requests take the same path as those of the server's clients. Results are written in the order
-of the requests; a run that was ended, however it was, goes on where it stopped when it is started
-again with the same files.
+The requests take the same path as requests of the server's clients. Results are written in the
+order of the requests; a run that was ended, however it was, goes on where it stopped when it is
+started again with the same files.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _offline(config: Config) -> Config:
-    """Returns the configuration without what protects a server from its clients, and without
-    what keeps streams smooth: nobody reads one."""
+    """Returns the configuration without the limits that protect a server from its clients, and
+    without the settings that keep streams smooth: no client reads a stream."""
     server = replace(
         config.server,
         api_keys=[],

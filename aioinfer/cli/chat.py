@@ -2,7 +2,7 @@
 with an engine of its own.
 
 Either way the conversation goes over HTTP, so that both show the same: with an engine of its own
-the command serves it on a loopback address, behind a key that nobody else has.
+the command serves it on a loopback address, behind a key that no other process has.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ChatServer:
             )
         else:
             connection = HTTPConnection(place.hostname, place.port, timeout=timeout_s)
-        # closing: then the end of the response is that of the socket, and of the request
+        # closing: then the end of the response also ends the socket, and the request
         headers = {"Content-Type": "application/json", "Connection": "close"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -264,7 +264,7 @@ def _has_output(delta: dict[str, Any]) -> bool:
 
 
 def _show(delta: dict[str, Any], view: AnswerView) -> str:
-    """Shows what is new of an answer: its thoughts and tool calls too, where there are any. Returns
+    """Shows the delta of an answer: its thoughts and tool calls too, where there are any. Returns
     the new text of the answer itself."""
     if thought := delta.get("reasoning_content") or delta.get("reasoning"):
         view.thought(thought)
@@ -278,7 +278,7 @@ def _show(delta: dict[str, Any], view: AnswerView) -> str:
 
 
 def _local_url() -> str:
-    """Returns where a server listens whose configuration does not say otherwise."""
+    """Returns the default address of a server."""
     return f"http://{ServerConfig().host}:{ServerConfig().port}"
 
 

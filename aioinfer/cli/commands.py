@@ -1,5 +1,5 @@
-"""The parser of all subcommands, and running one. What a subcommand needs is imported when it
-runs: `--help` and a mistyped option answer at once."""
+"""The argument parser of all subcommands, and the function that runs one. The imports of a
+subcommand happen when it runs: `--help` and a mistyped option answer at once."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def run(arguments: list[str]) -> int:
 
 
 def guard(work: Callable[[], int]) -> int:
-    """Returns the exit status of `work`, or that of the error or the interrupt that ends it, which
-    is reported without a traceback."""
+    """Returns the exit status of `work`, or the status of the error or the interrupt that ends it,
+    which is reported without a traceback."""
     try:
         return work()
     except AioinferError as error:

@@ -74,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    for library in ("ray", "ray.serve"):  # what they say goes to Ray's folder of logs
+    for library in ("ray", "ray.serve"):  # their records go to Ray's folder of logs
         logging.getLogger(library).setLevel(logging.ERROR)
     where: dict[str, Any] = {"address": options.address}
     if options.address is None:
-        # nobody but this machine needs to reach a cluster that ends with this command
+        # no other machine needs to reach a cluster that ends with this command
         where = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     cluster: Any = ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has set one of its own

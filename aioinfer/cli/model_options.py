@@ -34,7 +34,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Tru
 
 
 def announce(work: str) -> None:
-    """Writes to stderr what a command does, before it imports PyTorch and is silent for seconds."""
+    """Writes to stderr which action a command performs, before it imports PyTorch and is silent for
+    seconds."""
     sys.stderr.write(f"aioinfer {__version__} {work} (PyTorch is imported first) ...\n")
 
 

@@ -1,5 +1,4 @@
-"""The terminal of `aioinfer chat`: how a message is read, and how an answer is shown while it
-comes.
+"""The terminal of `aioinfer chat`: reads messages, and shows an answer while it comes.
 
 In a pipe a line is a message, and answers are written as they are. On a terminal several lines that
 are pasted are one message, and answers are rendered as Markdown.
@@ -37,7 +36,7 @@ class MessageReader:
 
     def read(self) -> str | None:
         """Returns the next message without blanks around it, None at the end of the input. Ctrl-C
-        drops what was typed."""
+        drops the text that was typed."""
         while True:
             try:
                 text = input("> " if self._is_terminal else "")
@@ -51,7 +50,7 @@ class MessageReader:
 
 
 def _mark_pastes() -> bool:
-    """Gives `input` a history and has the terminal mark what is pasted (bracketed paste). Returns
+    """Gives `input` a history and has the terminal mark pasted text (bracketed paste). Returns
     whether it does: GNU readline can, libedit cannot."""
     with suppress(ImportError):
         import readline
@@ -85,11 +84,11 @@ class AnswerView(Protocol):
         """Shows more of the answer itself."""
 
     def end(self, figures: str) -> None:
-        """Shows what is left, and figures of the answer where a person reads them."""
+        """Shows the rest of the answer, and on a terminal its figures."""
 
 
 def make_view() -> AnswerView:
-    """Returns a view for what stdout is."""
+    """Returns the view that fits stdout: Markdown for a terminal, plain text otherwise."""
     if not sys.stdout.isatty():
         return PlainView()
     from rich.console import Console
@@ -230,8 +229,8 @@ def _is_open(fences: list[str]) -> bool:
 
 
 def _markdown(text: str) -> RenderableType:
-    """Returns Markdown that keeps what a chat's answer has: line breaks stay, and tags of HTML are
-    text."""
+    """Returns Markdown that keeps the layout of a chat's answer: line breaks stay, and tags of HTML
+    are text."""
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 

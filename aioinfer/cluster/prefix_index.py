@@ -1,4 +1,5 @@
-"""Which replicas hold which KV blocks: a map from block hash to a set of replicas, of bounded size.
+"""Index of the KV blocks that replicas hold: a map from block hash to a set of replicas, of bounded
+size.
 
 A set of replicas is an integer with a bit for each: sets of a thousand replicas are intersected in
 some 30 ns. Where the map is full, the hash that was used least recently is forgotten; a prefix of
@@ -22,8 +23,9 @@ class PrefixIndex:
         self._holders: OrderedDict[bytes, int] = OrderedDict()
         # hash to (replicas, when it ends): prompts that were routed and may not be computed yet
         self._promised: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
-        # replicas that are gone: those whose bits are being removed, and how many hashes are left
-        # to look at; those that wait for that; and those that promises may name until a time
+        # replicas that are gone: the replicas whose bits are being removed, and how many hashes are
+        # left to look at; replicas that wait to be removed; and replicas that promises may name
+        # until a time
         self._sweeping = self._left = self._unswept = 0
         self._promising: deque[tuple[float, int]] = deque()
 
@@ -111,7 +113,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------- replicas that are gone
 
     def forget(self, bit: int) -> None:
-        """Records that a replica holds nothing. What the map says of it goes in portions, by
+        """Records that a replica holds nothing. Its entries in the map are removed in portions, by
         `sweep`; until then it is among `unswept`, and its bit must not stand for another."""
         self._unswept |= bit
         if self._promised:
@@ -119,7 +121,7 @@ class PrefixIndex:
             self._promising.append((end, bit))
 
     def sweep(self) -> None:
-        """Removes a portion of what is left of replicas that were forgotten.
+        """Removes a portion of the entries of replicas that were forgotten.
 
         The map is turned round once, from its oldest entry on, which keeps its order.
         """

@@ -1,8 +1,9 @@
-"""What a replica tells routers about itself: its load, and which prefixes it holds.
+"""Reports of a replica to routers: its load, and the prefixes that its cache holds.
 
 A stream of reports begins with all block hashes of the replica's prefix cache, in portions, and
-goes on with what was added and removed since the report before. A reader that missed one has to
-begin anew. On the wire a report is its length in four bytes, little endian, and MessagePack.
+goes on with the hashes that were added and removed since the report before. A reader that missed a
+report has to start again with a first report. On the wire a report is its length in four bytes,
+little endian, and MessagePack.
 
 Pure Python: imported by routers, replicas and the simulator.
 """
@@ -21,7 +22,7 @@ _MAX_REPORT_BYTES = 4 * 2**20
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica has to do, of all its engines together.
+    """The load of a replica, of all its engines together.
 
     Attributes:
         running: sequences that have slots.
@@ -43,8 +44,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def utilization(self) -> float:
-        """The part of what the replica can serve at a time that is asked of it: of its slots, or of
-        its KV cache, whichever is higher. Above 1 where requests wait."""
+        """The fraction of the replica's capacity that its requests use or wait for: of its slots,
+        or of its KV cache, whichever is higher. Above 1 where requests wait."""
         slots = (self.running + self.waiting) / max(1, self.max_requests)
         return max(slots, (self.used_tokens + self.waiting_tokens) / max(1, self.max_tokens))
 
@@ -56,8 +57,8 @@ class Report(msgspec.Struct, frozen=True):
         load: of now.
         added, removed: hashes of blocks that the prefix cache holds, and no longer holds.
         block_size: tokens a block; 0 without a prefix cache.
-        is_first: whether all that was reported before is void.
-        is_leaving: whether the replica answers what it has, and takes no more.
+        is_first: whether all earlier reports are void.
+        is_leaving: whether the replica finishes its requests and takes no more.
     """
 
     load: Load

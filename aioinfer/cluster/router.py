@@ -1,19 +1,19 @@
 """Routes a request to the replica on which it costs the least, by what replicas report of their
 prefix caches and loads.
 
-The cost is that of `engine.router`, in tokens of prefill (`cost.route_cost`). What differs is that
-the schedulers are elsewhere: a replica's state is its last report and what this router has sent
-since. A report does not say which requests it counts; those that were routed less than `grace_s`
-before it came count beside it, so a request may count twice for that long. A replica that has not
-reported for `stale_s` is known by this router's own requests alone, and nothing is known of its
-prefixes: where no report is fresh, the least loaded gets the request. Several routers know of each
-other only by the reports.
+The cost is that of `engine.router`, in tokens of prefill (`cost.route_cost`). The difference is
+that the schedulers are elsewhere: a replica's state is its last report and what this router has
+sent since. A report does not say which requests it counts; requests that were routed less than
+`grace_s` before it came count beside it, so a request may count twice for that long. A replica that
+has not reported for `stale_s` is known by this router's own requests alone, and nothing is known of
+its prefixes: where no report is fresh, the least loaded gets the request. Several routers know of
+each other only by the reports.
 
-What a decision costs hardly depends on the number of replicas. The load of a replica does not
+The cost of a decision hardly depends on the number of replicas. The load of a replica does not
 depend on the request, so replicas are kept in buckets by load (in steps of `_STEP` tokens), each a
 set of bits, and the least loaded of any set is found by intersecting it with the buckets in order.
-The sets to look at are those of `PrefixIndex.levels`: the replicas that hold the first block of the
-prompt, those that hold more, and so on; and all of them.
+The sets to look at come from `PrefixIndex.levels`: the replicas that hold the first block of the
+prompt, the replicas that hold more of it, and so on; and all of them.
 
 Imports neither torch nor ray nor aiohttp. The gateway and `scripts/simulate_cluster.py` are the
 callers.
@@ -48,13 +48,13 @@ MAX_PROMISED = 131_072
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """A request that was routed.
+    """The routing decision for a request.
 
     Attributes:
         replica: its name.
         num_tokens: tokens of the prompt that the replica is expected not to compute.
         cost: in tokens of prefill.
-        added: what the request adds to the replica's load, in tokens of prefill.
+        added: the request's part of the replica's load, in tokens of prefill.
         sent: when, by the router's clock.
     """
 
@@ -67,7 +67,7 @@ class Choice:
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """What the router knows of a replica.
+    """The router's state of a replica.
 
     Attributes:
         number: of its bit.
@@ -95,7 +95,7 @@ class _Replica:
 
     @property
     def cost(self) -> int:
-        """What every request that comes here waits for, in tokens of prefill."""
+        """The load that every new request waits for, in tokens of prefill."""
         if not self.is_fresh:
             return REQUEST_COST * self.own
         load = self.load
@@ -154,7 +154,8 @@ class ClusterRouter:
     # ---------------------------------------------------------------- replicas
 
     def join(self, name: str) -> None:
-        """From now on routes requests to a replica, too. One that is known begins anew."""
+        """From now on routes requests to a replica, too. A replica that is known already starts
+        from scratch."""
         self.leave(name)
         busy = self._index.unswept
         number = next(
@@ -191,7 +192,7 @@ class ClusterRouter:
             self.leave(name)
             return
         if report.is_first and name in self._replicas and self._reported.get(name) is not None:
-            self.join(name)  # under another bit: what was known of it is void
+            self.join(name)  # under another bit: its old entries are void
         replica = self._replicas.get(name)
         if replica is None:
             return

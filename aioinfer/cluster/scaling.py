@@ -1,4 +1,4 @@
-"""How many replicas there should be, by what they have to do.
+"""The desired number of replicas, by their load.
 
 Pure Python; `deploy.scaling` is what Ray Serve calls.
 """

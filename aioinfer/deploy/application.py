@@ -1,15 +1,14 @@
 """The application of Ray Serve: a deployment of replicas, and one of gateways in front of it.
 
-Serve places the actors, checks their health, starts them anew, scales the replicas and tells the
+Serve places the actors, checks their health, restarts them, scales the replicas and tells the
 gateways which of them run. Requests do not pass through Serve: its own proxies take a request apart
-and send each piece of a reply through an actor call, and what its routers know of a replica comes
+and send each piece of a reply through an actor call, and its routers get the state of a replica
 through the controller, every ten seconds unless set otherwise. So a replica actor runs the HTTP
-server of this package on a port of its own, and a gateway actor passes bytes on
-(`gateway.proxy`). Serve 2.60 could put HAProxy in the gateway's place, with a router that is asked
-about each request: it passes requests on to a server of Serve's in each replica (uvicorn), and
-not to ours.
+server of this package on a port of its own, and a gateway actor passes bytes on (`gateway.proxy`).
+Serve 2.60 could put HAProxy in the gateway's place, with a router that is asked about each request:
+it passes requests on to a server of Serve's in each replica (uvicorn), and not to ours.
 
-`build` is what a Serve file names (`configs/serve.yaml`).
+A Serve file names `build` as its application (`configs/serve.yaml`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from aioinfer.errors import AioinferError, ConfigError
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address, ReplicaServer
 
-#: What Serve adds to the time that a replica or a gateway may take to end, before it kills it.
+#: Added by Serve to the time that a replica or a gateway may take to end, before Serve kills it.
 _MARGIN_S = 10.0
 #: A replica that has not said where it is after this long is asked again.
 _ANSWER_S = 5.0
@@ -62,8 +61,8 @@ class Arguments(BaseModel, extra="forbid"):
         gateway_address: where each listens: at `server.host`, or at the address of its node.
         cpus_per_replica, gpus_per_replica: what Ray reserves; GPUs by default as many as the
             replica's engines use, where the cluster has any.
-        token: what gateways show to replicas for their reports; if missing, a digest of the
-            configuration, API keys included, so that a new start with the same gives the same.
+        token: the token that gateways send to replicas for their reports; if missing, a digest of
+            the configuration, API keys included, so that a new start with the same gives the same.
     """
 
     config: str | None = None
@@ -98,7 +97,7 @@ class ReplicaActor:
         self._replica.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what the autoscaling policy goes by."""
+        """Returns the numbers that the autoscaling policy uses."""
         return {UTILIZATION: self._replica.load().utilization}
 
     async def __del__(self) -> None:  # what Serve awaits before it ends the actor
@@ -140,7 +139,7 @@ class GatewayActor:
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """Returns the application; `arguments` are those of `Arguments`. Raises `ConfigError`, or
+    """Returns the application; `arguments` has the fields of `Arguments`. Raises `ConfigError`, or
     ValueError for arguments that are wrong."""
     checked = Arguments.model_validate(arguments)
     return application(load_config(checked.config, checked.set), checked)
@@ -238,7 +237,7 @@ def deploy(config: Config, arguments: Arguments, name: str) -> list[str]:
 
 
 def _cause(name: str) -> str | None:
-    """Returns the last lines of what Serve says of the deployments that failed."""
+    """Returns the last lines of Serve's messages about the deployments that failed."""
     found = serve.status().applications.get(name)
     messages = [each.message for each in found.deployments.values()] if found else []
     lines = [message.strip().splitlines()[-1].strip() for message in messages if message.strip()]
@@ -247,9 +246,9 @@ def _cause(name: str) -> str | None:
 
 @contextmanager
 def watched(name: str, on_change: Callable[[int, int], None]) -> Iterator[None]:
-    """Calls `on_change`, in a thread, with the numbers of replicas that run and of those that
-    should, whenever one of them changes until the end of the block, and not before the first
-    replica runs. `serve.start` has to come before."""
+    """Calls `on_change`, in a thread, with the numbers of replicas that run and that should run,
+    whenever one of them changes until the end of the block, and not before the first replica runs.
+    `serve.start` has to come before."""
     end = threading.Event()
 
     def watch() -> None:

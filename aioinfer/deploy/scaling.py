@@ -14,7 +14,8 @@ UTILIZATION = "utilization"
 
 class UtilizationPolicy:
     """Keeps the mean utilization of the replicas near a target: the part of their slots and KV
-    tokens that requests use or wait for. Serve applies its delays and bounds to what it returns."""
+    tokens that requests use or wait for. Serve applies its delays and bounds to the number that it
+    returns."""
 
     def __init__(self, target: float = 0.6):
         self._target = target

@@ -2,7 +2,7 @@
 complete.
 
 A `BeamSearch` is given the likeliest next tokens of all beams, and decides; it knows nothing of
-blocks, slots and steps. Its rules are those of transformers' `generate(num_beams=...,
+blocks, slots and steps. Its rules are the same as in transformers' `generate(num_beams=...,
 do_sample=False)`, in float32 as there, so that the results are the same token for token:
 
 - of all continuations of all beams, the `width` likeliest that do not end go on;
@@ -31,7 +31,7 @@ class TokenChoice:
     """A token that a beam took, and the one before it.
 
     Attributes:
-        token, logprob: it, and its log-probability.
+        token, logprob: the token, and its log-probability.
         top: (token, log-probability) of the likeliest tokens at its position.
         before: the choice of the token before it, or None for the first.
     """
@@ -72,8 +72,8 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Decision:
-    """How the beams go on: beam i takes `tokens[i]` behind the tokens of beam `parents[i]`. A beam
-    that any goes on from goes on from itself."""
+    """The next token of each beam: beam i continues beam `parents[i]` with `tokens[i]`. A beam that
+    another one continues also continues itself."""
 
     parents: list[int]
     tokens: list[int]
@@ -84,7 +84,7 @@ class BeamSearch:
 
     Attributes:
         width: beams.
-        num_candidates: the likeliest tokens that it has to see of each beam.
+        num_candidates: how many of the likeliest tokens of each beam the search needs.
         length: tokens that each beam has.
         hypotheses: the complete ones, the best first, at most `width`.
     """
@@ -122,18 +122,18 @@ class BeamSearch:
 
     @property
     def num_rows(self) -> int:
-        """Beams that the next call of `advance` has to have rows of."""
+        """The number of beams for which the next call of `advance` needs rows."""
         return len(self._scores)
 
     def advance(
         self, top_tokens: I32, top_logprobs: F32, output_of: Callable[[int], Sequence[int]]
     ) -> Decision | None:
-        """Takes the likeliest next tokens of all beams. Returns how they go on, or None at the end
-        of the search.
+        """Takes the likeliest next tokens of all beams. Returns the next token of each beam, or
+        None at the end of the search.
 
         Args:
             top_tokens: int32 [beams, num_candidates], likeliest first.
-            top_logprobs: float32 [beams, num_candidates], theirs.
+            top_logprobs: float32 [beams, num_candidates], of `top_tokens`.
             output_of: returns the tokens of a beam so far.
         """
         self.length += 1
@@ -251,7 +251,7 @@ class BeamSearch:
 
 def _descending(totals: F32, ends: npt.NDArray[np.bool_], width: int) -> npt.NDArray[np.intp]:
     """Returns the places of the highest totals, the highest first: the `width` highest of all, and
-    the `width` highest of those that do not end, as far as there are so many."""
+    the `width` highest that do not end, as far as there are so many."""
     count = len(totals)
     going_on = np.where(ends, np.float32(-np.inf), totals)
     kept = min(count, width)
@@ -287,7 +287,8 @@ class BeamRun:
         return len(self._rows) == self.search.num_rows
 
     def advance(self) -> Decision | None:
-        """Has the search decide, with the rows of all beams; see `BeamSearch.advance`."""
+        """Lets the search decide on the next tokens, with the rows of all beams; see
+        `BeamSearch.advance`."""
         beams = self.group.beams[: self.search.num_rows]
         rows = [self._rows[beam.request] for beam in beams]
         self._rows.clear()

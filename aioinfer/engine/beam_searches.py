@@ -30,7 +30,7 @@ _SHORT_OUTPUT = 256
 
 @dataclass(slots=True)
 class _Ending:
-    """What is left to emit of a search that has ended.
+    """The output of a search that has ended, until it is emitted.
 
     Attributes:
         sequence: stands for the search in the engine.
@@ -49,14 +49,15 @@ class BeamSearches:
     """The searches under way in one engine."""
 
     def __init__(self, engine: EmittingEngine, sequences: Mapping[Request, OutputSequence]):
-        """`sequences` are the engine's open ones, by request; that of a leader has the search."""
+        """`sequences` are the engine's open sequences, by request; the leader's sequence has the
+        search."""
         self._engine = engine
         self._sequences = sequences
         self._ending: dict[Request, _Ending] = {}
 
     def accept(self, output: StepOutput, result: StepResult) -> list[Request]:
-        """Takes the rows of beams that a step has brought, and decides how the searches go on whose
-        beams have all come. Returns the leaders of these."""
+        """Takes the rows of beams from a step's result, and advances the searches for which the
+        rows of all beams have come. Returns the leaders of these."""
         advanced: list[Request] = []
         logprobs = result.logprobs
         for row, request in output.beam_rows:
@@ -94,8 +95,8 @@ class BeamSearches:
         self._end(leader, _Ending(sequence, hypotheses, reason, "length"))
 
     def cut_short(self, sequence: OutputSequence) -> None:
-        """Ends a search with the best of what it has found; what is not complete has "abort" as its
-        finish reason."""
+        """Ends a search with the best outputs so far; an output that is not complete has "abort" as
+        its finish reason."""
         leader, run = sequence.request, sequence.search
         if run is None or leader not in self._sequences or leader in self._ending:
             return
@@ -172,7 +173,7 @@ def _texts(ending: _Ending) -> list[str]:
 
 
 def _decode(detokenizer: Detokenizer, found: Hypothesis, params: SamplingParams) -> str:
-    """Returns the text of a hypothesis; its end token is none, unless that was asked for."""
+    """Returns the text of a hypothesis, without its end token unless that was asked for."""
     tokens = found.tokens
     if found.end_token is not None and not params.include_stop:
         tokens = tokens[:-1]

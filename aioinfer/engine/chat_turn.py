@@ -31,11 +31,12 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn needs from its prompt on.
+    """A turn, ready to be submitted: the prompt, the sampling parameters, and how to parse the
+    output.
 
     Attributes:
         prompt: token ids.
-        params: how to sample, with the grammar of calls or of the answer.
+        params: the sampling parameters, with the grammar of calls or of the answer.
         use: the tools.
         parses: whether the text has to be parsed; else all of it is content.
         in_thought: whether the prompt's end has opened a thought.
@@ -105,7 +106,7 @@ async def conversation_turn(
     Args:
         frontend: of the model.
         messages: as OpenAI's chat has them; the arguments of calls may be objects.
-        params: how to sample; a `grammar` is the answer's.
+        params: the sampling parameters; a `grammar` is the answer's.
         tools, tool_choice, parallel_tool_calls: as OpenAI's chat has them.
         options: further ones of `Frontend.encode_chat`.
 
@@ -256,8 +257,8 @@ def make_parser(frontend: Frontend, turn: Turn) -> MessageParser:
 
 
 class CallsOnlyParser(ThoughtlessParser):
-    """A `MessageParser` that leaves out the content of another: where a call is required, that is
-    part of a marker, at which the length of the output has ended it."""
+    """A `MessageParser` that leaves out the content of another: where a call is required, content
+    is part of a marker, inside which the maximum length has ended the output."""
 
     def feed(self, text: str) -> MessageDelta:
         """See `MessageParser.feed`."""
@@ -301,7 +302,7 @@ def call_input(arguments: str) -> Mapping[str, Any]:
 
 
 def join_thoughts(message: dict[str, Any], thought: str) -> None:
-    """Adds a thought to a message as chat templates read it, behind those that it has."""
+    """Adds a thought to a message as chat templates read it, behind the thoughts that it has."""
     before = message.get("reasoning_content")
     message["reasoning_content"] = (
         f"{before}\n{thought}" if before and thought else before or thought
@@ -363,7 +364,7 @@ class MessageBuilder:
     @property
     def as_dict(self) -> dict[str, Any]:
         """The same as `ChatMessage.to_dict` returns it. It is one object, in which reading changes
-        what is new and nothing else."""
+        only the new parts."""
         self._join()
         return self._as_dict
 
@@ -396,7 +397,7 @@ class MessageBuilder:
 
 
 async def parse_message(frontend: Frontend, turn: Turn, text: str) -> ChatMessage:
-    """Returns the message of a choice whose text is complete."""
+    """Returns the message of a choice from its complete text."""
     builder = MessageBuilder(frontend, turn)
     if len(text) <= SHORT_TEXT:
         builder.feed(text, ended=True)

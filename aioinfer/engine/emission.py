@@ -1,7 +1,7 @@
 """The emission of a step: its tokens become text, and the text goes to the clients, in portions.
 
 The step loop owns an `Emission`. It adds each result, and emits once the next step has been posted;
-the event loop does other work between two portions of a large step. What is emitted are values
+the event loop does other work between two portions of a large step. The emission works on values
 (`StepOutput`): the scheduler may have gone on with the next step meanwhile.
 """
 
@@ -27,7 +27,7 @@ _ALL_EMITTED = object()
 
 
 class EmittingEngine(Protocol):
-    """What an emission uses of its engine. See `Engine`."""
+    """The part of an engine that its emission uses. See `Engine`."""
 
     metrics: EngineMetrics
     scheduler: Scheduler
@@ -42,7 +42,7 @@ class EmittingEngine(Protocol):
 
 
 class Emission:
-    """The steps whose tokens were taken and are not all emitted.
+    """The steps whose tokens the scheduler took and which are not wholly emitted.
 
     Attributes:
         is_whole: whether all tokens that the scheduler took were emitted or are about to be. If
@@ -50,19 +50,19 @@ class Emission:
     """
 
     def __init__(self, engine: EmittingEngine, sequences: Mapping[Request, OutputSequence]):
-        """`sequences` are the engine's open ones, by request."""
+        """`sequences` are the engine's open sequences, by request."""
         self.is_whole = True
         self._engine = engine
         self._sequences = sequences
         self._steps: deque[Iterator[None]] = deque()  # the portions of each, oldest first
 
     def add(self, output: StepOutput, result: StepResult) -> None:
-        """Adds the tokens of a step to what is to be emitted."""
+        """Adds the tokens of a step to the tokens to be emitted."""
         self._steps.append(self._emit(output, result))
 
     def emit_portion(self) -> None:
-        """Emits all steps but the last wholly, and a portion of the last, and has the event loop
-        call it again for the next portion."""
+        """Emits all steps but the last wholly, and a portion of the last, and schedules itself on
+        the event loop for the next portion."""
         while len(self._steps) > 1:
             self._advance()
         if self._steps and self._advance():
@@ -90,7 +90,7 @@ class Emission:
         return False
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
-        """Appends each new token to its sequence, and ends the requests whose text ends in a stop
+        """Appends each new token to its sequence, and ends requests that have reached a stop
         string.
 
         Yields between two portions of the tokens, so that many streams do not keep new requests

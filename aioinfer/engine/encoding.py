@@ -1,12 +1,12 @@
 """Encodes prompts in threads, so that a long prompt does not delay the others.
 
-Encoding is the only work of the server that grows with what a client sends, before anything has
-been admitted: 15 MB of digits would take a thread half a minute and 6 GB. So:
+Encoding is the only work of the server that grows with the size of a client's body, before anything
+has been admitted: 15 MB of digits would take a thread half a minute and 6 GB. So:
 
 - a text that cannot fit the model is rejected by its bytes (`text.token_bound`), unencoded;
 - short texts and long ones have threads of their own (`EncodingThreads`);
-- long texts are encoded in pieces of about 20 ms, in between those of other long texts, and are
-  rejected at the first piece with which they exceed the limit.
+- long texts are encoded in pieces of about 20 ms, in turn with the pieces of other long texts, and
+  are rejected at the first piece with which they exceed the limit.
 
 `Frontend` owns the threads and the encoder, and is their only caller.
 """
@@ -53,12 +53,12 @@ class EncodingThreads:
         self._long = ThreadPoolExecutor(1, thread_name_prefix="encode-long")
 
     async def run(self, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """Returns what `work` returns in a thread, or raises what it raises."""
+        """Runs `work` in a thread. Returns its result, or raises its error."""
         threads = self._long if is_long else self._short
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def shutdown(self) -> None:
-        """Drops what has not begun. Does not wait."""
+        """Drops work that has not begun. Does not wait."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -84,7 +84,7 @@ class PromptEncoder:
     """Encodes texts and conversations for one model, and prepares token ids for the scheduler.
 
     Attributes:
-        max_model_len: the tokens that a prompt may have: those of the longest sequence.
+        max_model_len: the maximum length of a prompt in tokens: the length of the longest sequence.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PromptEncoder:
         hash_block_size: int | None,
     ):
         """`hash_block_size` is the number of tokens of a block in the prefix cache, or None without
-        one; `vocab_size` that of the model. Without a tokenizer, prompts are token ids."""
+        one; `vocab_size` is the model's. Without a tokenizer, prompts are token ids."""
         self.max_model_len = max_model_len
         self._given_tokenizer = tokenizer
         self._threads = threads
@@ -127,7 +127,7 @@ class PromptEncoder:
 
         Raises:
             RequestError: the text is not valid Unicode, or a long text has more tokens
-                (`context_length_exceeded`). Short ones that have are left to the caller.
+                (`context_length_exceeded`). Short texts that are too long are left to the caller.
         """
         if len(text) > SHORT_TEXT:
             limit = self.max_model_len if max_tokens is None else max_tokens
@@ -175,7 +175,7 @@ class PromptEncoder:
         Args:
             messages: dicts with at least a `role`.
             max_tokens: as of `encode`.
-            options: those of `Tokenizer.render_chat`.
+            options: passed to `Tokenizer.render_chat`.
 
         Raises:
             RequestError: as `encode`, or the template refuses the messages.

@@ -9,9 +9,9 @@ Meanwhile the workers execute step N, so they never wait for text. The loop neit
 blocks: results wake it through the executor, and new requests through `add`. An idle engine does
 nothing. `Frontend` owns the engines and routes requests to them.
 
-What else an engine does has modules of its own: `emission` turns a step's tokens into text,
-`beam_searches` decides how beams go on, `recovery` starts workers anew that were lost,
-`record_check` compares the records.
+The other tasks of an engine have modules of their own: `emission` turns a step's tokens into text,
+`beam_searches` decides how beams go on, `recovery` restarts workers that were lost, `record_check`
+compares the records.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Engine:
 
     Attributes:
         number: which of the engines it is.
-        name: what messages about it begin with; empty if there is one engine only.
+        name: the start of messages about it; empty if there is one engine only.
         metrics: its counts and times.
         masking: the constraints of its requests.
         scheduler, report: set once `start` has returned; `report` has the sizes of the workers.
@@ -131,7 +131,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits(self.report))
 
     def limits(self, report: WorkerReport) -> SchedulerLimits:
-        """Returns what the scheduler may plan for workers of these sizes."""
+        """Returns the scheduler's limits for workers of these sizes."""
         limits = self._config.scheduler
         return SchedulerLimits(
             groups=report.groups,
@@ -157,19 +157,19 @@ class Engine:
         await self._executor.shutdown()
 
     def stage_times(self) -> Sequence[StageTime]:
-        """Returns what each pipeline stage has done since its workers started; empty if there is
-        one stage."""
+        """Returns the busy and idle time of each pipeline stage since its workers started; empty if
+        there is one stage."""
         if self._config.parallel.pipeline_parallel_size == 1:
             return ()
         return self._executor.stage_times()
 
     def replace_workers(self, executor: Executor) -> None:
-        """Puts workers that have not been started in the place of those that have ended."""
+        """Replaces workers that have ended by workers that have not been started."""
         self._executor = executor
 
     def begin_service(self) -> None:
         """Makes the engine serve, once all engines have started. From now on its workers may be
-        started anew."""
+        restarted."""
         self.state = EngineState.SERVING
         self.metrics.is_serving = True
         self.recovery.policy.begin_service()
@@ -214,18 +214,18 @@ class Engine:
         await self.end_workers()
 
     def handle_loss(self, error: Exception) -> None:
-        """Has the workers started anew, or gives up; see `Recovery.handle_loss`."""
+        """Restarts the workers, or gives up; see `Recovery.handle_loss`."""
         was_serving = self.state is EngineState.SERVING
         self.recovery.handle_loss(error)
         if self.lockstep is not None and was_serving:
             self.lockstep.lose(self, error)
 
     def check_records(self) -> None:
-        """Checks that every request which was accepted is known to the scheduler, and to nobody
-        else, and that the scheduler's own records agree.
+        """Checks that the scheduler knows every accepted request and no other, and that its own
+        records agree.
 
-        What contradicts that is a fault of this program. It is logged and counted; requests that it
-        concerns end with an error, so that no client waits for ever. It takes about 0.1 us a KV
+        A contradiction is a fault of this program. It is logged and counted; requests that it
+        concerns end with an error, so that no client waits without end. It takes about 0.1 us a KV
         block and 2 us a request: 5 to 10 ms with 80 000 blocks and 600 requests.
         """
         self._record_check.check()
@@ -270,8 +270,8 @@ class Engine:
         return list(dict.fromkeys(sequence.output for sequence in self._sequences.values()))
 
     def cut_short(self, output: RequestOutput) -> None:
-        """Ends a request for another than its reader, who gets what was generated and "abort" as
-        the finish reason."""
+        """Ends a request on behalf of another caller than its reader; the reader gets the tokens
+        generated so far, with "abort" as the finish reason."""
         self.emission.emit_rest()  # else sequences that have ended are still open
         if output.params.beam_search is not None:
             self.beam_searches.cut_short(output.sequences[0])
@@ -304,13 +304,13 @@ class Engine:
 
     def export_requests(self) -> list[OutputSequence]:
         """Ends the requests that cannot go on with another engine, once this one is dead. Returns
-        the sequences of the others, in the order in which they would have been served."""
+        the sequences of the other requests, in the order in which they would have been served."""
         self.recovery.prepare_move(self.dead_reason or "")
         return sorted(self._sequences.values(), key=lambda sequence: sequence.request.key)
 
     def release(self, sequences: Iterable[OutputSequence]) -> None:
-        """Hands sequences over to another engine: they are none of this one's any more. Its
-        scheduler, which still has them, is cleared once `on_death` returns."""
+        """Hands sequences over to another engine: they no longer belong to this one. Its scheduler,
+        which still has them, is cleared once `on_death` returns."""
         for sequence in sequences:
             del self._sequences[sequence.request]
             self.masking.forget(sequence.request)
@@ -319,8 +319,8 @@ class Engine:
             self._idle.set()
 
     def import_requests(self, sequences: Iterable[OutputSequence]) -> None:
-        """Queues sequences that another engine has released: their known tokens are computed anew,
-        as after a preemption."""
+        """Queues sequences that another engine has released: their known tokens are recomputed, as
+        after a preemption."""
         for sequence in sequences:
             request = sequence.request
             request.detach()
@@ -341,11 +341,11 @@ class Engine:
 
         take    the executor has read the result from the ring
         update  the scheduler appends the tokens and ends requests: blocks and slots become free;
-                constraints take in theirs, and the masks of step N are filled, if it has any
-        plan    step N+1 is made of what remains and of new requests
+                constraints take in their tokens, and the masks of step N are filled, if it has any
+        plan    step N+1 is made of the remaining requests and of new ones
         post    it goes to the workers before anything else is done: they never wait for text
         emit    tokens become text, and text goes to the clients, in portions between which the
-                event loop does other work; what is left of step N-2 goes first
+                event loop does other work; the rest of step N-2 goes first
         """
         timer, emission = self.metrics.timer, self.emission
         timer.begin()
@@ -393,7 +393,7 @@ class Engine:
                     self.scheduler.last_stated, self.scheduler.last_advanced,
                 )  # fmt: skip
                 self.masking.plan(plan, self.scheduler.last_sampled, self._executor)
-        # a step that cannot be posted would leave every request waiting for ever
+        # a step that cannot be posted would leave every request waiting without end
         except Exception as error:
             self.handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
 
@@ -406,8 +406,8 @@ class Engine:
         return plan
 
     def plan_soon(self) -> None:
-        """Plans once the event loop has handled what is ready: requests that arrive together share
-        a step."""
+        """Plans once the event loop has handled all ready events: requests that arrive together
+        share a step."""
         if not self._planning_is_due:
             self._planning_is_due = True
             asyncio.get_running_loop().call_soon(self._plan_and_post)

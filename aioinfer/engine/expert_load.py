@@ -1,4 +1,4 @@
-"""The load of a model's experts, tokens by layer and place as the workers report them, and the
+"""The load of a model's experts, in tokens by layer and place as the workers report them, and the
 placement of experts that balances it.
 
 The step loop calls `ExpertLoad.accept` for each result with sections; `/metrics`, the page and
@@ -6,11 +6,11 @@ The step loop calls `ExpertLoad.accept` for each result with sections; `/metrics
 50 us here.
 
 `place_experts` places experts on ranks by the tokens that they were given, the busiest in several
-copies. The method is that of DeepSeek-AI's load balancer for expert parallelism (EPLB, 2025, its
+copies. The method comes from DeepSeek-AI's load balancer for expert parallelism (EPLB, 2025, its
 global form without groups): of the experts, the one with the most tokens a copy gets one more copy,
-until there are as many copies as wanted; then the copies, those with the most tokens first, go each
-to the rank that has the fewest so far and room left. Unlike there, a second copy of an expert goes
-to a rank that has it already only where no other one has room.
+until there are as many copies as wanted; then the copies, the ones with the most tokens first, go
+each to the rank that has the fewest so far and room left. Unlike there, a second copy of an expert
+goes to a rank that has it already only where no other one has room.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aioinfer.ipc.expert_placement import LayerPlacement
 from aioinfer.ipc.expert_tokens import ExpertTokens
 from aioinfer.ipc.plan import StepResult
 
-#: Seconds in which half of what was counted is forgotten in `ExpertLoad.recent`.
+#: Half-life of the counted tokens in `ExpertLoad.recent`, in seconds.
 HALF_LIFE_S = 60.0
 
 Floats = npt.NDArray[np.float64]
@@ -35,8 +35,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class ExpertLoad:
-    """What the experts of one engine's model were given. Arrays are [L, P], by layer and place (see
-    `ipc.expert_placement`); empty before the first report, and for models without experts.
+    """The tokens routed to the experts of one engine's model. Arrays are [L, P], by layer and place
+    (see `ipc.expert_placement`); empty before the first report, and for models without experts.
 
     Attributes:
         layers: the numbers of the layers.
@@ -57,7 +57,7 @@ class ExpertLoad:
         self._reported = 0.0
 
     def accept(self, result: StepResult) -> None:
-        """Adds what a result reports, if it does."""
+        """Adds the report of a result, if it has one."""
         found = result.section(ExpertTokens)
         if found is not None:
             self.add(found, time.monotonic())
@@ -115,8 +115,8 @@ def place_experts(tokens: Sequence[float], num_ranks: int, num_copies: int) -> L
     Args:
         tokens: of each expert.
         num_ranks: at least one expert for each.
-        num_copies: beyond one for each expert; what would put an expert twice on every rank is left
-            out.
+        num_copies: beyond one for each expert; copies that would put an expert twice on every rank
+            are left out.
 
     Raises:
         ValueError: there are more ranks than experts and copies.

@@ -77,7 +77,7 @@ class Frontend:
     ):
         """Makes an engine for each executor. Nothing runs before `start`.
 
-        `new_executor` makes an executor for the engine of a number whose workers were lost;
+        `new_executor` makes an executor for the engine of a number, after its workers were lost;
         without it, workers are not restarted.
         """
         self.config = config
@@ -179,8 +179,8 @@ class Frontend:
             engine.begin_service()
 
     async def start_text(self, folder: Path, max_model_len: int) -> None:
-        """Loads what encoding needs, for who has no engines: prompts can be prepared from now on,
-        and nothing can be submitted. Raises `ConfigError`."""
+        """Loads the tokenizer and the model's defaults for a process without engines: prompts can
+        be prepared from now on, and nothing can be submitted. Raises `ConfigError`."""
         await self._threads.run(lambda: self._load_text_side(folder))
         self.max_model_len = max_model_len
         self.make_encoder(None)
@@ -200,7 +200,7 @@ class Frontend:
         self._require_alive()
 
     def _load_text_side(self, folder: Path) -> None:
-        """Loads what only this process needs of the model, and what grammars need."""
+        """Loads the parts of the model that only this process needs, and prepares grammars."""
         self.folder = folder
         self._model = model = ServedModel.load(folder, self.config)
         self.tokenizer, self.message_format = model.tokenizer, model.message_format
@@ -231,7 +231,7 @@ class Frontend:
         return self.tokenizer
 
     def is_healthy(self) -> bool:
-        """Whether an engine lives: it serves, or its workers are being started anew."""
+        """Whether an engine lives: it serves, or its workers are being restarted."""
         return self.dead_reason is None
 
     def is_ready(self) -> bool:
@@ -276,8 +276,8 @@ class Frontend:
             engine.resume()
 
     def abort(self, is_meant: Callable[[str], bool]) -> int:
-        """Ends the requests of whose ids `is_meant` is true: their readers get what was generated,
-        with "abort" as the finish reason. Returns how many there were."""
+        """Aborts the requests with ids for which `is_meant` is true: their readers get the tokens
+        generated so far, with "abort" as the finish reason. Returns how many there were."""
         found = [
             (engine, output)
             for engine in self.engines
@@ -289,7 +289,7 @@ class Frontend:
         return len(found)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets which KV blocks hold known prefixes: prompts are computed anew."""
+        """Empties the prefix cache: prompts are computed from scratch."""
         for engine in self.engines:
             if engine.state is not EngineState.DEAD:
                 engine.scheduler.kv_cache.reset_prefix_cache()
@@ -351,13 +351,13 @@ class Frontend:
 
         Args:
             prompt: text, or token ids as they are.
-            params: how to sample and when to end.
+            params: the sampling parameters.
             add_special_tokens: whether encoding text adds the tokenizer's BOS and the like.
             priority: lower goes first; only under `scheduler.policy = "priority"`.
             request_id: for messages; made up if missing.
-            flow: with which requests it shares a part of the server.
+            flow: the requests that it shares a part of the server with.
             cache_salt: prompts share KV blocks only under the same one.
-            known: what the client has of the output already, from another server.
+            known: the part of the output that the client has already, from another server.
 
         Raises:
             RequestError: the request is wrong or could never fit.
@@ -380,8 +380,8 @@ class Frontend:
         )
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
-        """Compiles what restricts a request's tokens (a grammar, say), for `admit`; None if nothing
-        does.
+        """Compiles the restrictions of a request's tokens (a grammar, say), for `admit`; None if
+        there are none.
 
         Raises `RequestError` naming the field that is wrong or not supported.
         """
@@ -393,7 +393,7 @@ class Frontend:
     async def prepare(
         self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
     ) -> PreparedPrompt:
-        """Does the first half of `submit`, which may take long; see `PromptEncoder.prepare`.
+        """The first half of `submit`, which may take long; see `PromptEncoder.prepare`.
 
         Raises `RequestError`.
         """
@@ -413,11 +413,11 @@ class Frontend:
         arrived: float,
         known: Sequence[KnownDelta] = (),
     ) -> RequestOutput:
-        """Does the second half of `submit`, without a wait: requests that are admitted one after
-        the other share a step.
+        """The second half of `submit`, without a wait: requests that are admitted one after the
+        other share a step.
 
         Args:
-            constraint: what `compile` returned for `params`.
+            constraint: the result of `compile` for `params`.
             arrived: when the request did, of `time.perf_counter`.
         """
         self._require_alive()
@@ -437,7 +437,7 @@ class Frontend:
         self._limits.check_logprobs(len(prompt.tokens), max_len - len(prompt.tokens), params)
         prompt_rows = self._limits.prompt_rows(prompt, params)
         self._limits.check_token_ids(params)
-        # no `await` from here on: the loads by which the request is routed are those that it meets
+        # no `await` from here on: the request meets the same loads by which it is routed
         may_hit = prompt_rows is None or prompt_rows.max_prefix() > 0
         hashes = prompt.hashes if may_hit else []
         route = self._router.route(len(prompt.tokens), hashes, params.num_sequences)
@@ -466,8 +466,8 @@ class Frontend:
             raise EngineDeadError(self.dead_reason)
 
     def _handle_death(self, engine: Engine, reason: str) -> None:
-        """Ends everything once no engine lives, or one dies while they start; until then the others
-        go on, and take over the requests of the one that has died."""
+        """Ends everything once no engine lives, or one dies while they start; until then the other
+        engines go on, and take over the requests of the dead one."""
         living = [engine for engine in self.engines if engine.state is not EngineState.DEAD]
         if self._is_started and living:
             moved, ended = relocate(engine, self.engines, self._router, self.config.scheduler)

@@ -1,10 +1,11 @@
-"""Keeps engines in step whose workers compute with each other (`parallel.data_parallel_attention`).
+"""Data-parallel sync: keeps engines in step if their workers compute together
+(`parallel.data_parallel_attention`).
 
 Their ranks exchange tokens in every layer, so the n-th step of one engine needs the n-th step of
-all others. Each engine plans for itself: what makes a step is up to its own scheduler. An engine
-that has posted fewer steps than another posts steps without rows until it has caught up, so that
-nobody waits longer than for a turn of the event loop; when no engine has anything to compute, none
-posts anything. No engine can wait for ever: the steps that it has posted end once the others have
+all others. Each engine plans for itself: its own scheduler decides on the rows of a step. An engine
+that has posted fewer steps than another posts steps without rows until it has caught up, so that no
+engine waits longer than for a turn of the event loop; when no engine has anything to compute, none
+posts anything. No engine waits without end: the steps that it has posted end once the others have
 posted as many, and it posts further ones as its results come.
 """
 
@@ -18,7 +19,7 @@ from aioinfer.errors import EngineDeadError
 
 
 class SteppingEngine(Protocol):
-    """What a lockstep uses of an engine. See `Engine`."""
+    """The part of an engine that a lockstep uses. See `Engine`."""
 
     number: int
     state: EngineState
@@ -40,15 +41,16 @@ class Lockstep:
         return self._posted[engine.number] < max(self._posted)
 
     def record_post(self, engine: SteppingEngine) -> None:
-        """Records that an engine has posted a step, and has the others follow."""
+        """Records that an engine has posted a step, and makes the engines that are behind plan
+        soon."""
         self._posted[engine.number] += 1
         for other in self._engines:
             if self.is_behind(other):
                 other.plan_soon()
 
     def lose(self, engine: SteppingEngine, error: Exception) -> None:
-        """Records that an engine that served has lost its workers. Those of the others cannot go on
-        without them: all are started anew, or given up."""
+        """Records that an engine that served has lost its workers. The other engines' workers
+        cannot go on without them: all workers are restarted, or given up."""
         self._posted = [0] * len(self._engines)
         reason = str(error).partition("\n")[0]
         for other in self._engines:

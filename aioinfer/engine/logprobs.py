@@ -17,8 +17,8 @@ from aioinfer.sampling_params import SamplingParams
 @dataclass(slots=True)
 class TokenLogprob:
     """The log-probability of a sampled token, and (token id, log-probability) of the likeliest
-    tokens at its position, or of those that the request names. `text` is what its delta adds to
-    the text."""
+    tokens at its position, or of the tokens that the request names. `text` is the text that its
+    delta adds."""
 
     token_id: int
     logprob: float
@@ -72,7 +72,7 @@ class ResultLogprobs:
         self._requested = {} if requested is None else requested.by_row()
 
     def of(self, row: int, token: int, params: SamplingParams) -> TokenLogprob | None:
-        """Returns what a request wants to know of the token of its row, or None."""
+        """Returns the log-probabilities that a request asks for of its row's token, or None."""
         if params.logprobs is None or self._logprobs is None:
             return None
         top: Sequence[tuple[int, float]]

@@ -1,4 +1,4 @@
-"""The masks of constrained rows: when they can be filled, where, and what follows from a sampled
+"""The masks of constrained rows: when they can be filled, where, and the effects of a sampled
 token.
 
 A constrained request is planned ahead like any other: the forward pass of step N+1 needs only the
@@ -7,15 +7,15 @@ know the token. So the order of messages to the workers is
 
     plan N+1 │ result N comes │ accept its tokens ► fill the masks of N+1 ► masks N+1 │ plan N+2
 
-and the workers compute step N+1 while its masks are filled. Nobody waits unless that takes longer
-than a forward pass.
+and the workers compute step N+1 while its masks are filled. The workers wait only if that takes
+longer than a forward pass.
 
-Accepting a token takes some 10 us, which the filler's threads share, so the event loop waits for
-it before it emits the step's text: a sequence whose output is complete ends with that token. Masks
-take longer, up to milliseconds where a grammar's lexer meets a text for the first time. They are
-filled in a thread while the event loop emits the text of step N; very few rows are filled at once,
-since handing them to a thread takes longer. No plan is posted until then, because it would overtake
-the masks in the ring.
+Accepting a token takes some 10 us, which the filler's threads share, so the event loop waits for it
+before it emits the step's text: a sequence with a complete output ends with that token. Masks take
+longer, up to milliseconds where a grammar's lexer meets a text for the first time. They are filled
+in a thread while the event loop emits the text of step N; very few rows are filled at once, since
+handing them to a thread takes longer. No plan is posted until then, because it would overtake the
+masks in the ring.
 
 Where a constraint leaves one way only for some tokens (the names of an object's members, say), they
 are not sampled one by one: the sequence jumps ahead. They are appended like a prompt's, and the
@@ -52,11 +52,11 @@ _FEW_ROWS = 2
 #: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
 MIN_JUMP, MAX_JUMP = 3, 64
 #: Looking for forced tokens takes the event loop 3 to 80 us a sequence (a JSON grammar, 152 000
-#: tokens): many would wait for it longer than they win by a jump.
+#: tokens): many sequences would wait for it longer than a jump saves.
 MAX_JUMPERS = 8
 
 
-#: The end of a request whose constraint allows no further token.
+#: The end of a request for which the constraint allows no further token.
 _COMPLETE = Finish("stop")
 
 
@@ -99,12 +99,12 @@ class PlainFiller:
 
 @dataclass(slots=True)
 class _MaskedStep:
-    """A posted step whose masks are not.
+    """A posted step that still lacks its masks.
 
     Attributes:
-        step_id: the plan's.
-        requests: those of the constrained rows, in their order.
-        executor: that has the plan.
+        step_id: the number of its plan.
+        requests: the requests of the constrained rows, in their order.
+        executor: the executor that has the plan.
         filling: the requests whose masks are being filled; None before that.
     """
 
@@ -116,7 +116,7 @@ class _MaskedStep:
 
 @dataclass(slots=True)
 class _Work:
-    """What the thread is doing: it uses the constraints of `requests`."""
+    """The work of the thread, which uses the constraints of `requests`."""
 
     future: asyncio.Future[list[Exception | None]]
     requests: list[Request]
@@ -166,7 +166,7 @@ class Masking:
         return self._step is not None
 
     def add(self, request: Request, constraint: Constraint) -> None:
-        """Has the rows of a request that is about to be queued sampled under masks."""
+        """Adds a request that is about to be queued: its rows are sampled under masks."""
         self._constraints[request] = constraint
         request.is_constrained = True
 
@@ -178,7 +178,7 @@ class Masking:
 
     def accept(self, output: StepOutput) -> StepOutput:
         """Takes in the tokens of a step, and ends the requests whose output is complete. Returns
-        the step's tokens with those that are forced, and with the ends of requests."""
+        the step's tokens together with the forced tokens and the ends of requests."""
         if not self._constraints:
             return output
         places = [
@@ -216,7 +216,7 @@ class Masking:
         return self._jump(request, constraint) if may_jump else _NO_JUMP
 
     def _jump(self, request: Request, constraint: Constraint) -> _Jump:
-        """Appends the tokens that must come next, if they are enough for it to pay.
+        """Appends the tokens that must come next, if they are enough for a jump to pay off.
         Log-probabilities are known only of tokens that were sampled."""
         if request.params.logprobs is not None or request.slot < 0:
             return _NO_JUMP
@@ -265,7 +265,7 @@ class Masking:
         for row, request in enumerate(step.requests):
             constraint = self._constraints.get(request)
             if constraint is None or request.status is Status.FINISHED:
-                masks[row] = -1  # whatever is sampled is dropped
+                masks[row] = -1  # its sampled token is dropped
             elif request in only:
                 masks[row] = 0
                 masks[row, only[request] // 32] = np.int64(1 << only[request] % 32).astype(np.int32)
@@ -320,22 +320,22 @@ class Masking:
         ]
         self._step = None
         step.executor.post_masks(step.step_id)
-        for request, error in failed:  # what is sampled for it is dropped
+        for request, error in failed:  # its sampled token is dropped
             if request.status is not Status.FINISHED:
                 self._fail(request, _as_generation_error(error))
 
     # ---------------------------------------------------------------- lost workers
 
     def forget_step(self) -> None:
-        """Forgets the posted step, whose workers were lost. The constraints have taken in all
+        """Forgets the posted step, since its workers were lost. The constraints have taken in all
         tokens that are known, so they go on from there."""
         self._step = None
         self._only.clear()
 
     def begin_anew(self) -> None:
-        """Makes ready for new workers. If the thread has still not filled the masks for the lost
-        ones, it hangs in one of the constraints: their requests end with an error, and another
-        thread takes its place."""
+        """Prepares for new workers. If the thread has still not filled the masks for the lost ones,
+        it hangs in one of the constraints: their requests end with an error, and another thread
+        takes its place."""
         work, self._work = self._work, None
         if work is not None:
             self.shutdown()

@@ -19,8 +19,8 @@ from aioinfer.engine.step_log import StepLog
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
 
-#: Upper bounds of buckets in seconds: for what lasts about as long as a step, for a phase of a
-#: step on the event loop, for whole requests.
+#: Upper bounds of buckets in seconds: for events that last about as long as a step, for a phase of
+#: a step on the event loop, for whole requests.
 _STEP_BOUNDS = (
     0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
     0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0,
@@ -39,8 +39,8 @@ _LAG_INTERVAL_S = 0.05
 
 #: How a request may end.
 FINISH_REASONS = ("stop", "length", "abort", "error")
-#: What the event loop does for a step: it reads the result from the ring, updates the scheduler,
-#: plans the next step, posts it, and emits text.
+#: The phases of the event loop's work for a step: it reads the result from the ring, updates the
+#: scheduler, plans the next step, posts it, and emits text.
 PHASES = ("result", "update", "plan", "post", "emit")
 
 
@@ -98,7 +98,7 @@ class Stopwatch:
 
 
 class StepTimer:
-    """Stopwatches for what the event loop does for a step, run by the step loop.
+    """Stopwatches for the event loop's work for a step, run by the step loop.
 
     The text of a step may be emitted in several portions, between which the event loop does other
     work; `emit` adds them up.
@@ -122,14 +122,14 @@ class StepTimer:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When what has happened to a request. Times are of `time.perf_counter`; 0 stands for what has
-    not happened.
+    """The times of a request's events, of `time.perf_counter`; 0 stands for an event that has not
+    happened.
 
     Attributes:
         arrived: when it was submitted.
         queued: when it joined the waiting requests.
-        prompt_tokens: what it adds to the prompt tokens with its first token: 0 for all but one of
-            n sequences.
+        prompt_tokens: the number that its first token adds to the prompt tokens: 0 for all but one
+            of n sequences.
         scheduled: when it was first planned.
         first_token, last_token: when the results with its first and its newest token came.
     """
@@ -151,27 +151,27 @@ class EngineMetrics:
         finished: requests by finish reason.
         worker_busy_ns: nanoseconds that the first rank spent on steps.
         time_to_first_token: seconds from the submission of token ids to the first token.
-        inter_token_latency: seconds between two tokens of a sequence; a token's time is that at
-            which its step's result came.
-        time_per_output_token: the mean of those, one value a request.
+        inter_token_latency: seconds between two tokens of a sequence; a token's time is the arrival
+            of its step's result.
+        time_per_output_token: the mean inter-token latency of a request, one value a request.
         queue_time: seconds from joining the waiting requests to the first plan with the request in
             it.
         prefill_time: seconds from that plan to the first token.
         decode_time: seconds from the first token to the last.
         e2e_latency: seconds from the submission to the last token. This and the other means and
-            times of whole requests (`time_per_output_token`, `decode_time`, `request_*_tokens`) are
-            of those that ended by a stop or their length.
+            times of whole requests (`time_per_output_token`, `decode_time`, `request_*_tokens`)
+            count requests that ended by a stop or their length.
         phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
         timer: measures these phases.
         constrained_rows: rows that were posted to be sampled under a mask.
         mask_fill_time: seconds in which the masks of a step were filled, one value a step that has
             constrained rows.
         is_serving: whether the workers execute steps.
-        restarts: attempts to start the workers anew after they died or hung.
+        restarts: attempts to restart the workers after they died or hung.
         interrupted: requests that ran when the workers were lost.
         moved: requests that went on with another engine when this one died.
         violations: checks of the engine's records that failed.
-        steps: the last steps one by one, while somebody watches them.
+        steps: the last steps one by one, while a client watches them.
         expert_load: the tokens of each expert.
     """
 
@@ -253,8 +253,8 @@ class EngineMetrics:
     # ---------------------------------------------------------------- steps
 
     def record_plan(self, plan: StepPlan, running: Sequence[Request]) -> None:
-        """Records a step that was posted: the time that took, by `timer`, and the requests that it
-        admits, which are among the running ones."""
+        """Records a step that was posted: the time of posting it, by `timer`, and the requests that
+        it admits, which are among the running ones."""
         timer = self.timer
         plan_s, post_s = timer.plan.seconds, timer.post.seconds
         self.phases["plan"].add(plan_s)
@@ -285,11 +285,11 @@ class EngineMetrics:
     def record_step(
         self, result: StepResult, requests: Iterable[Request], tokens: Iterable[int]
     ) -> None:
-        """Records a step whose result the scheduler has taken in.
+        """Records a step after the scheduler has taken in its result.
 
         Args:
             result: of the workers.
-            requests, tokens: what the step sampled: a token a request, or -1 for a row that failed.
+            requests, tokens: the sampled tokens: one a request, or -1 for a row that failed.
         """
         timer, phases = self.timer, self.phases
         update_s, emit_s = timer.update.seconds, timer.emit.reset()

@@ -5,8 +5,9 @@ over it for `Delta`s. The engine's step loop feeds it, on the same event loop:
 `OutputSequence.append` decodes each new token and finds stop strings.
 
 A delta that its reader has not fetched yet is merged with the next one of its sequence, so a slow
-reader costs bounded memory and delays nobody. A reader that can take tokens without being woken
-attaches a `Sink`; the queue of deltas then holds only what the sink does not accept.
+reader costs bounded memory and delays no other request. A reader that can take tokens without being
+woken attaches a `Sink`; the queue of deltas then holds only the tokens that the sink does not
+accept.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from aioinfer.text.stops import StopStrings
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in one sequence since its last delta.
+    """The new part of one sequence since its last delta.
 
     Attributes:
         index: the number of the sequence, 0 to n - 1.
-        text: new text. It may be empty: half a character and what may become a stop string are
+        text: new text. It may be empty: half a character and text that may become a stop string are
             held back.
         token_ids: the new tokens, an end token included.
         logprobs: one for each new token, if the request has `logprobs`.
@@ -64,7 +65,7 @@ class Delta:
 
     def merge(self, later: Delta) -> None:
         """Appends a later delta of the same sequence, in time that does not depend on how much has
-        been merged before. The text lacks what was appended until `join`."""
+        been merged before. The text lacks the appended part until `join`."""
         if self._later_texts is None:
             self._later_texts = []
         self._later_texts.append(later.text)
@@ -86,7 +87,7 @@ class Delta:
 
 
 class KnownDelta(msgspec.Struct, array_like=True):
-    """A delta that the client has from another server, whose output this one goes on with. See
+    """A delta that the client has from another server; this server continues that output. See
     `Delta`; the text follows from the tokens.
 
     Attributes:
@@ -123,8 +124,8 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
         sequences: the n sequences, by index; one that stands for all beams of a beam search.
-        stops: the search for the request's stop strings, which each sequence begins anew; None if
-            it has none.
+        stops: the search for the request's stop strings, which each sequence starts from scratch;
+            None if it has none.
         on_abort: called with this object when the reader aborts the request; changes when the
             request moves to another engine.
     """
@@ -152,8 +153,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose KV blocks were found in the prefix cache. Known with the first
-        delta."""
+        """Prompt tokens found in the prefix cache. Known with the first delta."""
         return max(0, self.sequences[0].request.num_cached)
 
     @property
@@ -188,8 +188,8 @@ class RequestOutput:
 
     @property
     def pooled(self) -> F32 | None:
-        """The pooled hidden state of the prompt, float32 [hidden_size], or those of all tokens
-        [P, hidden_size], if it was requested. Known with the first delta."""
+        """The pooled hidden state of the prompt, float32 [hidden_size], or the hidden states of all
+        tokens [P, hidden_size], if requested. Known with the first delta."""
         rows = self.sequences[0].request.prompt_rows
         if isinstance(rows, PromptStates):
             return rows.states if rows.is_done else None
@@ -271,8 +271,9 @@ class RequestOutput:
         self._wake()
 
     def restore(self, known: Sequence[KnownDelta]) -> None:
-        """Makes the output go on behind what its client has, before the engine has it. The reader
-        gets these deltas first, and one by one. About 2 us a token, and 10 more under a grammar.
+        """Makes the output go on behind the deltas that its client has, before the engine has it.
+        The reader gets these deltas first, and one by one. About 2 us a token, and 10 more under a
+        grammar.
 
         Raises `GenerationError` if the request's restrictions exclude a token.
         """
@@ -346,10 +347,10 @@ class RequestOutput:
 class OutputSequence:
     """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
-    `times` is when it was queued, scheduled and so on, once the engine has it. `constraint` is
-    what restricts its next tokens, or None. `finish_reason` is set once it has ended: "stop",
-    "length", "abort" or "error". `search` is the beam search that it stands for, or None, and
-    `make_detokenizer` then makes one for each result, if there is text.
+    `times` has the times at which it was queued, scheduled and so on, once the engine has it.
+    `constraint` restricts its next tokens, or is None. `finish_reason` is set once it has ended:
+    "stop", "length", "abort" or "error". `search` is the beam search that it stands for, or None,
+    and `make_detokenizer` then makes one for each result, if there is text.
     """
 
     __slots__ = (
@@ -365,8 +366,8 @@ class OutputSequence:
         detokenizer: Detokenizer | None,
         constraint: Constraint | None = None,
     ):
-        """`request` is what the scheduler knows of the sequence; without a `detokenizer` there is
-        no text."""
+        """`request` is the scheduler's side of the sequence; without a `detokenizer` there is no
+        text."""
         self.constraint = constraint
         self.search: BeamRun | None = None
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
@@ -388,7 +389,8 @@ class OutputSequence:
         return self._num_output if self.search is None else self.request.num_output
 
     def generated(self) -> Sequence[int]:
-        """Returns the tokens that were passed on; of a beam search, those of its first beam."""
+        """Returns the tokens that were passed on; for a beam search, the tokens of its first
+        beam."""
         start = self.request.prompt_len
         return self.request.tokens[start : start + self.num_output]
 
@@ -419,7 +421,7 @@ class OutputSequence:
         return Finish("stop", stop)
 
     def restore(self, known: KnownDelta) -> None:
-        """Appends tokens that the client has. They are computed anew once the scheduler has the
+        """Appends tokens that the client has. They are recomputed once the scheduler has the
         request, as after a preemption. See `RequestOutput.restore`."""
         tokens, finish = known.token_ids, None
         if known.finish_reason is not None:

@@ -1,6 +1,6 @@
 """How a model's hidden states become embeddings, scores and classes.
 
-The workers return the pooled hidden state of a prompt, float32 and as it is; what follows is a few
+The workers return the pooled hidden state of a prompt, float32 and as it is; the rest is a few
 operations on one vector, done here: truncation, normalisation, the classification head.
 
 Which pooling a model was trained for stands in its folder, in the files that
@@ -32,13 +32,13 @@ _MODES = {
     "pooling_mode_lasttoken": "last",
 }
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-#: Modules that stand before, or do what is done here.
+#: Modules that stand before pooling, or whose operations are done here.
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHead:
-    """The classification head of a checkpoint: what it makes of the last token's state.
+    """The classification head of a checkpoint: maps the last token's state to classes.
 
     Attributes:
         weight: float32 [classes, hidden_size].
@@ -68,8 +68,8 @@ class Pooling:
     Attributes:
         kind: one of `sampling_params.POOLINGS`, or "all": a vector for each token.
         normalize: whether embeddings have the length 1.
-        prompts: texts that stand before what is embedded, by name.
-        default_prompt: the name of the one that is used where none is named, or None.
+        prompts: texts that are put before the embedded text, by name.
+        default_prompt: the name of the prompt that is used where none is named, or None.
         obstacle: why the model cannot embed, or None.
         head: the classification head, if the checkpoint has one.
     """
@@ -121,7 +121,7 @@ class Pooling:
         return SamplingParams(temperature=0, pooling=kind or self.kind)
 
     def prompt(self, name: str | None) -> str:
-        """Returns the text that stands before what is embedded.
+        """Returns the text that is put before the embedded text.
 
         Raises `RequestError` for a name that the model does not have.
         """
@@ -199,7 +199,7 @@ def _read_kind(folder: Path, modules: Sequence[Mapping[str, Any]]) -> tuple[str,
 
 
 def _read_head(folder: Path) -> ClassificationHead | None:
-    """Returns the classification head of a checkpoint whose architecture has one.
+    """Returns the classification head of a checkpoint, or None if its architecture has none.
 
     Raises `ConfigError` if its weights are not there.
     """

@@ -1,5 +1,5 @@
-"""Outputs of prompt rows on their way back: which requests the rows of posted steps belong to, and
-where what comes of them is entered.
+"""Outputs of prompt rows on their way back: the requests to which the rows of posted steps belong,
+and in which their results are entered.
 
 The step loop calls `expect` for a plan that has such rows, and `accept` for a result with sections,
 before the tokens of that step are emitted: so a request's last token never comes before them.
@@ -18,8 +18,8 @@ from aioinfer.scheduler.prompt_rows import (
     PromptStates,
 )
 
-#: What a posted step will bring: (whose scores, first token, tokens), whose pooled states, and
-#: (whose states, first token, tokens), in the order of its result; and (whose progress, end).
+#: The outputs of a posted step: (scores, first token, tokens), pooled states, and (states, first
+#: token, tokens), of each request in the order of its result; and (progress, end).
 _Expected = tuple[
     Sequence[tuple[PromptScores, int, int]],
     Sequence[PromptPool],
@@ -42,12 +42,12 @@ class PromptOutputs:
         stated: Sequence[tuple[PromptStates, int, int]] = (),
         advanced: Sequence[tuple[PromptProgress, int]] = (),
     ) -> None:
-        """Notes what a posted plan will bring, if anything; see `PlanBuilder`."""
+        """Notes the outputs that a posted plan will bring, if any; see `PlanBuilder`."""
         if scored or pooled or stated or advanced:
             self._expected[step_id] = scored, pooled, stated, advanced
 
     def accept(self, result: StepResult) -> None:
-        """Enters what a result brings. Does nothing for a step without such rows."""
+        """Enters the outputs of a result. Does nothing for a step without such rows."""
         if not self._expected:
             return
         expected = self._expected.pop(result.step_id, None)
@@ -72,5 +72,5 @@ class PromptOutputs:
                 first += count
 
     def clear(self) -> None:
-        """Forgets the posted steps, whose results will not come."""
+        """Forgets the posted steps: their results will not come."""
         self._expected.clear()

@@ -21,20 +21,20 @@ _log = logging.getLogger(__name__)
 
 
 class RecordCheck:
-    """Checks the records of one engine, and ends what they are wrong about.
+    """Checks the records of one engine, and ends the requests about which they are wrong.
 
     Attributes:
         next_check: the timer of the next check, if one is due.
     """
 
     def __init__(self, engine: RecoverableEngine, sequences: Mapping[Request, OutputSequence]):
-        """`sequences` are the engine's open ones, by request."""
+        """`sequences` are the engine's open sequences, by request."""
         self.next_check: asyncio.TimerHandle | None = None
         self._engine = engine
         self._sequences = sequences
 
     def begin(self) -> None:
-        """Has the records checked from now on, until no request is left."""
+        """Starts the checks, which go on until no request is left."""
         if self.next_check is None:
             self._check_later()
 
@@ -83,8 +83,8 @@ class RecordCheck:
         _log.error("%sa check of the records failed: %s", self._engine.name, what)
 
     def _rebuild_scheduler(self) -> None:
-        """Makes the scheduler's records anew. Requests that ran end, since what is in their KV
-        blocks is not certain; those that wait go on."""
+        """Rebuilds the scheduler's records. Running requests end, since the contents of their KV
+        blocks are not certain; waiting requests go on."""
         kept: list[Request] = []
         ended: list[Request] = []
         for request in self._sequences:

@@ -1,10 +1,10 @@
-"""What becomes of an engine whose workers have died or hung: its states, how often and how soon its
-workers are started anew, and what happens to its requests.
+"""Recovery of an engine after its workers died or hung: its states, how often and how soon its
+workers are restarted, and which of its requests go on.
 
-The requests stay meanwhile: those that wait are not touched, and those that ran are queued again
-with all tokens known so far, as after a preemption. What was posted and has not come back is
-computed again. `Engine` owns a `Recovery`. Once an engine is dead, `relocation` moves its requests
-to others.
+The requests stay meanwhile: waiting requests are not touched, and running ones are queued again
+with all tokens known so far, as after a preemption. Posted steps without a result are computed
+again. `Engine` owns a `Recovery`. Once an engine is dead, `relocation` moves its requests to
+others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DELAY_S = 60.0
 #: A request that was running so many times when workers were lost may be the cause.
 MAX_INTERRUPTIONS = 2
 #: The end of killed workers may take so long; a new start so long, or `SLOWEST_START` times as long
-#: as the first one. What takes longer hangs.
+#: as the first one. A start that takes longer hangs.
 MAX_END_S = 60.0
 MAX_START_S = 300.0
 SLOWEST_START = 5.0
@@ -60,12 +60,12 @@ class RestartPolicy:
     never be reached where each attempt takes longer than the span allows.)
 
     Attributes:
-        max_restarts: consecutive ones that are allowed.
-        num_restarts: consecutive ones that were begun, the one under way included.
+        max_restarts: consecutive restarts that are allowed.
+        num_restarts: consecutive restarts that were begun, the one under way included.
     """
 
     def __init__(self, max_restarts: int):
-        """`max_restarts` consecutive ones; 0 allows none."""
+        """Allows `max_restarts` consecutive restarts; 0 allows none."""
         self.max_restarts = max_restarts
         self.num_restarts = 0
         self._serving_since: float | None = None
@@ -87,7 +87,7 @@ class RestartPolicy:
 
 
 class RecoverableEngine(EmittingEngine, Protocol):
-    """What a recovery and a check of the records use of their engine. See `Engine`."""
+    """The part of an engine that recovery and the check of records use. See `Engine`."""
 
     name: str
     state: EngineState
@@ -116,10 +116,10 @@ class RecoverableEngine(EmittingEngine, Protocol):
 
 
 class Recovery:
-    """Starts the workers of one engine anew, or gives the engine up.
+    """Restarts the workers of one engine, or gives the engine up.
 
     Attributes:
-        policy: how often and how soon they are started anew.
+        policy: how often and how soon they are restarted.
         new_executor: makes an executor of the engine's kind, or None: then there is no restart.
     """
 
@@ -131,8 +131,8 @@ class Recovery:
         new_executor: Callable[[], Executor] | None,
         on_death: Callable[[str], None],
     ):
-        """`sequences` are the engine's open ones, by request; `on_death` is called with the reason
-        once it is dead, and takes its requests over or leaves them to be ended."""
+        """`sequences` are the engine's open sequences, by request; `on_death` is called with the
+        reason once it is dead, and takes its requests over or leaves them to be ended."""
         self.policy = RestartPolicy(max_restarts if new_executor else 0)
         self.new_executor = new_executor
         self._engine = engine
@@ -148,7 +148,7 @@ class Recovery:
 
     def handle_loss(self, error: Exception) -> None:
         """Restarts the workers, or gives up: one of them died or hung, or the step loop failed and
-        does not know any more what they hold."""
+        does not know any more which state they have."""
         engine = self._engine
         reason = f"{engine.name}{error}"
         if engine.state is EngineState.SERVING and self.policy.max_restarts:
@@ -174,8 +174,8 @@ class Recovery:
             engine.scheduler.restart(engine.scheduler.limits, ())
 
     def prepare_move(self, reason: str) -> None:
-        """Ends what cannot go on with another engine, now that this one is dead, and leaves the
-        rest detached from it and with all the text that was taken.
+        """Ends the requests that cannot go on with another engine, now that this one is dead, and
+        leaves the others detached from it and with all the text that was taken.
 
         Only where another engine lives: otherwise all requests end for the same reason.
         """
@@ -183,15 +183,15 @@ class Recovery:
         engine.emission.emit_rest()
         engine.beam_searches.emit_rest()
         self._requeue_all(reason)
-        engine.masking.begin_anew()  # no thread may go on with what another engine will use
+        engine.masking.begin_anew()  # no thread may use constraints that move
 
     def _requeue_all(self, reason: str) -> None:
-        """Puts the requests that ran back into the queue, and ends those that cannot be resumed:
+        """Puts the running requests back into the queue, and ends requests that cannot be resumed:
 
         - text of the output may be missing, since the step loop failed between taking a step's
           tokens and emitting them;
-        - the request ran each time when workers were lost, `MAX_INTERRUPTIONS` times: it may be
-          what ends them, and would do it again.
+        - the request ran each time when workers were lost, `MAX_INTERRUPTIONS` times: it may be the
+          cause, and would end the new workers as well.
         """
         engine = self._engine
         ended: list[OutputSequence] = []
@@ -218,8 +218,8 @@ class Recovery:
             engine.fail(sequence.output, GenerationError(message))
 
     async def _restart(self, reason: str) -> None:
-        """Ends what is left of the workers and starts new ones, until they serve or there were too
-        many attempts."""
+        """Ends the remaining worker processes and starts new workers, until they serve or there
+        were too many attempts."""
         engine = self._engine
         while (delay_s := self.policy.next_delay_s()) is not None:
             try:

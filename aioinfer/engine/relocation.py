@@ -1,9 +1,9 @@
-"""Moves the requests of an engine that has died to those that live.
+"""Moves the requests of a dead engine to the living ones.
 
 A request that has produced nothing is added there. One that has produced tokens is resumed by
-recompute: its tokens so far are computed anew, as after a preemption, and since the sampler's noise
-is a function of the request's seed and the position, its text goes on as it would have. All
-sequences of a request go to one engine, which the router picks by what is left to compute.
+recompute: its tokens so far are recomputed, as after a preemption, and since the sampler's noise is
+a function of the request's seed and the position, its text goes on as it would have. All sequences
+of a request go to one engine, which the router picks by the tokens that are left to compute.
 
 `Frontend` is the only caller.
 """
@@ -24,7 +24,8 @@ def relocate(
     dead: Engine, engines: Sequence[Engine], router: Router, limits: SchedulerConfig
 ) -> tuple[int, int]:
     """Moves the requests of `dead`, in the order in which it would have served them, as far as they
-    can be resumed and the queue of the living engines has room. Ends the others with an error.
+    can be resumed and the queue of the living engines has room. Ends the other requests with an
+    error.
 
     Returns how many requests were moved, and how many had to end.
     """
@@ -46,7 +47,7 @@ def relocate(
 def _move(
     dead: Engine, engines: Sequence[Engine], router: Router, sequences: list[OutputSequence]
 ) -> None:
-    """Moves the sequences of a request to the engine on which they cost least."""
+    """Moves the sequences of a request to the engine where they cost the least."""
     first = sequences[0].request
     longest = max(len(sequence.request.tokens) for sequence in sequences)
     route = router.route(longest, first.block_hashes, _num_slots(sequences))
@@ -64,7 +65,7 @@ def _find_obstacle(
 ) -> Exception | None:
     """Returns why the sequences of a request cannot go to another engine, or None.
 
-    The bounds of the queue are those for new requests (`api.admission`): of all living engines
+    The bounds of the queue are the bounds for new requests (`api.admission`): of all living engines
     together, with free slots as room beside `max_waiting_requests`.
     """
     living = [engine.scheduler for engine in engines if engine.state is not EngineState.DEAD]

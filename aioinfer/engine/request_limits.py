@@ -1,5 +1,5 @@
-"""What a request may ask of the engines: its length, the width of a beam search, its token ids, and
-the outputs of its prompt's rows.
+"""The limits of a request: its length, the width of a beam search, its token ids, and the outputs
+of its prompt's rows.
 
 `Frontend` checks each request before it is routed.
 """
@@ -100,7 +100,7 @@ class RequestLimits:
         return prompt_len + max_tokens
 
     def check_logprobs(self, prompt_len: int, max_tokens: int, params: SamplingParams) -> None:
-        """Raises `RequestError` if a request asks for more log-probabilities than it may.
+        """Raises `RequestError` if a request asks for too many log-probabilities.
 
         Args:
             prompt_len: of the prompt, in tokens.
@@ -172,8 +172,8 @@ class RequestLimits:
         return room
 
     def prompt_rows(self, prompt: PreparedPrompt, params: SamplingParams) -> PromptRows | None:
-        """Returns what is wanted of the rows of a prompt. Raises `RequestError` if the results of a
-        step could be too long."""
+        """Returns the requested outputs of a prompt's rows. Raises `RequestError` if the results of
+        a step could be too long."""
         if params.pooling == ALL_TOKENS:
             self.check_states(len(prompt.tokens))
             return PromptStates.of(len(prompt.tokens), self._model.hidden_size)

@@ -1,4 +1,4 @@
-"""Compiles what restricts the tokens of requests (`SamplingParams.grammar`, `allowed_token_ids`,
+"""Compiles the restrictions of requests' tokens (`SamplingParams.grammar`, `allowed_token_ids`,
 `bad_words`) in threads, before they are admitted. `Frontend` owns the compiler.
 
 Compiled grammars are kept, the least recently used one goes first; requests with equal grammars
@@ -36,9 +36,9 @@ MAX_KEPT, MAX_KEPT_CHARS = 256, 2**20
 #: How long a request waits for its grammar, in seconds. The limits of sources keep a compilation
 #: below 3 s of one thread; it cannot be broken off.
 COMPILE_TIMEOUT_S = 10.0
-#: The stack of a thread that compiles, four times what the deepest grammars need that the limits of
-#: sources let through (`text.json_schema`, `text.grammar_source`). What it does not use is not
-#: backed by memory.
+#: The stack of a thread that compiles: four times the need of the deepest grammars that the limits
+#: of sources let through (`text.json_schema`, `text.grammar_source`). Unused stack is not backed by
+#: memory.
 _STACK_BYTES = 64 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class RestrictionCompiler:
         self._growing: dict[CompiledGrammar, asyncio.Future[None]] = {}
 
     def prepare(self) -> None:
-        """Does what the first grammar would have to wait for. Called in a thread, at the start."""
+        """Loads everything that the first grammar would have to wait for. Called in a thread, at
+        the start."""
         if self._grammars is not None:
             try:
                 self._grammars.prepare()
@@ -71,7 +72,7 @@ class RestrictionCompiler:
                 _log.warning("%s; requests with a grammar are answered 400", error)
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
-        """Returns what restricts a request, or None.
+        """Returns the compiled restrictions of a request, or None.
 
         Raises `RequestError` naming the field: it is wrong, too complex, or not supported.
         """
@@ -90,14 +91,14 @@ class RestrictionCompiler:
             assert self._grammars is not None
             ends = self._grammars.end_tokens
             if params.stop_token_ids:
-                # before the others: what these forbid stays forbidden
+                # before the others: tokens that these forbid stay forbidden
                 filters.insert(0, StopTokens(params.stop_token_ids, ends, self._vocab_size))
             if params.ignore_eos or not self._end_tokens:
                 filters.append(NoEndTokens(ends, self._vocab_size))
         return CompiledRestrictions(grammar, filters, self._all_tokens, self._search(params))
 
     def _search(self, params: SamplingParams) -> Callable[[], RepeatedCalls] | None:
-        """Returns what makes the search for a repeated call in the output of a request."""
+        """Returns a factory of the search for a repeated call in a request's output, or None."""
         make_parser, tokenizer = params.make_parser, self._tokenizer
         if make_parser is None or tokenizer is None:
             return None
@@ -166,7 +167,8 @@ class RestrictionCompiler:
         self._growing.pop(grammar, None)
 
     def _begin(self, spec: GrammarSpec) -> asyncio.Future[CompiledGrammar]:
-        """Starts to compile a grammar, which is kept when that is done, whoever still waits."""
+        """Starts to compile a grammar, which is kept when that is done, even if no request waits
+        for it any more."""
         self._require_tokenizer(spec.param)
         assert self._grammars is not None
         usual = threading.stack_size(_STACK_BYTES)  # of the thread, if this starts one
@@ -190,5 +192,5 @@ class RestrictionCompiler:
             self._kept_chars -= len(oldest.source)
 
     def shutdown(self) -> None:
-        """Drops what has not begun. Does not wait."""
+        """Drops work that has not begun. Does not wait."""
         self._threads.shutdown(wait=False, cancel_futures=True)

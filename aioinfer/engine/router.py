@@ -1,10 +1,10 @@
 """Routes a request to the engine on which it costs the least, by prefix cache and load.
 
-All schedulers live in this process, so nothing is guessed: each KV cache reports how much of the
-prompt is cached, and each scheduler how much it has to compute. What remains is to weigh the one
-against the other. SGLang's cache-aware router follows the longest prefix until the loads are out of
-balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here, too,
-there is one cost, in tokens of prefill:
+All schedulers live in this process, so no load is estimated: each KV cache reports how much of the
+prompt is cached, and each scheduler how much it has to compute. The router only has to weigh the
+one against the other. SGLang's cache-aware router follows the longest prefix until the loads are
+out of balance by some thresholds; Preble (Srivatsa et al., 2024) adds up the cost of both. Here,
+too, there is one cost, in tokens of prefill:
 
     tokens that the engine has yet to prefill             (the request waits for them)
     + 2 x tokens of the prompt that it would compute      (the request and all others wait for them)
@@ -12,7 +12,7 @@ there is one cost, in tokens of prefill:
 
 (`cluster.cost`, which the router of a cluster's replicas shares).
 
-An engine that has no free slot, or too few free blocks, comes after all that have both.
+An engine that has no free slot, or too few free blocks, comes after all engines that have both.
 
 A prompt that was routed a moment ago is in no cache yet. Its blocks count as if they were, as long
 as its request has still to compute them: they are promised. So the requests of a burst with a
@@ -42,7 +42,7 @@ MAX_PROMISED = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The engine that a request goes to, and what that has in its prefix cache.
+    """The engine that a request goes to, and the prefix hit there.
 
     Attributes:
         engine: the number of the engine.
@@ -131,7 +131,7 @@ class _Promises:
 
     A promise ends when its request has computed its prompt or has finished. That is not looked for:
     such a promise is skipped when it would count, and removed when it is the oldest. So a promise
-    does not keep its request, whose prompt may be far longer than the block that was promised.
+    does not keep its request alive: its prompt may be far longer than the promised block.
     """
 
     def __init__(self) -> None:

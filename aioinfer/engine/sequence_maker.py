@@ -1,4 +1,4 @@
-"""Makes the sequences of a request: what the scheduler knows of each, and its output.
+"""Makes the sequences of a request: for each, the scheduler's `Request` and the output.
 
 `Frontend` is the only caller.
 """
@@ -25,7 +25,7 @@ class SequenceMaker:
     """Makes sequences for one model."""
 
     def __init__(self, model: ServedModel, seed: int | None):
-        """`seed`: of the seeds that requests get which bring none."""
+        """`seed` seeds the seeds of requests that bring none."""
         self._model = model
         self._seeds = random.Random(seed)
 
@@ -77,8 +77,8 @@ class SequenceMaker:
             output.sequences.append(OutputSequence(index, request, output, detokenizer, restricted))
 
     def _requested(self, params: SamplingParams) -> RequestedTokens | None:
-        """Returns the tokens whose log-probabilities are asked for, but for a few of the
-        likeliest."""
+        """Returns the tokens that log-probabilities are requested of; None if none are, or only a
+        few of the likeliest."""
         if not params.requests_tokens:
             return None
         if params.logprob_token_ids is None:

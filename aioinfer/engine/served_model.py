@@ -1,4 +1,4 @@
-"""What the server's process knows of the model: tokenizer, format of messages, defaults, sizes.
+"""The model as the server's process sees it: tokenizer, format of messages, defaults, sizes.
 
 `Frontend` loads it in a thread while the workers load the weights.
 """
@@ -75,7 +75,7 @@ def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
         return Tokenizer.load(folder, model.chat_template)
     except ConfigError:
         raise
-    except Exception as error:  # what a file with a wrong content raises, depends on the file
+    except Exception as error:  # the error of a file with wrong contents depends on the file
         raise ConfigError(f"the tokenizer in {folder} cannot be used: {error!r}") from error
 
 
@@ -98,7 +98,7 @@ def find_model(config: Config) -> Path:
 
 
 def _compile_ahead(config: Config) -> None:
-    """Has the kernels for a GGUF file on a CPU compiled while the file is converted."""
+    """Starts to compile the kernels for a GGUF file on a CPU while the file is converted."""
     model = config.model
     if not model.path.endswith(".gguf") or model.quantization != "auto":
         return

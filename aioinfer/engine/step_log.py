@@ -1,5 +1,5 @@
-"""The last steps one by one, for whoever watches the engine: how many tokens each computed, and
-where its time went.
+"""The log of the last steps, for clients that watch the engine: how many tokens each step computed,
+and how long its phases took.
 
 `EngineMetrics` owns the log. The step loop feeds it only while it is watched: otherwise a step
 costs two tests of an integer. `api.page` reads it.
@@ -21,19 +21,19 @@ LOG_LENGTH = 128
 
 
 class Step(NamedTuple):
-    """A step whose result has been handled.
+    """A step after its result has been handled.
 
     Attributes:
-        step_id: the plan's.
+        step_id: the number of its plan.
         prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole
             texts) into the cache.
         decode_tokens: rows of one token from which the next one is sampled.
-        sampled: rows that sampled a token, those of requests that had ended meanwhile included.
+        sampled: rows that sampled a token, including rows of requests that had ended meanwhile.
         worker_us: microseconds that the first rank spent on the step.
         result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on
             reading the result from the ring, updating the scheduler, planning the step, posting
-            it, and emitting the text of the former step (that of this step is emitted last, and
-            its time is not known yet when the step is recorded).
+            it, and emitting the text of the former step (the text of this step is emitted last, and
+            the time is not known yet when the step is recorded).
     """
 
     step_id: int
@@ -59,7 +59,7 @@ class StepLog:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Has steps recorded until the end of the block.
+        """Records steps until the end of the block.
 
         Blocks may overlap; when the last one ends, the log is emptied.
         """
@@ -78,11 +78,12 @@ class StepLog:
         self._posted.append((plan.step_id, plan.num_tokens - decodes, decodes, plan_s, post_s))
 
     def forget_posted(self) -> None:
-        """Forgets the posted steps, whose results will not come."""
+        """Forgets the posted steps: their results will not come."""
         self._posted.clear()
 
     def record_result(self, result: StepResult, update_s: float, emit_s: float) -> None:
-        """Records the end of a step. One that was posted before anybody watched is left out."""
+        """Records the end of a step. A step that was posted before the log was watched is left
+        out."""
         if not self._posted or self._posted[0][0] != result.step_id:
             return
         step_id, prefills, decodes, plan_s, post_s = self._posted.popleft()

@@ -54,7 +54,7 @@ def make_use(
 ) -> ToolUse:
     """Checks functions with the fields of OpenAI's, and `place`, where the body has its schema.
 
-    Raises `RequestError` naming that, or `tool_choice`.
+    Raises `RequestError` naming the place, or `tool_choice`.
     """
     if len(functions) > MAX_TOOLS:
         raise RequestError(
@@ -112,7 +112,7 @@ def read_choice(choice: Any, has_tools: bool) -> tuple[Choice, str | None]:
 def _allowed(
     functions: Sequence[dict[str, Any]], choice: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Returns those functions that a choice of type `allowed_tools` lists."""
+    """Returns the functions that a choice of type `allowed_tools` lists."""
     listed = choice.get("allowed_tools", choice)
     names = set()
     for item in (listed.get("tools") if isinstance(listed, Mapping) else None) or ():
@@ -128,7 +128,7 @@ async def settle_schemas(frontend: Frontend, use: ToolUse) -> ToolUse:
     The schema of an object is closed: a call with arguments that the function does not name fits
     the open one as well, and models that may add some do not stop. A schema that cannot be enforced
     is an error where a call is required or the function is strict; else its calls may have any
-    arguments, as those of a function with `"strict": false`.
+    arguments, as with `"strict": false`.
 
     Raises `RequestError` naming the place of the schema.
     """
@@ -171,7 +171,7 @@ async def _check(frontend: Frontend, schema: Mapping[str, Any], place: str) -> N
 def show_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns a conversation in which a system message tells of the tools, in the words of Hermes's
+    """Returns a conversation in which a system message lists the tools, in the words of Hermes's
     template: for models whose own templates do not show them."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = (

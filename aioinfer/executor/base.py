@@ -18,7 +18,7 @@ from aioinfer.ipc.plan import I32, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What the workers have found and made while starting; rows of the start-up table.
+    """The results of the workers' start; rows of the start-up table.
 
     Attributes:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
@@ -27,7 +27,7 @@ class WorkerReport:
         weights_bytes: of one rank, the one with the most.
         kv_cache_bytes: of one rank, the one with the most.
         block_size: tokens a KV block.
-        groups: the layers by what they keep in the KV cache.
+        groups: the layers by KV group.
         num_blocks: KV blocks of each group, the same on every rank.
         max_model_len: the longest sequence that the slots can hold.
         max_model_len_reason: why it is less than the model's own, or empty.
@@ -56,7 +56,7 @@ class WorkerReport:
 
 
 class StageTime(NamedTuple):
-    """How a pipeline stage has spent the time in which steps were in flight.
+    """Time of a pipeline stage while steps were in flight: computing and idle.
 
     Attributes:
         busy_s: seconds that its first rank computed.
@@ -110,8 +110,8 @@ class Executor(Protocol):
         ...
 
     def stage_times(self) -> Sequence[StageTime]:
-        """Returns what each pipeline stage has done since the workers started; empty if there is
-        one stage."""
+        """Returns how each pipeline stage has spent its time since the workers started; empty if
+        there is one stage."""
         ...
 
     async def shutdown(self) -> None:

@@ -1,4 +1,5 @@
-"""How many KV blocks and how long a request: settled once, from what every rank can hold."""
+"""Number of KV blocks and maximum length of a request: settled once, from what every rank can
+hold."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What every rank allocates.
+    """The sizes that every rank allocates.
 
     Attributes:
         num_blocks: KV blocks of each group of layers.
-        kv_cache_bytes: what they take on the rank where they take the most.
+        kv_cache_bytes: of these blocks, on the rank where they take the most.
         max_model_len: the maximum number of tokens of a request, prompt and output together.
         reason: why requests may not be as long as the model allows, or empty.
     """
@@ -33,7 +34,8 @@ class Capacity:
 
 
 def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
-    """Returns what all ranks can hold: of each group as many blocks as the rank with the fewest.
+    """Returns the capacity that all ranks can hold: of each group as many blocks as the rank with
+    the fewest.
 
     Raises:
         ConfigError: `model.max_model_len` cannot be kept; the message states what to set it to.

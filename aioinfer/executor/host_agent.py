@@ -2,8 +2,8 @@
 and the driver, over one `HostLink`.
 
 A plan comes once, whatever the number of ranks, and goes into the ring of this host. The agent ends
-its ranks, and itself, when the driver says so or is gone. Who starts agents is the executor's
-affair: Ray's actors (`ray`), or torchrun (`torchrun`).
+its ranks, and itself, when the driver says so or is gone. The executor decides what starts agents:
+Ray's actors (`ray`), or torchrun (`torchrun`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class HostAgent:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, address: tuple[str, int], secret: bytes, number: int) -> None:
-        """Serves the driver at `address` as the host of this number, until it ends this.
+        """Serves the driver at `address` as the host of this number, until the driver ends the
+        agent.
 
         Raises:
             LinkError: the driver cannot be reached, or does not know the secret.
@@ -88,7 +89,7 @@ class HostAgent:
         self._link.close()  # the driver waits for this
 
     async def _beat(self) -> None:
-        """Shows the driver that this host lives, and what its ranks are doing."""
+        """Shows the driver that this host lives, and the progress of its ranks."""
         last_fault = ""
         while True:
             records = self._heartbeat.read(self._ranks.ranks)

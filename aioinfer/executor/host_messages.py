@@ -20,7 +20,7 @@ _SPECS = {spec.__name__: spec for spec in (AttentionSpec, LatentSpec)}
 
 
 def encode_message(kind: str, **values: Any) -> list[memoryview]:
-    """Returns the buffers of a message. Values are what JSON has, and dataclasses."""
+    """Returns the buffers of a message. Values have JSON's types, or are dataclasses."""
     return [memoryview(orjson.dumps({"kind": kind, **values}))]
 
 

@@ -1,9 +1,9 @@
 """The ranks of one host: starts their processes, watches them, and ends them.
 
-It owns what the processes of a host share: the ring of the plans and that of the results, the
+It owns everything that the processes of a host share: the ring of plans, the ring of results, the
 masks, and the file in which they meet. `MultiprocessExecutor` has all ranks of an engine in one;
 over several hosts the driver has one for its own host, and the agent of each other host
-(`host_agent`) has one there. What happens is reported as `RankEvents`.
+(`host_agent`) has one there. Events are reported as `RankEvents`.
 
 The event loop is woken by file descriptors alone: by an eventfd for results, by the control
 connections for start-up messages, and by a pidfd when a process has ended. (The sentinel of
@@ -60,7 +60,8 @@ class RankProcess(Protocol):
 
 
 class RankEvents(Protocol):
-    """What a host reports of its ranks, on the event loop. Ranks are numbers in the engine."""
+    """Events that a host reports of its ranks, on the event loop. Ranks are numbers in the
+    engine."""
 
     def on_progress(self, rank: int, done: int, total: int) -> None:
         """A rank has loaded `done` of `total` bytes."""
@@ -106,8 +107,8 @@ class HostRanks:
     Args:
         config, folder, engine: as in `WorkerSpec`.
         places: of the ranks, in the order of their numbers on this host.
-        heartbeat: where they write what they are doing: a line for each rank of the engine.
-        events: whose methods are called when something happens.
+        heartbeat: where the ranks record their progress: a line for each rank of the engine.
+        events: its methods are called when something happens.
         visible_devices: as in `WorkerSpec`.
         launch: starts the process of a rank.
         rendezvous: where the ranks find the ranks of other engines, if they compute with them;
@@ -158,7 +159,7 @@ class HostRanks:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of these ranks in errors."""
         return "this host"
 
     # ---------------------------------------------------------------- start
@@ -313,8 +314,8 @@ class HostRanks:
         _kill_all(self._processes)
 
     async def end(self) -> None:
-        """Ends all processes, and waits until they are gone: those of a host that serves end by
-        themselves when their connection closes. Also after a start that was cancelled."""
+        """Ends all processes, and waits until they are gone: the processes of a host that serves
+        end by themselves when their connection closes. Also after a start that was cancelled."""
         if self._spawning is not None:
             await asyncio.wait([self._spawning])  # a cancelled start may still be spawning
         if self._is_watched:

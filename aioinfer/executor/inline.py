@@ -144,7 +144,7 @@ class InlineExecutor:
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
         self._closed = True
-        self._masked.put(None)  # a step that waits for masks would keep the thread for ever
+        self._masked.put(None)  # a step that waits for masks would keep the thread from ending
         await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
 
 

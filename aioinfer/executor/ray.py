@@ -86,7 +86,7 @@ class RayExecutor(WorkerExecutor):
         for node in nodes:
             if (
                 node.node_id == own_id
-            ):  # made last: until it is among the hosts, nobody would end it
+            ):  # made last: until it is among the hosts, nothing would end it
                 local = [places[rank] for rank in node.ranks]
                 hosts.append(self._make_local(local, _visible_devices(node)))
         return hosts
@@ -146,8 +146,8 @@ class RayExecutor(WorkerExecutor):
         ]
 
     def _handle_end(self, node: ray_cluster.Node, agent: asyncio.Future[Any]) -> None:
-        """Handles the end of an agent: what the stream says of it, if it says anything, comes
-        first and is more exact."""
+        """Handles the end of an agent: a report of it over the stream, if there is any, comes first
+        and is more exact."""
         if agent.cancelled() or self._ending is not None:
             return
         error = agent.exception()

@@ -1,4 +1,4 @@
-"""What the Ray executor asks of Ray: a connection, and a placement of ranks on nodes. Everything
+"""Requests of the Ray executor to Ray: a connection, and a placement of ranks on nodes. Everything
 here may block for seconds, and is called in a thread.
 
 A tensor-parallel group is placed whole, as one bundle of a placement group, which Ray never
@@ -28,8 +28,8 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.ipc.placement import RankSpec
 
-#: Ray gives out resources that are free within milliseconds; those of a placement group that was
-#: removed or of a node that has just joined may take a second.
+#: Ray gives out resources that are free within milliseconds; resources of a placement group that
+#: was removed or of a node that has just joined may take a second.
 _READY_S = 2.0
 _FIRST_DELAY_S = 1.0
 _MAX_DELAY_S = 15.0
@@ -86,7 +86,7 @@ def _connect(address: str | None, num_ranks: int) -> None:
                 f"parallel.ray_address = {address!r}: no Ray cluster answers: {error}"
             ) from error
         return
-    # otherwise Ray reports what it runs to its makers
+    # otherwise Ray reports its usage to its makers
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         "local",
@@ -154,17 +154,17 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the node in errors."""
         return f"host {self.address} (Ray node {self.node_id[:8]})"
 
 
 @dataclass(slots=True)
 class Placement:
-    """Where the ranks are: what Ray holds for them until `release`.
+    """Placement of the ranks: the resources that Ray holds for them until `release`.
 
     Attributes:
         group: Ray's placement group.
-        nodes: those with ranks, in the order of their first.
+        nodes: the nodes with ranks, in the order of their first rank.
     """
 
     group: PlacementGroup
@@ -179,7 +179,7 @@ class Placement:
 
 
 def rank_resources(config: Config) -> dict[str, float]:
-    """Returns what a rank takes of a node. Needs a connection."""
+    """Returns the resources that a rank takes of a node. Needs a connection."""
     parallel = config.parallel
     num_gpus = ray.cluster_resources().get("GPU", 0)
     if parallel.device == "cuda" or (parallel.device == "auto" and num_gpus):
@@ -188,7 +188,7 @@ def rank_resources(config: Config) -> dict[str, float]:
 
 
 def part_sizes(group_size: int) -> list[int]:
-    """Returns into parts of which sizes a tensor-parallel group may be divided, the largest
+    """Returns the sizes of the parts that a tensor-parallel group may be divided into, the largest
     first."""
     return [size for size in range(group_size, 0, -1) if group_size % size == 0]
 
@@ -266,8 +266,9 @@ def _start_actors(
         found = ray.get([actor.describe.remote() for actor in actors], timeout=_ACTOR_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         raise EngineDeadError(f"an actor on a node of Ray could not start: {error}") from error
-    # bundles are alike: those of a node get ranks that follow each other, and the driver's node the
-    # first, whose results then need no stream (those of a pipeline come from its last stage)
+    # bundles are alike: the bundles of a node get ranks that follow each other, and the driver's
+    # node the first ranks, whose results then need no stream (results of a pipeline come from its
+    # last stage)
     own, _ = own_node()
     held = sorted(zip(actors, found, strict=True), key=lambda each: (each[1][0] != own, each[1][0]))
     nodes: dict[str, Node] = {}

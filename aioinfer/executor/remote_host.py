@@ -28,14 +28,14 @@ _END_S = 5.0  # an agent may take so long to end its ranks
 
 
 class RemoteHost:
-    """Implements `WorkerHost` over a link, and hands on what the agent reports.
+    """Implements `WorkerHost` over a link, and passes on the agent's reports.
 
     Args:
-        name: what errors call the host.
+        name: of the host in errors.
         ranks: its ranks, ascending.
         connection: to its agent, behind the handshake.
-        heartbeat: gets what its ranks record.
-        events: told of what happens.
+        heartbeat: gets the records of its ranks.
+        events: gets the events of these ranks.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RemoteHost:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name of the host in errors."""
         return self._name
 
     @property
@@ -76,7 +76,7 @@ class RemoteHost:
         self._link.send(FrameKind.MESSAGE, 0, encode_message(kind, **values))
 
     async def start(self) -> None:
-        """Has the agent start its ranks."""
+        """Asks the agent to start its ranks."""
         self._send("start")
 
     def allocate(self, num_blocks: Sequence[int], max_model_len: int, vocab_size: int) -> None:
@@ -165,13 +165,13 @@ class RemoteHost:
     # ---------------------------------------------------------------- the end
 
     def kill(self) -> None:
-        """Has the agent end its ranks at once, and itself."""
+        """Asks the agent to end its ranks at once, and itself."""
         self._timer.cancel()
         self._send("kill")
 
     async def end(self) -> None:
-        """Has the agent end its ranks and itself, and waits for that, though not for long: an agent
-        that is cut off ends them, too."""
+        """Asks the agent to end its ranks and itself, and waits for that, though not for long: an
+        agent that is cut off ends them, too."""
         self._timer.cancel()
         if not self._is_lost:
             self._events = _Nobody()
@@ -185,7 +185,7 @@ class RemoteHost:
 
 
 class _Nobody:
-    """Takes `RankEvents` that nobody wants any more."""
+    """Implements `RankEvents` for a host that has ended: drops all events."""
 
     def on_progress(self, rank: int, done: int, total: int) -> None: ...
 

@@ -1,5 +1,5 @@
 """The executor for processes that torchrun has started (`torchrun --nproc-per-node N -m aioinfer
-...`), for those who bring their own placement, on one host or several.
+...`), for users with a placement of their own, on one host or several.
 
 Rank 0's process leads: it has the HTTP server or the program, the scheduler and the event loop, and
 a worker process for its own rank, as with `MultiprocessExecutor`. On every other host, the process
@@ -11,8 +11,8 @@ same inputs, works offline only, where no clock and no client decides what a ste
 The processes of a host meet in a folder (`torchrun_meeting`), the hosts in torchrun's own store
 (`torchrun_hosts`).
 
-When one rank fails, torchrun ends all of them. Hence workers are not started anew here; torchrun's
-own `--max-restarts` starts everything anew.
+When one rank fails, torchrun ends all of them. Hence workers are not restarted here; torchrun's own
+`--max-restarts` restarts everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from aioinfer.worker.process import WorkerSpec, main
 
 
 def torchrun_place(config: Config, environ: Mapping[str, str] = os.environ) -> TorchrunPlace | None:
-    """Returns where this process stands, or None if it is not one of several that torchrun has
+    """Returns the place of this process, or None if it is not one of several that torchrun has
     started, or the configuration names an executor.
 
     Raises:
@@ -103,7 +103,7 @@ def _flush() -> None:
 
 
 def _end(status: int) -> None:
-    """Ends this process: what stands behind `LLM(...)` is for rank 0 alone."""
+    """Ends this process: code after `LLM(...)` is for rank 0 alone."""
     _flush()
     os._exit(status)
 
@@ -136,7 +136,7 @@ class TorchrunExecutor(WorkerExecutor):
             RemoteHost(name, ranks, connection, self.heartbeat, self)
             for name, ranks, connection in connections
         ]
-        # made last: until it is among the hosts, nobody would end it
+        # made last: until it is among the hosts, nothing would end it
         return [*hosts, self._make_local(places[: self._place.local_size])]
 
     def _make_local(self, places: list[RankSpec]) -> HostRanks:

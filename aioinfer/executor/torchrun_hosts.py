@@ -1,12 +1,12 @@
-"""How the hosts on which torchrun has started processes meet, and what the first process of each
-host but the leader's does (`torchrun`).
+"""Rendezvous of the hosts on which torchrun has started processes, and the agent in the first
+process of each host but the leader's (`torchrun`).
 
 They meet in torchrun's own store, at MASTER_ADDR and MASTER_PORT: each host says that it is there,
 and rank 0, the leader, says where it listens, on which host each rank is, and a secret of this
 start. Behind that everything is as with Ray: a stream to each host (`ipc.host_link`), whose sides
 prove that they know the secret, and an agent there (`host_agent`).
 
-The store has no authentication, so the secret keeps out only those who cannot reach torchrun's
+The store has no authentication, so the secret keeps out only clients that cannot reach torchrun's
 port. Nothing is lost by that: torchrun itself unpickles what it finds in its store
 (`torch.distributed.elastic.rendezvous`, backend c10d), so whoever reaches that port can already run
 code on every host. What is read here is JSON.
@@ -39,7 +39,7 @@ from aioinfer.ipc.host_link import HostListener, LinkError
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 
 _POLL_S = 0.1
-_CONNECT_TIMEOUT_S = 60.0  # from what the leader says until all hosts have connected to it
+_CONNECT_TIMEOUT_S = 60.0  # from the leader's message until all hosts have connected to it
 _LEADER = "leader"
 #: Sections of the configuration that the ranks read.
 _SECTIONS = ("model", "cache", "scheduler", "parallel", "pooling")
@@ -89,8 +89,8 @@ class _TorchrunStore:
 
 
 def config_digest(config: Config) -> str:
-    """Returns a digest of what the ranks read of a configuration: it has to be the same on all
-    hosts, since each reads its own file."""
+    """Returns a digest of the parts of a configuration that the ranks read: it has to be the same
+    on all hosts, since each reads its own file."""
     sections = [dataclasses.asdict(getattr(config, name)) for name in _SECTIONS]
     return hashlib.sha256(repr(sections).encode()).hexdigest()
 
@@ -108,8 +108,8 @@ class HostMeeting:
     async def gather(
         self, groups: Sequence[tuple[str, int]]
     ) -> tuple[list[RankSpec], list[tuple[str, list[int], socket.socket]]]:
-        """Returns the places of all ranks, and the other hosts: what errors call each, its ranks,
-        and a connection to its agent.
+        """Returns the places of all ranks, and the other hosts: the name of each in errors, its
+        ranks, and a connection to its agent.
 
         Raises:
             ConfigError: the hosts' configurations differ, or a tensor-parallel group of GPUs is on
@@ -143,7 +143,7 @@ class HostMeeting:
         return places, [(names[n], ranks[n], connections[n - 1]) for n in range(1, len(hosts))]
 
     def _wait_for_hosts(self) -> list[dict[str, Any]]:
-        """Returns what each host says of itself; runs in a thread."""
+        """Returns the message of each host about itself; runs in a thread."""
         self._store = store = _TorchrunStore(self._place)
         if self._is_cancelled:
             store.cancelled.set()
@@ -164,7 +164,7 @@ class HostMeeting:
         return hosts
 
     def cancel(self) -> None:
-        """Has `gather` wait no longer."""
+        """Makes `gather` stop waiting."""
         self._is_cancelled = True
         if self._store is not None:
             self._store.cancelled.set()
@@ -209,8 +209,8 @@ def _own_address(place: TorchrunPlace) -> str:
 
 
 def serve_host(config: Config, place: TorchrunPlace, find: Callable[[Config], Path]) -> None:
-    """Serves the leader as the agent of this host, until it ends this. Called in the process of
-    the host's first rank.
+    """Serves the leader as the agent of this host, until the leader ends it. Called in the process
+    of the host's first rank.
 
     Raises:
         ConfigError: the model is not on this host.

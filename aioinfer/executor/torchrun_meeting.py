@@ -1,4 +1,4 @@
-"""How the processes that torchrun has started on one host meet (`torchrun`).
+"""Rendezvous of the processes that torchrun has started on one host (`torchrun`).
 
 They share no parent of ours, so the first of them hands its rings to the others: over a Unix socket
 in a folder that only this user can enter. The folder's name follows from torchrun's process, which
@@ -34,7 +34,7 @@ _CREDENTIALS = struct.Struct("iII")  # unix(7): process, user, group
 
 @dataclass(frozen=True, slots=True)
 class TorchrunPlace:
-    """Where this process stands among those that torchrun has started.
+    """Place of this process among the processes that torchrun has started.
 
     Attributes:
         rank, world_size: in all.
@@ -54,7 +54,7 @@ class TorchrunPlace:
 
     @property
     def folder(self) -> Path:
-        """Where the processes of this host and this run meet."""
+        """The folder in which the processes of this host and this run meet."""
         name = f"aioinfer-{os.getuid()}-{os.getppid()}-{self.port}"
         return Path(tempfile.gettempdir(), name)
 
@@ -166,7 +166,7 @@ class Meeting:
         self._joined[int.from_bytes(connection.recv_bytes(4), "little")] = connection, pid
 
     def cancel(self) -> None:
-        """Has `launch` wait no longer."""
+        """Makes `launch` stop waiting."""
         self._is_open = False
 
     def close(self) -> None:

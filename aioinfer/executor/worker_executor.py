@@ -1,9 +1,9 @@
-"""What all executors with processes for ranks have in common, on one host or several.
+"""Common base of all executors with processes for ranks, on one host or several.
 
 An executor of this kind has hosts (`WorkerHost`), each with some of the ranks: `HostRanks` on the
-driver's own host, `RemoteHost` elsewhere. Which they are is what its subclasses decide. Nothing
-here waits. Only while steps are unanswered or workers start, a timer checks once a second for ranks
-that do not run.
+driver's own host, `RemoteHost` elsewhere. Its subclasses decide which hosts these are. Nothing here
+waits. Only while steps are unanswered or workers start, a timer checks once a second for ranks that
+do not run.
 
 When one rank ends, all are ended, and the error names the one that was first: ranks that wait for
 it in a collective fail a moment later, and must not be reported as the cause.
@@ -96,7 +96,7 @@ class WorkerExecutor:
 
     Attributes:
         groups: the axes of the world, as in `RankSpec`.
-        heartbeat: what each rank of the world recorded last.
+        heartbeat: the last record of each rank of the world.
         check_every_s: how often the hosts are asked for faults while there is work.
     """
 
@@ -119,7 +119,7 @@ class WorkerExecutor:
         self._posted: deque[tuple[int, float]] = deque()  # (step id, when) of unanswered plans
         # posted steps whose masks are not posted yet, and how many rows they have
         self._unmasked: dict[int, int] = {}
-        self._masks: I32 | None = None  # where this host has no ranks that share theirs
+        self._masks: I32 | None = None  # if no ranks of this host share it
         self._in_flight_s = 0.0  # while steps were in flight
         self._in_flight_since = 0.0
         self._last_result = 0.0
@@ -138,8 +138,8 @@ class WorkerExecutor:
         raise NotImplementedError
 
     async def _release(self) -> None:
-        """Gives back what `_make_hosts` took, whose hosts have ended. Called once, also if
-        `_make_hosts` failed or was cancelled, or was never called."""
+        """Gives back the resources that `_make_hosts` took, once its hosts have ended. Called once,
+        also if `_make_hosts` failed or was cancelled, or was never called."""
 
     # ---------------------------------------------------------------- start
 
@@ -258,7 +258,7 @@ class WorkerExecutor:
             self._fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
 
     def stage_times(self) -> Sequence[StageTime]:
-        """See `Executor.stage_times`. What other hosts report is up to a second old."""
+        """See `Executor.stage_times`. Reports of other hosts are up to a second old."""
         if self._num_stages == 1:
             return ()
         in_flight_s = self._in_flight_s
@@ -365,7 +365,7 @@ class WorkerExecutor:
 
     def _fail_with_first(self) -> None:
         """Fails with the error that was first. One that did not arise in a collective comes before
-        those that did."""
+        errors that did."""
         report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
         name = self._ranks[report.rank].name
         self._fail(report.error or EngineDeadError(f"worker {name} failed:\n{report.trace}"))
@@ -386,7 +386,7 @@ class WorkerExecutor:
         """Reports the first failure and ends all workers: none can go on without the others."""
         if self._failure is not None or self._ending is not None:
             return
-        self._failure = error = self._hang or error  # what the stopped ranks cause comes later
+        self._failure = error = self._hang or error  # errors of the stopped ranks come later
         for host in self._hosts:
             host.kill()
         if self._started:

@@ -1,9 +1,9 @@
-"""Which replicas there are, and following their reports.
+"""The replicas of a deployment, and the streams of their reports.
 
-Who is a member, something else says (`deploy.application` asks Ray Serve); whether a member gets
-requests, its stream of reports does: from its first report on, until the stream ends or says that
-the replica leaves. So a replica that is killed gets no more requests as soon as its connections are
-closed, whatever Serve has noticed, and one that hangs after `_SILENCE_S`.
+Another module decides which replicas are members (`deploy.application` asks Ray Serve). A member
+gets requests from the first report of its stream on, until the stream ends or says that the replica
+leaves. So a replica that is killed gets no more requests as soon as its connections are closed,
+whatever Serve has noticed, and one that hangs after `_SILENCE_S`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAUSE_S = 0.5
 
 
 class Members:
-    """Follows the replicas of a deployment and tells the router.
+    """Follows the reports of a deployment's replicas and passes them to the router.
 
     Attributes:
         urls: of the replicas that were members, by name.
@@ -49,7 +49,7 @@ class Members:
         on_silence: Callable[[str], None],
     ):
         """`discover` returns the replicas that serve; one that it leaves out is followed no more.
-        `on_silence` is called with the name of one that has not reported for too long."""
+        `on_silence` is called with the name of a replica that has not reported for too long."""
         self.urls: dict[str, str] = {}
         self._discover, self._token, self._router, self._http = discover, token, router, http
         self._on_block_size, self._on_silence = on_block_size, on_silence
@@ -80,7 +80,7 @@ class Members:
         while True:
             try:
                 self._update(await self._discover())
-            except Exception as error:  # asked again in a second; those that are known go on
+            except Exception as error:  # asked again in a second; known replicas go on
                 self._warn("", f"the replicas could not be asked for: {error!r}")
             await asyncio.sleep(_ASK_S)
 

@@ -1,4 +1,4 @@
-"""What a gateway counts: `/metrics` of its own, beside those of each replica."""
+"""Metrics of a gateway: its own `/metrics`, beside the metrics of each replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aioinfer.cluster.router import ClusterRouter
 
 
 class GatewayMetrics:
-    """What `/metrics` of a gateway shows."""
+    """The metrics of a gateway, as `/metrics` shows them."""
 
     def __init__(self, router: ClusterRouter):
         self.registry = CollectorRegistry()

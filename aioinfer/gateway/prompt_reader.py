@@ -1,12 +1,12 @@
 """The block hashes of a request's prompt, as replicas compute them, for the router.
 
 The gateway encodes a prompt as the replica will: with the served tokenizer and its chat template.
-Hashes of the prompt's text would be cheaper, and could not be compared with what a replica's KV
-cache holds: a cache forgets blocks of tokens, holds answers as well as prompts, and shares what the
-template puts before a conversation. The price is that a prompt is encoded twice, 6 ms for 3 700
-tokens in a thread of the gateway, where computing them takes an H200 87 ms (8B). What cannot
-fill a block is not encoded, and neither is a request whose prompt the router would not read:
-other endpoints' bodies are routed by load.
+Hashes of the prompt's text would be cheaper, but could not be compared with the contents of a
+replica's KV cache: a cache forgets blocks of tokens, holds answers as well as prompts, and shares
+the text that the template puts before a conversation. The price is that a prompt is encoded twice,
+6 ms for 3 700 tokens in a thread of the gateway, where computing them takes an H200 87 ms (8B). A
+prompt that cannot fill a block is not encoded, and neither is a request whose prompt the router
+would not read: other endpoints' bodies are routed by load.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_LEN = 2**22
 
 
 class Prompt(NamedTuple):
-    """What the router needs of a request."""
+    """The prompt of a request as the router needs it."""
 
     length: int
     hashes: list[bytes]
@@ -67,7 +67,7 @@ class PromptReader:
 
     async def read(self, path: str, body: bytes) -> Prompt:
         """Returns the prompt of a request; without hashes where there are none to compare, or the
-        body is wrong, which the replica will say."""
+        body is wrong, which the replica will report."""
         estimate = Prompt(max(1, len(body) // _BYTES_PER_TOKEN), [])
         if not self._block_size or len(body) < self._block_size:
             return estimate

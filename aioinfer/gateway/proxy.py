@@ -3,8 +3,8 @@ router chooses, and the reply back as it comes.
 
 It is what clients see of a deployment: TLS, allowed hosts and the bounds on connections and bodies
 are its own, by the same code as a server's (`api.connections`, `api.listener`). Everything else is
-the replicas': API keys, limits, errors and all endpoints. Only what a replica keeps to itself
-(files, batches, stored responses and conversations, pauses) is not to be had through a gateway.
+the replicas': API keys, limits, errors and all endpoints. Only the state of a single replica
+(files, batches, stored responses and conversations, pauses) is not available through a gateway.
 
 A request that a replica has refused before anything was done for it (it leaves, its queue is full,
 nothing listens there any more) goes to another. So does one whose replica is lost, unless its
@@ -49,7 +49,7 @@ _MAX_TRIES = 4
 #: Serve starts in its place; how often it looks.
 _MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
-#: Paths, or what they begin with, whose state a single replica keeps.
+#: Paths, or prefixes of paths, whose state a single replica keeps.
 _KEPT = (
     "/v1/batches",
     "/v1/chat/completions/chatcmpl-",
@@ -61,7 +61,7 @@ _KEPT = (
 
 
 def _is_kept(method: str, path: str) -> bool:
-    """Whether what a request asks for is in a single replica."""
+    """Whether a request asks for the state of a single replica."""
     if method == "GET" and path == "/v1/chat/completions":
         return True
     return path.startswith(_KEPT) and path != "/v1/responses/input_tokens"
@@ -127,7 +127,7 @@ class Gateway:
         return url
 
     async def stop(self) -> None:
-        """Takes no more requests, passes on the replies to those that have come within
+        """Takes no more requests, passes on the replies to the requests that have come within
         `server.shutdown_timeout_s`, and ends."""
         self._obstacle = "the gateway is shutting down"
         await asyncio.sleep(self._settings.shutdown_delay_s)
@@ -199,7 +199,7 @@ class Gateway:
             return await self._pass_on(Relay(request, target, body, prompt, self._token))
 
     def _own(self, path: str) -> web.StreamResponse | None:
-        """Returns the gateway's own answer, None for what a replica answers."""
+        """Returns the gateway's own answer, or None for a request that a replica answers."""
         match path:
             case "/health/live":
                 return json_response({"status": "ok"})
@@ -219,7 +219,7 @@ class Gateway:
         return None
 
     def _has_key(self, request: web.BaseRequest) -> bool:
-        """Whether a replica will serve a request: encoding prompts is for those only."""
+        """Whether a replica will serve a request: only then its prompt is encoded."""
         given = [request.headers.get("Authorization")]
         given += [
             f"Bearer {request.headers[name]}" for name in KEY_HEADERS if name in request.headers
@@ -316,6 +316,6 @@ class Gateway:
                 del self._open[replica]
 
     def _cut_off(self, replica: str) -> None:
-        """Ends what is under way with a replica that is silent."""
+        """Ends the requests under way at a replica that is silent."""
         for end in list(self._open.get(replica, ())):
             end()

@@ -1,8 +1,8 @@
-"""One request on its way through a gateway, and what its client has of the reply.
+"""One request on its way through a gateway, and the part of the reply that its client has.
 
-Nothing of a reply is passed on twice, and nothing is left out, however many replicas it takes. What
-the client has of a stream is known in whole events and their marks, which hold the tokens (see
-`api.event_stream`): a replica that is lost in the middle of an event has sent nothing of it.
+Nothing of a reply is passed on twice, and nothing is left out, however many replicas it takes. The
+part of a stream that the client has is known in whole events and their marks, which hold the tokens
+(see `api.event_stream`): a replica that is lost in the middle of an event has sent nothing of it.
 `proxy` is the only caller.
 """
 
@@ -22,11 +22,11 @@ from aioinfer.api.sse import DONE, error_event
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
 
-#: A reply's header that names the replica, as Serve's logs and dashboard do; that of a stream names
-#: the one that began it.
+#: A reply's header that names the replica, as Serve's logs and dashboard do; the header of a stream
+#: names the one that began it.
 REPLICA_HEADER = "X-Aioinfer-Replica"
-#: Headers that concern one connection (RFC 9110, 7.6.1), those that the client library sets, and
-#: those between gateways and replicas.
+#: Headers that concern one connection (RFC 9110, 7.6.1), headers that the client library sets, and
+#: headers between gateways and replicas.
 _HOP = frozenset(
     (
         "connection",
@@ -45,7 +45,7 @@ _HOP = frozenset(
         ERROR_HEADER.lower(),
     )
 )
-#: What a replica answers when it has done nothing for a request.
+#: Error codes of a replica that has done nothing for a request.
 _REFUSALS = frozenset(("not_ready", "overloaded"))
 #: Media types of replies that come piece by piece.
 _STREAMS = frozenset(("text/event-stream", "application/x-ndjson"))
@@ -65,7 +65,7 @@ class ReplicaLostError(RequestError):
 
 
 class RefusedError(Exception):
-    """A replica did nothing for a request. `response` is what it answered, if anything."""
+    """A replica did nothing for a request. `response` is its answer, if it sent one."""
 
     def __init__(self, response: web.Response | None = None):
         super().__init__("refused")
@@ -73,18 +73,18 @@ class RefusedError(Exception):
 
 
 class Relay:
-    """A request, and what its client has of the reply.
+    """A request, and the part of the reply that its client has.
 
     Attributes:
         request: the client's.
         target: its path and query below `server.root_path`.
-        prompt: what the router needs of it.
+        prompt: its prompt, as the router needs it.
     """
 
     def __init__(
         self, request: web.BaseRequest, target: str, body: bytes, prompt: Prompt, token: str
     ):
-        """`token` is what replicas know gateways by."""
+        """`token` identifies gateways to replicas."""
         self.request, self.target, self.prompt = request, target, prompt
         self._body, self._token = body, token
         self._request_id: str | None = None
@@ -111,7 +111,7 @@ class Relay:
         return [*headers.items()], body or None
 
     async def take(self, reply: aiohttp.ClientResponse, replica: str) -> web.StreamResponse:
-        """Passes on what a replica replies.
+        """Passes on the reply of a replica.
 
         Raises `RefusedError` if it did nothing for the request, `ReplicaLostError`.
         """
@@ -164,8 +164,8 @@ class Relay:
     async def _pass_stream(
         self, reply: aiohttp.ClientResponse, response: web.StreamResponse
     ) -> web.StreamResponse:
-        """Passes on what comes of a stream as it comes: all of a marked one but what is behind its
-        last mark, until its end shows that this is whole."""
+        """Passes on the data of a stream as it comes. Of a marked stream, the data behind the last
+        mark is held back until the end of the stream shows that it is complete."""
         self._began, self._rest = reply.headers.get(STREAM_HEADER), b""
         end = b"\n\n" if reply.content_type == "text/event-stream" else b"\n"
         last = end
@@ -210,7 +210,8 @@ def _kept(reply: aiohttp.ClientResponse, replica: str) -> list[tuple[str, str]]:
 
 
 def _lost_event(target: str) -> bytes:
-    """Returns what ends a stream whose replica is lost, in the shape of the path's API."""
+    """Returns the error event that ends a stream whose replica is lost, in the shape of the path's
+    API."""
     status, body = describe(ReplicaLostError())
     if target.startswith("/v1/messages"):
         return b"event: error\ndata: " + orjson.dumps(anthropic_error(status, body)) + b"\n\n"

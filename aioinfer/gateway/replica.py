@@ -1,5 +1,5 @@
 """A replica behind gateways: the HTTP server of this package in a process that something else owns,
-and what it reports of itself.
+and its reports.
 
 `deploy.application` runs it in an actor of Ray Serve; nothing here needs Ray.
 """
@@ -25,7 +25,7 @@ _LEAVING_S = 0.5
 
 
 class Address(NamedTuple):
-    """Where a replica is reached. `name` is another after each start."""
+    """The address of a replica. `name` differs after each start."""
 
     name: str
     url: str
@@ -66,7 +66,7 @@ class ReplicaServer:
     _reports: ReportServer
 
     def load(self) -> Load:
-        """Returns what there is to do now."""
+        """Returns the current load."""
         return self._reporter.load()
 
     def check(self) -> None:
@@ -75,8 +75,8 @@ class ReplicaServer:
             raise EngineDeadError(self._frontend.dead_reason)
 
     async def stop(self) -> None:
-        """Takes no more requests, answers those that have come within `server.shutdown_timeout_s`,
-        and ends."""
+        """Takes no more requests, answers the requests that have come within
+        `server.shutdown_timeout_s`, and ends."""
         self._reporter.leave()
         self._server.leave()
         if self._frontend.is_healthy():
@@ -90,7 +90,7 @@ class ReplicaServer:
 
 
 def replica_config(config: Config, host: str) -> Config:
-    """Returns the configuration of a replica: what concerns the address, TLS and names is the
+    """Returns the configuration of a replica: settings of the address, TLS and names are the
     gateway's."""
     server = replace(
         config.server,

@@ -1,8 +1,8 @@
-"""What a replica tells gateways about itself, and the port at which it does: a stream of
-`cluster.reports` for each gateway.
+"""Reports of a replica to gateways, and the port that serves them: a stream of `cluster.reports`
+for each gateway.
 
-The hashes are those of the prefix cache itself: a block that is evicted is reported, and so is one
-that holds generated tokens.
+The reported hashes are the prefix cache's own: a block that is evicted is reported, and so is a
+block that holds generated tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.05
 #: A report is sent after this long even if nothing has changed.
 HEARTBEAT_S = 1.0
-#: Reports that may wait for a gateway that does not read; then it has to begin anew.
+#: Reports that may wait for a gateway that does not read; beyond that, the gateway must start again
+#: with a first report.
 _MAX_WAITING = 64
 
 
@@ -48,7 +49,7 @@ class Reporter:
         self._beat = 0.0
 
     def load(self) -> Load:
-        """Returns what there is to do now."""
+        """Returns the current load of the engines."""
         return load_of(engine.scheduler for engine in self._living())
 
     def leave(self) -> None:
@@ -65,8 +66,8 @@ class Reporter:
         self._unwatch()
 
     def subscribe(self) -> asyncio.Queue[bytes]:
-        """Returns a queue of encoded reports, which begins with everything; `unsubscribe` has to
-        follow. An empty one means that the reader was too slow."""
+        """Returns a queue of encoded reports, which begins with all hashes; `unsubscribe` has to
+        follow. Empty bytes mean that the reader was too slow."""
         if not self._readers:
             self._watch()
             self._task = asyncio.create_task(self._run())
@@ -117,10 +118,10 @@ class Reporter:
             self._tick()
 
     def _tick(self) -> None:
-        """Sends what has changed, or that nothing has."""
+        """Sends the changes since the last report, or a heartbeat without changes."""
         watched = {id(engine.scheduler.kv_cache.leading_pool) for engine in self._living()}
         if not watched >= {id(pool) for pool in self._pools}:
-            # workers were started anew, or an engine is dead: its cache is another
+            # workers were restarted, or an engine is dead: the prefix cache is another
             self._unwatch()
             self._watch()
             everything = {h for pool in self._pools for h in pool.hashes()}
@@ -144,7 +145,7 @@ class Reporter:
 
 
 class ReportServer:
-    """The port at which gateways get reports, for those that have its token."""
+    """The port at which gateways that have its token get reports."""
 
     def __init__(self, reporter: Reporter, token: str):
         self._reporter, self._token = reporter, token

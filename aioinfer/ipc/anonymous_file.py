@@ -1,6 +1,6 @@
 """Anonymous files in memory, which processes share by inheriting their descriptors.
 
-- `AnonymousFile`: what all have in common.
+- `AnonymousFile`: their base class.
 - `RendezvousFile`: where the ranks of one host find each other, for torch's `FileStore`. A
   `TCPStore` listens on a port that every user of the host can connect to, without authentication;
   this file has no name, so no other user can open it (`/proc/PID/fd` is closed to them), and
@@ -9,8 +9,8 @@
 - `StackDump`: the stacks of a process's threads, which the process itself writes when it gets a
   signal. `faulthandler` does it in the signal's handler, in C: it needs neither the interpreter's
   lock nor the main thread, so a process that hangs in a library or waits for a GPU answers, too.
-  One that is stopped, or in a system call that cannot be interrupted, does not. Stacks are names of
-  files and functions and numbers of lines; no value of a variable is among them.
+  A process that is stopped, or in a system call that cannot be interrupted, does not. Stacks are
+  names of files and functions and numbers of lines; no value of a variable is among them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def anonymous_file(name: str, size: int = 0) -> int:
     """Returns the descriptor of a new file in memory, `size` bytes of zeros, that nothing but its
     descriptors refers to. `name` is for lists of open files only.
 
-    Its mode lets the owner alone read and write it. The kernel makes such files readable by
-    everybody, and relies on `/proc/PID/fd` being closed to other users.
+    Its mode lets the owner alone read and write it. The kernel makes such files readable by all
+    users, and relies on `/proc/PID/fd` being closed to other users.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
@@ -79,8 +79,8 @@ class RendezvousFile(AnonymousFile):
 
 
 class RendezvousFiles:
-    """The files of worlds whose ranks are those of several engines. At its n-th start, an engine's
-    ranks meet those of the n-th start of all others."""
+    """The rendezvous files of worlds that span several engines. At its n-th start, an engine's
+    ranks meet the ranks of all other engines at their n-th starts."""
 
     def __init__(self, num_engines: int):
         self._num_engines = num_engines
@@ -104,14 +104,15 @@ _MAX_BYTES = 1 << 20
 
 
 class StackDump(AnonymousFile):
-    """The stacks of one process, in anonymous memory that it shares with whoever asks for them."""
+    """The stacks of one process, in anonymous memory that it shares with the processes that ask for
+    them."""
 
     def __init__(self) -> None:
         super().__init__("aioinfer-stacks")
 
     def register(self) -> None:
-        """Has this process write its stacks whenever they are requested. Until then a request ends
-        it."""
+        """Makes this process write its stacks whenever they are requested. Before this call a
+        request ends the process."""
         faulthandler.register(_SIGNAL, file=self._fd, all_threads=True, chain=False)
 
     def request(self, pid: int) -> None:
@@ -124,5 +125,5 @@ class StackDump(AnonymousFile):
         faulthandler.dump_traceback(file=self._fd, all_threads=True)
 
     def read(self) -> str:
-        """Returns what has been written so far, or an empty text."""
+        """Returns the stacks written so far, or an empty text."""
         return os.pread(self._fd, _MAX_BYTES, 0).decode(errors="replace")

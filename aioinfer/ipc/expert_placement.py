@@ -1,10 +1,10 @@
-"""Which experts the ranks of a model have, and how often: the file `parallel.expert_placement`.
+"""The placement of a model's experts on ranks, with copies: the file `parallel.expert_placement`.
 
 An expert may have several copies, on different ranks as a rule, among which its tokens are divided.
 A copy of an expert on a rank is a place. Places are numbered rank by rank; where there are no
-copies and experts lie in their order, the numbers of places are those of experts. The layers read
-a placement (`layers.placed_experts`), and `engine.expert_load` makes one from counted tokens.
-Imports no torch.
+copies and experts lie in their order, a place has the number of its expert. The layers read a
+placement (`layers.placed_experts`), and `engine.expert_load` makes one from counted tokens. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ExpertPlacement:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what `read` reads."""
+        """Returns the contents of a file for `read`."""
         layers = {str(n): [list(e) for e in self.layers[n].by_rank] for n in sorted(self.layers)}
         return {"version": VERSION, "layers": layers}
 

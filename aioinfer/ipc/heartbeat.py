@@ -1,10 +1,10 @@
-"""What each rank is doing, and whether its process runs at all, so that an error names the rank
-that hung.
+"""Heartbeats: what each rank is doing, and whether its process runs at all, so that an error names
+the rank that hung.
 
-Each rank writes what it is doing into anonymous shared memory (`Heartbeat`). Whether its process
-runs is read from the kernel (`ProcessMonitor`), which knows it even of a process that is stopped
-or in a long call into a library. So no rank is woken only to show that it lives, and
-`MultiprocessExecutor` checks only while it waits for an answer.
+Each rank writes the steps that it begins and finishes into anonymous shared memory (`Heartbeat`).
+Whether its process runs is read from the kernel (`ProcessMonitor`), which knows it even of a
+process that is stopped or in a long call into a library. So no rank is woken only to show that it
+lives, and `MultiprocessExecutor` checks only while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from aioinfer.ipc.anonymous_file import anonymous_file
 # int64 of a rank: a cache line. In it: step begun, when, step finished, when, step launched, when
 # the last even one was launched, when the last odd one was, nanoseconds spent on steps
 _LINE = 8
-_TIMES = (1, 3, 5, 6)  # which of them are times
+_TIMES = (1, 3, 5, 6)  # the indices of times
 _STATUS = re.compile(
     rb"^State:\t(\w).*^voluntary_ctxt_switches:\t(\d+)\nnonvoluntary_ctxt_switches:\t(\d+)$",
     re.DOTALL | re.MULTILINE,
 )
-_STATUS_BYTES = 1 << 14  # far more than it has, also on a machine whose list of cores is long
+_STATUS_BYTES = 1 << 14  # far more than the file has, also on a machine with a long list of cores
 _REASONS = {
     "T": "it is stopped, as by SIGSTOP",
     "D": "it hangs in a system call that cannot be interrupted",
@@ -39,15 +39,15 @@ _REASONS = {
 
 class Heartbeat:
     """The last step that each rank began and the last that it finished; on a GPU the next begins
-    before one is finished. There a rank also records that it has launched a step: from then on the
-    device alone is at it, and an error tells a device that hangs from a host that does.
+    before one is finished. There a rank also records that it has launched a step: from then on only
+    the device works on it, and an error tells a device that hangs from a host that does.
 
     Times are of `time.monotonic_ns`, one clock for all processes of a machine. It can be pickled
     only for a process that is being spawned, which inherits the memory.
     """
 
     def __init__(self, num_ranks: int, names: Sequence[str] = ()):
-        """`names` are what messages call the ranks; their numbers by default."""
+        """`names` are the ranks' names in messages; their numbers by default."""
         self._num_ranks = num_ranks
         self._names = names or [str(rank) for rank in range(num_ranks)]
         self._fd = anonymous_file("aioinfer-heartbeat", num_ranks * _LINE * 8)
@@ -101,8 +101,8 @@ class Heartbeat:
         """Returns the ranks for which a step is not finished.
 
         These are the ranks that have not begun it, since the others wait for them in a collective;
-        if all have begun it, those that have not finished it; if all have finished it, every rank,
-        since the result is lost.
+        if all have begun it, the ranks that have not finished it; if all have finished it, every
+        rank, since the result is lost.
         """
         begun, begun_ns, finished, finished_ns = self._lines[:, :4].T
         for waiting in (
@@ -114,7 +114,7 @@ class Heartbeat:
         return list(range(self._num_ranks))
 
     def describe(self, rank: int) -> str:
-        """Returns what `rank` recorded last, and how long ago."""
+        """Returns a text about the last record of `rank`, and how long ago it was."""
         begun, begun_ns, finished, finished_ns, _, *launched_ns = self._lines[rank, :7].tolist()
         if not begun_ns:
             return f"rank {self._names[rank]} has begun no step"
@@ -173,10 +173,10 @@ class ProcessMonitor:
     """Whether processes run at all, by the kernel's record of each one's main thread
     (proc_pid_status(5)).
 
-    A process that is stopped or in an uninterruptible call, and whose thread was not switched
-    between two checks, did not run in between. Other states cannot be mistaken for this one: on a
-    busy machine the thread is runnable, in a long computation it is running, and one that is
-    stopped and continued repeatedly is switched each time. A debugger's stop has another letter.
+    A process that is stopped or in an uninterruptible call did not run between two checks if its
+    thread was not switched in between. Other states cannot be mistaken for this one: on a busy
+    machine the thread is runnable, in a long computation it is running, and one that is stopped and
+    continued repeatedly is switched each time. A debugger's stop has another letter.
 
     Args:
         check_every_s: how often `check` is going to be called.
@@ -185,7 +185,7 @@ class ProcessMonitor:
     Attributes:
         resumed_at: when `check` was last called after a long break: this process was itself
             stopped, or had nothing to wait for. A terminal continues the processes of a stopped job
-            one after the other, so what was seen before the break does not count.
+            one after the other, so states seen before the break do not count.
     """
 
     def __init__(self, check_every_s: float = 1.0, stopped_after_s: float = 6.0):

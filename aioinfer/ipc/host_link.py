@@ -1,19 +1,19 @@
 """A stream between the driver of an engine and one of its other hosts: frames over TCP, behind a
 handshake in which both sides prove that they know a secret.
 
-What crosses it: plans, masks and small messages to the host; results, signs of life and small
-messages back (`FrameKind`). One plan travels to a host, whatever its number of ranks; there it goes
-through the ring of that host. A frame is a header (`_HEADER`: length of the payload, kind, a
-number, which is the step's where there is one) and its payload, in native byte order, like all that
-crosses the ring.
+Plans, masks and small messages go to the host; results, heartbeats and small messages come back
+(`FrameKind`). One plan travels to a host, whatever its number of ranks; there it goes through the
+ring of that host. A frame is a header (`_HEADER`: length of the payload, kind, a number, which is
+the step's where there is one) and its payload, in native byte order, like all messages of the ring.
 
 A socket of its own instead of asyncio's transports: the transports of uvloop write at the end of
-the loop's turn, and a plan must be on its way before the text of the step before is emitted.
+the loop's turn, and a plan must be on its way before the text of the previous step is emitted.
 
 The handshake: each side sends a random challenge and answers the other's with an HMAC (RFC 2104,
-SHA-256) under the secret. Strangers who can reach the port learn nothing and are cut off; before
-that they can make a side read a few bytes. The frames behind it are neither encrypted nor signed,
-and neither is what NCCL and gloo send: hosts of one engine belong on a network of their own.
+SHA-256) under the secret. Strangers that can reach the port learn nothing and are cut off; before
+that they can make a side read a few bytes. The frames behind the handshake are neither encrypted
+nor signed, and neither is the traffic of NCCL and gloo: hosts of one engine belong on a network of
+their own.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ HANDSHAKE_S = 10.0
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame holds.
+    """The kind of a frame: the meaning of its payload and number.
 
     PLAN: an encoded plan; the number is the step's. MASKS: the masks of a step's constrained rows,
-    int32 [rows, words]; the number is the step's. RESULT: an encoded result. BEAT: what each rank
-    of a host recorded last; the number is the host's clock. MESSAGE: a message in JSON.
+    int32 [rows, words]; the number is the step's. RESULT: an encoded result. BEAT: the last record
+    of each rank of a host; the number is the host's clock. MESSAGE: a message in JSON.
     """
 
     PLAN = 1
@@ -62,7 +62,7 @@ class FrameKind(enum.IntEnum):
 
 
 _KINDS = frozenset(FrameKind)
-#: Handshakes that may be under way at a time: who connects beyond them is cut off.
+#: Handshakes that may be under way at a time: further connections are cut off.
 _MAX_HANDSHAKES = 64
 
 
@@ -144,7 +144,7 @@ class HostLink:
         self._take_frames()
 
     def _take_frames(self) -> None:
-        """Hands on the frames that have come whole."""
+        """Passes on the frames that have come whole."""
         begin = 0
         with memoryview(self._received) as view:
             while self._is_open and len(view) - begin >= _HEADER.size:
@@ -233,7 +233,7 @@ async def connect_to_driver(address: tuple[str, int], secret: bytes, host: int) 
 
 
 def _prove(secret: bytes, side: bytes, challenge: bytes, claim: bytes) -> bytes:
-    """Returns what only a side that knows the secret can answer to both challenges."""
+    """Returns the answer to both challenges, which only a side that knows the secret can make."""
     return hmac.digest(secret, side + challenge + claim, "sha256")
 
 
@@ -269,7 +269,7 @@ class HostListener:
         self._all_came = asyncio.Event()
 
     async def wait(self) -> dict[int, socket.socket]:
-        """Returns the connections once all hosts have come; then nobody is let in any more. The
+        """Returns the connections once all hosts have come; then no further host is let in. The
         caller owns them."""
         loop = asyncio.get_running_loop()
         accepting = loop.create_task(self._accept())
@@ -309,7 +309,8 @@ class HostListener:
             self._all_came.set()
 
     def close(self) -> None:
-        """Stops listening, and closes the connections that nobody has taken. Safe to call twice."""
+        """Stops listening, and closes the connections that no caller has taken. Safe to call
+        twice."""
         self._socket.close()
         for connection in self.connections.values():
             connection.close()

@@ -1,9 +1,10 @@
-"""What the layers of a model keep in the KV cache, and which of them share block tables.
+"""The layout of the KV cache: what each layer keeps of a token, and which layers share block
+tables.
 
 A layer states its `KVSpec`. Layers with equal specifications form a group: the blocks of a group
 are numbered together, and a request has one block table a group (the scheme of vLLM's hybrid KV
 cache manager). The model makes the specifications, the worker allocates by them, and the scheduler
-plans with them; so they are plain data that crosses processes.
+plans with them; so they are plain data that goes from process to process.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class AttentionSpec:
 
     @property
     def token_shape(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token: two tensors, keys and values, of so many heads and
-        channels."""
+        """The shape that a layer keeps of a token: two tensors, keys and values, of so many heads
+        and channels."""
         return 2, self.num_kv_heads, self.head_size
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -57,7 +58,7 @@ class LatentSpec:
 
     @property
     def token_shape(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token: one tensor, of one head and so many channels."""
+        """The shape that a layer keeps of a token: one tensor, of one head and so many channels."""
         return 1, 1, self.size
 
     @property
@@ -74,7 +75,7 @@ class LatentSpec:
 
 
 #: Attention kernels read tiles of up to so many tokens whole, from a multiple of it on, and mask
-#: what is behind the window.
+#: the tokens behind the window.
 MAX_ATTENTION_TILE = 64
 
 KVSpec = AttentionSpec | LatentSpec
@@ -85,8 +86,8 @@ class KVGroup:
     """Layers of equal specification.
 
     Attributes:
-        spec: theirs.
-        layers: their numbers in the model, ascending.
+        spec: the specification of each layer.
+        layers: the numbers of the layers in the model, ascending.
     """
 
     spec: KVSpec
@@ -98,7 +99,7 @@ class KVGroup:
         return self.spec.window
 
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
-        """Returns how many blocks a request of `num_tokens` tokens owns at once at most.
+        """Returns the most blocks that a request of `num_tokens` tokens owns at once.
 
         With a window these are the blocks that hold the tokens of a step and the `window - 1`
         before them, wherever in a block the first of them lies.
@@ -127,7 +128,8 @@ class KVGroup:
 
 
 def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
-    """Returns the groups of a model whose layer i keeps `specs[i]`, by their first layers."""
+    """Returns the groups of a model in which layer i keeps `specs[i]`, ordered by their first
+    layers."""
     layers: dict[KVSpec, list[int]] = {}
     for number, spec in enumerate(specs):
         layers.setdefault(spec, []).append(number)
@@ -135,8 +137,8 @@ def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
 
 
 def groups_of_stage(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
-    """Returns the groups with those of their layers that a pipeline stage has, numbered from its
-    first one on. A group may have none there; its blocks then take no memory."""
+    """Returns the groups, each with the layers that a pipeline stage has of it, numbered from the
+    stage's first layer on. A group may have none there; its blocks then take no memory."""
     return tuple(
         KVGroup(group.spec, tuple(n - layers.start for n in group.layers if n in layers))
         for group in groups

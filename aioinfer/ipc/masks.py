@@ -1,10 +1,11 @@
-"""What makes rows of a step wait for masks: which tokens each of them may sample.
+"""Token masks of constrained rows: which tokens each row may sample, and how rows wait for their
+masks.
 
-A plan is posted before the masks of its rows are known, since they depend on the tokens of the step
-before. So the plan only lists its constrained rows (`ConstrainedRows`). The workers compute the
-step, all but the sampling of these rows, and wait for a `MaskNotice`: a message in the ring of the
-plans, behind its plan and before the next one. The masks themselves are in `MaskMemory`, which all
-processes of an engine share.
+A plan is posted before the masks of its rows are known, since they depend on the tokens of the
+previous step. So the plan only lists its constrained rows (`ConstrainedRows`). The workers compute
+the step, all but the sampling of these rows, and wait for a `MaskNotice`: a message in the ring of
+the plans, behind its plan and before the next one. The masks themselves are in `MaskMemory`, which
+all processes of an engine share.
 
 A mask is packed: token id t is bit `t % 32` of word `t // 32`, of int32 words; a set bit allows the
 token.
@@ -23,8 +24,8 @@ import numpy as np
 from aioinfer.ipc.anonymous_file import AnonymousFile
 from aioinfer.ipc.sections import I32, Section, array
 
-#: Steps whose masks may be in memory at a time without a pipeline: two steps are in flight, and one
-#: more makes sure that no rank still copies what is written anew.
+#: Steps that may have masks in memory at a time without a pipeline: two steps are in flight, and
+#: one more makes sure that no rank still copies a buffer that is overwritten.
 NUM_MASK_BUFFERS = 3
 #: Stands in a notice where a plan has its version.
 NOTICE_MARK = -1
@@ -51,7 +52,7 @@ class ConstrainedRows(Section):
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens(Section):
-    """Tokens of running requests that the workers do not know, since nothing sampled them: a
+    """Tokens of running requests that the workers do not have, since they were not sampled: a
     constraint left no choice. They are entered in the slots before the rows are computed.
 
     Attributes:
@@ -72,8 +73,8 @@ class MaskNotice:
     """The message that the masks of a step are in memory.
 
     Attributes:
-        step_id: the step's.
-        buffer: which buffer of `MaskMemory` has them, from its first row on.
+        step_id: the number of the step.
+        buffer: the buffer of `MaskMemory` that has the masks, from its first row on.
     """
 
     step_id: int
@@ -98,7 +99,7 @@ def is_notice(message: bytes | bytearray | memoryview) -> bool:
 
 
 def num_mask_buffers(num_stages: int) -> int:
-    """Returns for how many steps there are masks in memory: each further stage of a pipeline has
+    """Returns the number of steps that have masks in memory: each further stage of a pipeline has
     one more in flight."""
     return NUM_MASK_BUFFERS + num_stages - 1
 
@@ -113,7 +114,7 @@ class MaskMemory(AnonymousFile):
     read; pages that no mask touches take no memory.
 
     Attributes:
-        num_buffers: steps whose masks may be in it at a time.
+        num_buffers: steps that may have masks in it at a time.
 
     It is made before the workers are spawned, and gets its size when they have reported the size of
     the vocabulary (`resize`). Each process maps it when it first needs it.
@@ -126,11 +127,11 @@ class MaskMemory(AnonymousFile):
         self.num_buffers = num_buffers
 
     def resize(self, max_rows: int, vocab_size: int) -> None:
-        """Gives the memory its size, once: for `max_rows` rows of a step."""
+        """Sets the size of the memory, once: for `max_rows` rows of a step."""
         os.ftruncate(self._fd, 4 * self.num_buffers * max_rows * mask_words(vocab_size))
 
     def buffers(self, max_rows: int, vocab_size: int) -> I32:
-        """Returns the masks int32 [num_buffers, max_rows, words]; the sizes are those of
+        """Returns the masks int32 [num_buffers, max_rows, words]; the sizes are the same as for
         `resize`."""
         if self._buffers is None:
             shape = self.num_buffers, max_rows, mask_words(vocab_size)

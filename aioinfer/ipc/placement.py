@@ -1,7 +1,7 @@
-"""Where a worker's rank stands: in the world of all ranks of an engine, in its groups, on its host.
+"""The place of a worker's rank: in the world of all ranks of an engine, in its groups, on its host.
 
 `place_on_hosts` makes a `RankSpec` for each worker of an engine, for the executors that start them.
-It is sent to the worker, whose process joins the others by it (`layers.parallel.ProcessGroups`).
+It is sent to the worker, and its process joins the others by it (`layers.parallel.ProcessGroups`).
 Imports no torch.
 """
 
@@ -28,14 +28,14 @@ class RankSpec:
     Attributes:
         rank: this rank's number in the world.
         world_size: the number of ranks, on all hosts.
-        local_rank: its number among the ranks of its host, which is also that of its GPU.
+        local_rank: its number among the ranks of its host, which is also the number of its GPU.
         master_address, master_port: of the `TCPStore` through which ranks on several hosts find
-            each other. Those of one host use a `RendezvousFile`: a loopback address without a port
+            each other. Ranks of one host use a `RendezvousFile`: a loopback address without a port
             stands for that host.
         groups: (name, size) of each axis; names are of `GROUP_NAMES`, and the product of the sizes
             is `world_size`.
-        owns_devices: whether the GPUs that the process sees are those of its host's ranks alone,
-            as a cluster's scheduler gives them out; else they are counted over all engines.
+        owns_devices: whether the GPUs that the process sees belong to its host's ranks alone, as a
+            cluster's scheduler gives them out; else they are counted over all engines.
     """
 
     rank: int = 0
@@ -91,18 +91,18 @@ class RankSpec:
 
     @property
     def sends_results(self) -> bool:
-        """Whether the results of this rank are those that go back to the engine: of the last
-        stage, which samples, the first rank's do, since all of its ranks sample the same."""
+        """Whether the results of this rank go back to the engine: only the first rank of the last
+        stage sends them. The last stage samples, and all of its ranks sample the same."""
         return self.stage == self.size_of("pp") - 1 and self.index_in("tp") == 0
 
     @property
     def name(self) -> str:
-        """What messages call it: its number, and its stage if there are several."""
+        """The rank's name in messages: its number, and its stage if there are several."""
         return f"{self.rank} (stage {self.stage})" if self.size_of("pp") > 1 else str(self.rank)
 
     @property
     def names_of_all(self) -> list[str]:
-        """What messages call the ranks of its world, by their numbers."""
+        """The names in messages of all ranks of its world, by their numbers."""
         return [replace(self, rank=rank).name for rank in range(self.world_size)]
 
     @property

@@ -1,4 +1,4 @@
-"""What crosses the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
+"""The messages of the ring: `StepPlan` to the workers and `StepResult` back, and their flat layout.
 
 Layout (version 3; native byte order, since both sides are one machine). Every message is a header
 (`_PLAN_HEADER`, `_RESULT_HEADER`), the arrays of its fixed part in the order of the dataclass
@@ -8,8 +8,8 @@ takes a slot; after that a row of four integers a step names it, and its block t
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
 Bounds. But for forced tokens, 256 KiB at most, no plan exceeds `MAX_PLAN_BYTES`, three quarters of
-the longest message of a ring of the usual size: the scheduler counts the bytes of what it admits,
-and `max_sequence_tokens` limits how long a single request may be.
+the longest message of a ring of the usual size: the scheduler counts the bytes of the requests that
+it admits, and `max_sequence_tokens` limits how long a single request may be.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _RESULT_HEADER = struct.Struct("=iiixxxxqq")
 
 #: Three quarters of the longest message (16 MiB) of a ring of the usual size.
 MAX_PLAN_BYTES = 12 * 2**20
-#: What of it the fixed part of a plan may take; the rest is for admissions.
+#: Bytes that the fixed part of a plan may take of it; the rest is for admissions.
 MAX_FIXED_BYTES = 2 * 2**20
 #: Bytes of a row (four integers, and one more if it is constrained), of an entry of a block table's
 #: growth, and of a copy of a block.
@@ -80,7 +80,7 @@ def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:
 
 
 def max_sequence_tokens(block_size: int, num_groups: int = 1) -> int:
-    """Returns how long a sequence may be so that a plan can admit it, whatever its parameters are.
+    """Returns the longest sequence that a plan can admit, whatever its parameters are.
 
     Args:
         block_size: tokens a KV block; a prompt found in the cache brings its whole block tables.
@@ -105,12 +105,13 @@ class StepPlan:
         samples: int32 [rows], 1 if the row reaches the end of its tokens, so that the next one is
             sampled from its last logits.
         table_rows, table_indices, table_blocks: int32 [growth], `block_table[row, index] = block`,
-            applied first; row = group * max_num_seqs + slot, where `group` is that of the KV cache.
+            applied first; row = group * max_num_seqs + slot, where `group` is the group of the KV
+            cache.
         copy_sources, copy_targets: int32 [copies], KV blocks to copy (copy-on-write) before
             anything is computed.
-        sections: what only some plans have, at most one of a class; applied before the rows.
-        copy_groups: int32 [copies], the groups of the KV cache whose blocks are copied; all 0 if
-            left out.
+        sections: the parts that only some plans have, at most one of a class; applied before the
+            rows.
+        copy_groups: int32 [copies], the KV group of each copied block; all 0 if left out.
     """
 
     step_id: int
@@ -182,7 +183,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs(Section):
-    """Log-probabilities of a result's tokens, before anything that the sampler does.
+    """Log-probabilities of a result's tokens, from the logits before the sampler changes them.
 
     Attributes:
         sampled: float32 [sampled], of the sampled tokens; NaN where not requested.
@@ -213,10 +214,10 @@ class StepResult:
     """The outcome of a step, for its sampling rows in the order of the plan.
 
     Attributes:
-        step_id: the plan's.
+        step_id: the number of its plan.
         tokens: int32 [sampled]; -1 where the row's logits held NaN, so that nothing could be
             sampled.
-        sections: what only some results have, at most one of a class.
+        sections: the parts that only some results have, at most one of a class.
         busy_ns: nanoseconds that the worker spent on the step.
         take_ns: nanoseconds that the engine's process spent on taking the result from its ring;
             does not travel.

@@ -1,9 +1,9 @@
-"""What crosses the ring for requests that ask for outputs of their prompt's rows: the
-log-probabilities of the prompt's tokens, or its hidden states, pooled or one for each token.
+"""Sections of plans and results for outputs of prompt rows: the log-probabilities of the prompt's
+tokens, or its hidden states, pooled or one for each token.
 
 A plan lists the rows of a step that belong to such requests; other plans have no such section. The
-slots name the rows: a slot has one row in a step. What a step may send back is bounded by the
-constants below, so that a result fits into the ring.
+slots name the rows: a slot has one row in a step. The constants below bound the outputs of a step,
+so that a result fits into the ring.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from aioinfer.ipc.sections import F32, I32, Section, array
 from aioinfer.sampling_params import POOLINGS
 
-#: Bytes of a result that log-probabilities of prompt tokens, pooled hidden states, and those of
-#: each token may take. A message of the usual ring has 16 MiB at most.
+#: Bytes of a result that log-probabilities of prompt tokens, pooled hidden states, and hidden
+#: states of each token may take. A message of the usual ring has 16 MiB at most.
 MAX_LOGPROB_BYTES = 6 * 2**20
 MAX_POOLED_BYTES = 6 * 2**20
 MAX_STATE_BYTES = 3 * 2**20
@@ -33,7 +33,7 @@ def logprob_bytes(num_top: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobRows(Section):
-    """Rows of a plan whose prompt tokens' log-probabilities are wanted. P rows.
+    """Rows of a plan with requested log-probabilities of prompt tokens. P rows.
 
     Attributes:
         slots: int32 [P].
@@ -50,7 +50,7 @@ class PromptLogprobRows(Section):
 
 @dataclass(frozen=True, slots=True)
 class PooledRows(Section):
-    """Rows of a plan whose hidden states, after the model's last norm, are pooled. P rows.
+    """Rows of a plan with hidden states, after the model's last norm, to be pooled. P rows.
 
     Attributes:
         slots: int32 [P].
@@ -66,7 +66,7 @@ class PooledRows(Section):
 
 @dataclass(frozen=True, slots=True)
 class TokenStateRows(Section):
-    """Rows of a plan whose hidden states, after the model's last norm, are wanted. P rows.
+    """Rows of a plan with requested hidden states, after the model's last norm. P rows.
 
     Attributes:
         slots: int32 [P].
@@ -87,7 +87,7 @@ class PromptLogprobs(Section):
         logprobs: float32 [N], of the prompt's next token.
         ranks: int32 [N], its place among all tokens by likelihood, from 1 on.
         top_tokens: int32 [N, K], the likeliest tokens, likeliest first.
-        top_logprobs: float32 [N, K], theirs.
+        top_logprobs: float32 [N, K], of `top_tokens`.
     """
 
     kind = 10

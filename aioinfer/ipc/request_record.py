@@ -1,11 +1,11 @@
-"""Requests that take a slot, as they cross to the workers: one record each, and their lists packed.
+"""The wire form of admitted requests: one record each, and their lists packed.
 
 A request is sent whole once, when it is admitted. Its record is the same bytes on the ring, in a
 step's upload to the GPU and, field by field, in the tensors of the slots (`worker.slots`); its
 layout is derived from the declarations in `sampling_params`, so a new parameter of the sampler is
 one line there. Lists (tokens, logit biases, tokens that are banned until `min_tokens`) lie one
 behind the other in packed arrays, and records have their places. The n sequences of one request
-share the places of what they have in common.
+share the places of the lists that they have in common.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Admission:
         tokens: int32 [num_tokens], the prompt and, after a preemption, the output so far.
         prompt_len: how many of `tokens` are the prompt (the output counts for min_tokens and
             penalties).
-        params: the sampling parameters; of them only what the sampler needs crosses the ring.
+        params: the sampling parameters; only the parameters that the sampler needs go to the
+            workers.
         seed: the low 64 bits, with the position, key the noise of sampling.
         banned_until_min_tokens: the token ids that may not be sampled before `params.min_tokens`.
         num_candidates: of the likeliest tokens, how many the results bring for a beam search; 0
@@ -71,7 +72,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """What `Admissions` contain of one request; arrays are views.
+    """One request of `Admissions`; arrays are views.
 
     Attributes:
         slot: the slot.
@@ -105,7 +106,8 @@ class Admissions(Section):
 
     Attributes:
         records: [A], of dtype `RECORD`.
-        tokens, bias_ids, bias_values, banned_ids: [N], what the records point into.
+        tokens, bias_ids, bias_values, banned_ids: [N], the packed lists that the records point
+            into.
     """
 
     kind = 1
@@ -142,8 +144,8 @@ class Admissions(Section):
 
 @dataclass(frozen=True, slots=True)
 class FreedSlots(Section):
-    """Slots whose requests ended or were preempted and had penalties: workers free what they keep
-    for these. Applied before admissions, which may name the same slots.
+    """Slots of requests that had penalties and have ended or were preempted: workers free the
+    penalty counts of these. Applied before admissions, which may name the same slots.
 
     Attributes:
         slots: int32 [V].
@@ -201,8 +203,8 @@ class AdmissionPacker:
         return len(self._records) * RECORD.itemsize + 4 * values
 
     def add(self, admission: Admission) -> None:
-        """Adds a request. Those that have `tokens`, `params.logit_bias` or banned tokens in one and
-        the same object share their place."""
+        """Adds a request. Requests that have `tokens`, `params.logit_bias` or banned tokens in one
+        and the same object share their place."""
         params, banned, biases = (
             admission.params,
             admission.banned_until_min_tokens,

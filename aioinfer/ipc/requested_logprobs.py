@@ -1,8 +1,8 @@
-"""What crosses the ring for requests that ask for the log-probabilities of given tokens, or of all.
+"""Sections of plans and results for log-probabilities of tokens that a request names, or of all.
 
 A plan lists the sampled rows of such requests, and other plans have no such section. A result has
-the values of each row one after the other, so that a row adds what was asked for and no more. The
-scheduler bounds what the running requests may add to a result together
+the values of each row one after the other, so that a row adds no more than the requested values.
+The scheduler bounds the bytes that the running requests may add to a result together
 (`scheduler.requested_tokens`).
 """
 
@@ -25,7 +25,7 @@ class RequestedLogprobRows(Section):
     Attributes:
         rows: int32 [R], their places among the sampled rows, ascending.
         counts: int32 [R], how many tokens of each; `ALL` for the whole vocabulary.
-        tokens: int32 [N], the tokens of the rows one after the other, those with `ALL` left out.
+        tokens: int32 [N], the tokens of the rows one after the other, rows with `ALL` left out.
     """
 
     kind = 13
@@ -36,7 +36,7 @@ class RequestedLogprobRows(Section):
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs(Section):
-    """The log-probabilities that the rows of `RequestedLogprobRows` bring, those of the model.
+    """The model's log-probabilities of the tokens in `RequestedLogprobRows`.
 
     Attributes:
         rows: int32 [R], as in the plan.

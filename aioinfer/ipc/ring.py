@@ -2,8 +2,8 @@
 
 The engine's plans go to the workers through one ring; rank 0's results come back through another.
 Memory and wake-ups are file descriptors without a name (`memfd_create`, `eventfd`): two servers
-cannot collide, and nothing stays behind, whatever kills whom. A ring can be pickled only for a
-process that is being spawned, which inherits the descriptors.
+cannot collide, and nothing stays behind, whichever process is killed. A ring can be pickled only
+for a process that is being spawned, which inherits the descriptors.
 
 Layout: int64 counters, each on a cache line of its own, then `num_slots` slots of `slot_bytes`.
 Counter 0 is how many slots were ever used; counter 1 + r how many reader r has released. A
@@ -11,10 +11,10 @@ message is its length (int64) and its bytes, in as many consecutive slots as it 
 would run over the end, the rest of the lap is skipped.
 
 Order: the writer fills the slots, advances its counter, and then adds one to each reader's eventfd.
-Python has no memory fences, but the kernel's lock on an eventfd is one: what was stored before the
-`write` is there after the `read` that takes its count. So a reader reads exactly as many messages
-as its eventfd has announced, and never looks at the writer's counter, which could be seen before
-the message itself on CPUs that reorder stores.
+Python has no memory fences, but the kernel's lock on an eventfd is one: bytes stored before the
+`write` are visible after the `read` that takes its count. So a reader reads exactly as many
+messages as its eventfd has announced, and never looks at the writer's counter, which could be seen
+before the message itself on CPUs that reorder stores.
 """
 
 from __future__ import annotations

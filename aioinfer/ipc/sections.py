@@ -57,7 +57,7 @@ class Section:
     """An optional part of a message.
 
     Attributes:
-        kind: the number of the section in a message; never used for another one again.
+        kind: the number of the section in a message; never used for another section.
     """
 
     kind: ClassVar[int]
@@ -94,7 +94,7 @@ def decode_sections(
 
     Args:
         known: the sections that such a message may have.
-        message: what it is, for errors.
+        message: the name of the message, for errors.
 
     Raises:
         ValueError: a section is of a kind that is not known.

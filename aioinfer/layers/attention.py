@@ -72,8 +72,8 @@ class Attention:
         projection_norms: of queries and keys over all heads of all ranks, or none.
         sinks: of the query heads, or none.
         norm: of the residual stream before the projection, or none.
-        post_norm: of what is added to the stream, or none.
-        residual_scale: multiplied with what is added to the stream.
+        post_norm: of the addend to the stream, or none.
+        residual_scale: multiplied with the addend to the stream.
         backend: of the rank.
     """
 
@@ -110,7 +110,7 @@ class Attention:
 
     @property
     def kv_spec(self) -> AttentionSpec:
-        """What the layer keeps in the KV cache."""
+        """The specification of the layer's KV cache."""
         return self.shape.kv_spec
 
     def finalize(self) -> None:
@@ -134,7 +134,7 @@ class Attention:
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights."""
+        """The kinds of its weights."""
         return self.qkv.weight.kind, self.output.weight.kind
 
     def unsupported_head_size(self, block_size: int) -> int | None:
@@ -177,8 +177,9 @@ class Attention:
         """Adds the attention of a step's tokens to the stream.
 
         Args:
-            is_last: no later layer reads the stream: of a step with sampled rows, only theirs are
-                kept in it. Of the other tokens only keys and values will ever be read.
+            is_last: no later layer reads the stream: of a step with sampled rows, only the hidden
+                states of these rows are kept in it. Of the other tokens only keys and values will
+                ever be read.
         """
         sampled = step.sampled if is_last else None
         if self._kernel is not None and sampled is not None:

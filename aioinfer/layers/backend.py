@@ -1,4 +1,5 @@
-"""What the layers of one rank compute with: device, dtype, ranks, and kernels where there are."""
+"""Resources that the layers of one rank compute with: device, dtype, ranks, and kernels where there
+are."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Scratch:
 
 @dataclass(slots=True)
 class Backend:
-    """One for all layers of a rank.
+    """The resources of a rank's layers, one object for all of them.
 
     Attributes:
         device, dtype: of weights and arithmetic.
@@ -55,7 +56,7 @@ class Backend:
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
-        scratch: what quantized weights are dequantized into for products of many rows.
+        scratch: memory that quantized weights are dequantized into for products of many rows.
         choices: which kernels compute the products, as far as it was measured.
     """
 

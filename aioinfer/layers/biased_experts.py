@@ -30,7 +30,7 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlaces:
-    """Where the tensors of an expert are in the checkpoint.
+    """The places of an expert's tensors in the checkpoint.
 
     Attributes:
         name: of the module of all experts.
@@ -62,7 +62,8 @@ class BiasedExpert(Expert):
 
     Args:
         places: of its tensors.
-        gate_up: the weight of `places.gate_up`. down: that of `places.down`, for these channels.
+        gate_up: the weight of `places.gate_up`. down: the weight of `places.down`, for these
+            channels.
         swiglu: the activation.
         backend: of the rank.
     """
@@ -92,8 +93,8 @@ class BiasedExpert(Expert):
             yield f"{source.name}_bias", shard
 
     def finalize(self) -> None:
-        """Puts the channels of up behind those of the gate. What is added to the output is added
-        where the first channels are."""
+        """Puts the channels of up behind the channels of the gate. The output's bias is added by
+        the rank that has the first channels."""
         features = torch.arange(2 * self._places.channels.size)
         order = torch.cat((features[::2], features[1::2]))
         self.gate_up.reorder_rows(order)

@@ -18,8 +18,8 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
 
 class Vocabulary:
-    """Which token ids a rank has: shards of equal size, the last ones padded with zeros where the
-    ranks do not divide the vocabulary.
+    """The vocabulary, split over the ranks: shards of equal size, the last ones padded with zeros
+    where the ranks do not divide the vocabulary.
 
     Attributes:
         vocab_size: of all ranks together.
@@ -48,7 +48,7 @@ class Vocabulary:
     def quantized_rows(
         self, name: str, hidden_size: int, scheme: AffineScheme, device: torch.device
     ) -> AffineRows:
-        """Returns what this rank's rows of a quantized checkpoint module go to."""
+        """Returns the memory for this rank's rows of a quantized checkpoint module."""
         source = Source(name, Shard(self.start, self.local_size, self.vocab_size))
         return AffineRows(source, Shard.whole(hidden_size), scheme, device)
 
@@ -195,7 +195,7 @@ class LMHead:
         self._scale, self._soft_cap = scale, soft_cap
         self._backend = backend
         self._packed: PackedWeight | HalfWeight | CompiledWeight | None = None
-        #: Bytes that the head takes on the device beside what the embedding takes.
+        #: Bytes that the head takes on the device beside the embedding's.
         self.held_bytes = 0
         self._pdl = backend.pdl
         self._kernel = None
@@ -213,8 +213,8 @@ class LMHead:
             yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight)
 
     def finalize(self) -> None:
-        """Dequantizes a quantized weight. On a CPU, lays the weight out anew; a tied one then stays
-        for the embedding too. Called after the embedding's."""
+        """Dequantizes a quantized weight. On a CPU, repacks the weight; a tied weight then also
+        stays for the embedding. Called after the embedding's `finalize`."""
         quantized = self._quantized if self._tied is None else self._tied.quantized
         if quantized is not None and self._is_compiled(quantized):
             assert self.weight is not None

@@ -1,11 +1,11 @@
-"""Mixtures of experts on GPUs whose ranks are those of several engines, each with tokens of its own
+"""Mixtures of experts on GPUs over the ranks of several engines, each with tokens of its own
 (data-parallel attention): a layer sends its tokens to the ranks of their experts and gets the sums
 back, through symmetric memory (`kernels.expert_exchange`).
 
 All launches of a layer depend on the number of own tokens alone, so that a CUDA graph can hold
-them, and may be replayed beside any other graph or launches of the other ranks. What is not known
-on the host is how many tokens come: the buffers have room for all tokens of all ranks, and each
-product is launched twice, with tiles for few rows and for many, of which the device runs one.
+them, and may be replayed beside any other graph or launches of the other ranks. The host does not
+know how many tokens come: the buffers have room for all tokens of all ranks, and each product is
+launched twice, with tiles for few rows and for many, of which the device runs one.
 
 Float8 weights are multiplied with activations that are not quantized: rows that came would have to
 be quantized without knowing how many they are.
@@ -38,13 +38,13 @@ from aioinfer.layers.step import Step
 #: of few rows are, those tiles (rows of a tile in `expert_configs`), and up to which average there
 #: are launches with them.
 _EXPECTED = ((24.0, 24.0, 96.0), (192.0, 64.0, 192.0))
-#: The least tokens of a rank that buffers are made for: warming up takes so many.
+#: The minimum of tokens of a rank that buffers are made for: warming up takes so many.
 _MIN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Launches:
-    """With which configurations a product is launched.
+    """The configurations that a product is launched with.
 
     Attributes:
         few, many: the configuration for the pairs of `Arrived.few` and `Arrived.many`; None where
@@ -70,8 +70,8 @@ class _Buffers:
 
 
 class ExchangedMixtureMLP(KernelMixtureMLP):
-    """The experts of one layer on one rank, whose tokens come from all ranks of
-    `Backend.expert_group`. `connect` has to be called before the first use.
+    """The experts of one layer on one rank, with tokens from all ranks of `Backend.expert_group`.
+    `connect` has to be called before the first use.
 
     Made by `LayerMaker.mixture`, as `KernelMixtureMLP` is.
     """
@@ -95,7 +95,7 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         return "exchanged", *super().kinds, self.num_places
 
     def use(self, buffers: _Buffers) -> None:
-        """Takes what all layers exchange tokens with."""
+        """Takes the buffers through which all layers exchange tokens."""
         self._buffers = buffers
         self._firsts = buffers.exchange.first_places(self._placed.by_rank)
 
@@ -196,8 +196,8 @@ def _launches(weight: ExpertWeights, average: float, dtype: torch.dtype) -> _Lau
 def connect(
     mixtures: Sequence[ExchangedMixtureMLP], backend: Backend, hidden_size: int, max_tokens: int
 ) -> None:
-    """Gives the layers of a model, whose weights are loaded, what they exchange tokens with. All
-    ranks of the `expert_group` call it at the same time.
+    """Gives the layers of a model, once their weights are loaded, the buffers through which they
+    exchange tokens. All ranks of the `expert_group` call it at the same time.
 
     Args:
         mixtures: of one model, at least one.

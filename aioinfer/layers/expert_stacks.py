@@ -1,10 +1,11 @@
-"""The weights of all experts of a layer on a GPU: those of each projection in one tensor,
-unquantized, in float8 or in four bits, as `kernels.expert_linear` reads them.
+"""The weights of all experts of a layer on a GPU: one tensor for each projection, unquantized, in
+float8 or in four bits, as `kernels.expert_linear` reads them.
 
 An expert's checkpoint tensors are read by the weight formats (`layers.formats`), which know their
 names, packing and shards; their memory is the place in the layer's tensor where the expert is to
 lie, and `finalize` puts it into the kernels' order there, expert by expert. So there is no second
-copy, but of one expert for a moment. What the kernels do not read is dequantized into that tensor.
+copy, but of one expert for a moment. Weights that the kernels do not read are dequantized into that
+tensor.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class ProjectionStack(ABC, Generic[_Part]):
 
     def __init__(self, shape: ProjectionShape, backend: Backend):
         self._shape, self._backend = shape, backend
-        #: Those of each expert, until they are in the kernels' order.
+        #: The weight of each expert, until all are in the kernels' order.
         self._parts: list[_Part] = []
         self._weight: ExpertWeights | None = None
         self.input_format: InputFormat | None = None
@@ -155,7 +156,7 @@ class DequantizedStack(ProjectionStack[WeightFormat]):
 
 
 class ScaledStack(ProjectionStack[ScaledWeight]):
-    """Weights of one byte with scales for rows or blocks. Those in int8 are multiplied with
+    """Weights of one byte with scales for rows or blocks. Int8 weights are multiplied with
     activations that are not quantized."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend, scheme: ScaledScheme):
@@ -389,7 +390,7 @@ class StackedExperts:
 
     @property
     def biases(self) -> list[torch.Tensor | None]:
-        """Those of both projections [E, N], in the order of their rows, after `finalize`."""
+        """The biases of both projections [E, N], in the order of their rows, after `finalize`."""
         return self._biases
 
     @property
@@ -411,8 +412,8 @@ class StackedExperts:
                 yield f"{source.name}_bias", shard
 
     def finalize(self) -> None:
-        """Puts the loaded weights into the kernels' order. What is added to the output is added
-        where the first channels are."""
+        """Puts the loaded weights into the kernels' order. The output's biases are added by the
+        rank that has the first channels."""
         self.first.finalize()
         self.second.finalize()
         first, second = self._biases
@@ -429,8 +430,8 @@ def interleaved_order(channels: int, *, in_turns: bool) -> torch.Tensor:
 
     Args:
         channels: a multiple of `GATE_RUN`.
-        in_turns: the checkpoint has channel i in rows 2 i and 2 i + 1; otherwise the rows of up
-            are behind those of the gate.
+        in_turns: the checkpoint has channel i in rows 2 i and 2 i + 1; otherwise the rows of up are
+            behind the rows of the gate.
     """
     rows = torch.arange(2 * channels)
     pairs = rows.view(-1, 2).t() if in_turns else rows.view(2, -1)

@@ -5,10 +5,10 @@ scores. Tensor-parallel ranks have some channels of every expert each, and all o
 
 With `Backend.expert_parallel` each of these ranks has some of the experts instead, whole. All ranks
 have all tokens, since attention is tensor-parallel: a rank computes its own experts for the tokens
-that take them, and what it adds for the others is zero. The sum over the ranks that a layer has
-anyway is then that over the experts. Nothing is sent from rank to rank beforehand.
+that take them, and adds zero for the others. The sum over the ranks that a layer has anyway is then
+the sum over the experts. Nothing is sent from rank to rank beforehand.
 
-With `Backend.expert_group` the ranks are those of several engines, each with tokens of its own
+With `Backend.expert_group` the ranks belong to several engines, each with tokens of its own
 (data-parallel attention): a rank sends its tokens to the ranks of their experts, which send the
 outputs back, by an all-to-all each way (Lepikhin et al. 2021). All ranks take part in every step.
 
@@ -60,7 +60,7 @@ class Expert:
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights."""
+        """The kinds of its weights."""
         return self.gate_up.kind, self.down.kind
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,12 @@ class MixtureMLP:
     Made by `LayerMaker.mixture`.
 
     Each expert that has tokens is multiplied with in turn, which asks the device how many tokens
-    each has: no graph can hold that. `kernel_experts` has what GPUs do.
+    each has: no graph can hold that. `kernel_experts` has the mixture for GPUs.
 
     Args:
         router: selects experts.
-        experts: those that this rank has.
-        placed: which of all they are.
+        experts: of this rank.
+        placed: the places of these among all experts.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -159,7 +159,7 @@ class MixtureMLP:
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights, which are the same for all experts."""
+        """The kinds of its weights, which are the same for all experts."""
         return "experts", *self.experts[0].kinds
 
     def warm_up(self, hidden_size: int) -> None:

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache by the Triton kernels.
 
-What the kernels have to know of a step is worked out on the GPU, once a step for all layers that
+The data of a step that the kernels need is computed on the GPU, once a step for all layers that
 agree in it (`AttentionPlans`): how decodes are divided among programs, and which query tiles the
 other rows have. So the launches of a layer depend on nothing but the number of tokens, and a CUDA
 graph may hold them.
@@ -35,7 +35,7 @@ def supports(shape: AttentionShape, block_size: int) -> bool:
 
 
 class StepPlan(Protocol):
-    """What layers of another kind of attention share of a step."""
+    """The plan of a step that layers of another kind of attention share."""
 
     def fill(self, step: Step) -> None:
         """Plans a step whose inputs are prepared; `step.num_decodes` is given."""
@@ -50,7 +50,7 @@ class AttentionPlans:
 
     Attributes:
         rows, tokens: the maximum of a step.
-        programs: of decode attention, instead of what fits the GPU (for tests).
+        programs: of decode attention, instead of the number that fits the GPU (for tests).
         cascade: whether to look for prefixes that decodes share, and read their keys once.
     """
 
@@ -150,7 +150,7 @@ class KernelAttention:
             }
 
     def plan_sampled(self, sampled: SampledRows) -> None:
-        """Plans `attend_sampled`, whose decodes are not those of the step."""
+        """Plans `attend_sampled`, which has other decodes than the step."""
         if len(sampled.rows):
             plan_decode(self._workspace, sampled.seq_lens)
 

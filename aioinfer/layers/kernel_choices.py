@@ -1,4 +1,5 @@
-"""Which kernel computes a product where several can, by product and number of rows.
+"""Choice of the kernel for each product that several kernels can compute, by product and number of
+rows.
 
 A weight format that has several kernels (`formats.base.TimedWeight`) registers each product that it
 computes, names the candidates, and asks here for each launch. At the start of a worker nothing is
@@ -14,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-#: What is computed with a weight W besides x W^T. `plain`: nothing. `partial`: the same, written to
+#: The operation with a weight W besides x W^T. `plain`: nothing. `partial`: the same, written to
 #: given memory. `biased`: a bias is added. `residual`: the product is added to the residual stream,
-#: or left in parts to the norm that follows.
-#: `gated`: silu(gate) * up of the product. `normed` and `normed gated`: of one row, which is normed
-#: in the same launch.
+#: or left in parts to the norm that follows. `gated`: silu(gate) * up of the product. `normed` and
+#: `normed gated`: of one row, which is normed in the same launch.
 Operation = Literal["plain", "partial", "biased", "residual", "gated", "normed", "normed gated"]
 
 
@@ -28,7 +28,7 @@ class Candidate:
 
     Attributes:
         kernel: its name.
-        config: how it is compiled, a dataclass; None for what needs no compilation.
+        config: how it is compiled, a dataclass; None for a kernel that needs no compilation.
         gain_s: seconds that it saves the products around it in a step, where it is timed alone.
     """
 
@@ -54,7 +54,8 @@ CUBLAS = Candidate("cublas")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What kernels are chosen for: equal products launch the same kernels, whatever the layer.
+    """A product that kernels are chosen for: equal products launch the same kernels, whatever the
+    layer.
 
     Attributes:
         operation: see `Operation`.
@@ -102,7 +103,7 @@ class ProductChoices:
         return [weight for weight in (there() for there in self._weights) if weight is not None]
 
     def add_weight(self, weight: Any) -> None:
-        """Notes one more weight."""
+        """Adds one more weight."""
         self._weights.append(weakref.ref(weight))
 
     def choose(self, by_rows: Mapping[int, Candidate]) -> None:
@@ -115,8 +116,8 @@ class ProductChoices:
         self._candidates[self._sizes.index(rows)] = candidate
 
     def find(self, rows: int) -> Candidate | None:
-        """Returns what was chosen for the next larger number of rows that was measured; None, for
-        the format's default, above and below all of them."""
+        """Returns the candidate chosen for the next larger number of rows that was measured; None,
+        for the format's default, above and below all of them."""
         self.lookups += 1
         if rows == 1:
             self.has_single_row = True

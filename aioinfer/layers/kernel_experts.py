@@ -1,8 +1,8 @@
 """Mixtures of experts on GPUs: the weights of all experts of a layer in two tensors
 (`expert_stacks`), and every step in five launches, which a CUDA graph can hold: norm, routing, two
 products, and the sum into the residual stream; with float8 weights, and more than one token, in two
-more, which quantize what the products take. One token takes three: routing and the first product do
-the norm, and the second product sums over the experts.
+more, which quantize the inputs of the products. One token takes three: routing and the first
+product do the norm, and the second product sums over the experts.
 
 Made by `LayerMaker.mixture` where the kernels take the mixture (`supports`); `experts.MixtureMLP`
 computes all others.
@@ -48,7 +48,7 @@ from aioinfer.layers.router import Router
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 
-#: The configurations of both products; None for that which is selected by the number of tokens.
+#: The configurations of both products; None for a configuration that the number of tokens selects.
 _Configs = tuple[ExpertConfig | None, ExpertConfig | None]
 _RoutingConfigs: TypeAlias = RoutingConfig | FewTokensConfig | None
 
@@ -61,8 +61,8 @@ class KernelMixtureMLP(MixtureMLP):
 
     Args:
         router: selects experts; its weight in the backend's dtype.
-        stacked: those that this rank has.
-        placed: which of all they are.
+        stacked: the experts of this rank.
+        placed: the places of these among all experts.
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
@@ -104,7 +104,7 @@ class KernelMixtureMLP(MixtureMLP):
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights."""
+        """The kinds of its weights."""
         weights = self.stacked.gate_up, self.stacked.down
         return "stacked experts", self._rule, *((format_name(w), *w.shape) for w in weights)
 
@@ -161,8 +161,8 @@ class KernelMixtureMLP(MixtureMLP):
         self._add(stream, x, routed)
 
     def _fuses_norm(self, tokens: int) -> bool:
-        """Whether routing and first product do the norm before them: of one token, whose normed
-        values nothing else takes."""
+        """Whether routing and first product do the norm before them: for one token, if nothing else
+        takes its normed values."""
         is_packed = isinstance(self.stacked.gate_up, PackedExperts)
         return tokens == 1 and self._shared is None and not is_packed
 

@@ -52,14 +52,14 @@ def segment_size(shape: LatentShape) -> int:
 
 
 class LatentPlans:
-    """What a step's layers of one shape share: how decodes are divided among programs, the segments
-    of the longer rows' context, and the buffers of both.
+    """The plan of a step that layers of one shape share: how decodes are divided among programs,
+    the segments of the longer rows' context, and the buffers of both.
 
     Args:
         shape: of the layers.
-        cache: [num_blocks, block_size, cached_size], one of theirs.
+        cache: [num_blocks, block_size, cached_size], of one of the layers.
         tokens: the maximum of a step.
-        programs: of decode attention, instead of what fits the GPU (for tests).
+        programs: of decode attention, instead of the number that fits the GPU (for tests).
     """
 
     def __init__(

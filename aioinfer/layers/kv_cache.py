@@ -2,13 +2,13 @@
 
 A cache in float8 (e4m3) holds `stored = round(x / scale)`, x being a key or a value in the dtype of
 the arithmetic, and `scale` a number for each KV head. The quotient is rounded once, to the nearest
-(ties to even); what is beyond the range becomes the largest finite number, and NaN stays NaN. What
-is read is `stored * scale`. Queries and probabilities keep their dtype.
+(ties to even); numbers beyond the range become the largest finite number, and NaN stays NaN. The
+number read is `stored * scale`. Queries and probabilities keep their dtype.
 
 Keys may be stored less a constant vector of their head (`KVScales.key_shifts`), near their mean, as
-SageAttention (Zhang et al. 2024) smooths keys: float8 rounds to a part of a number, so what lies
-near zero is rounded finely. The vector changes all scores of a query alike and the softmax not at
-all, so that nothing is added when keys are read. A soft cap of the scores would see it.
+SageAttention (Zhang et al. 2024) smooths keys: float8 rounds to a part of a number, so numbers near
+zero are rounded finely. The vector changes all scores of a query alike and the softmax not at all,
+so that nothing is added when keys are read. A soft cap of the scores would see it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class KVScales:
     Attributes:
         module: the attention module in the checkpoint.
         heads: which of the model's KV heads this rank has.
-        table: float32 [4, num_kv_heads]: the scales of keys, those of values, and the reciprocals
-            of both.
+        table: float32 [4, num_kv_heads]: the scales of keys, the scales of values, and the
+            reciprocals of both.
         rotary: of the keys; None where scores must not be shifted, or the rotation is not known.
         key_shifts: float32 [num_kv_heads, head_size], subtracted from keys before they are
             divided by the scale; None for nothing.
@@ -80,7 +80,8 @@ class KVCache:
         keys, values: [num_blocks, block_size, num_kv_heads, head_size] in the cache's dtype.
         scales: float32 [4, num_kv_heads] of a cache in float8 (see `KVScales.table`); None
             otherwise, where keys and values have the dtype of the arithmetic.
-        key_shifts: float32 [num_kv_heads, head_size], what keys in float8 are less; see `KVScales`.
+        key_shifts: float32 [num_kv_heads, head_size], subtracted from keys in float8; see
+            `KVScales`.
     """
 
     keys: torch.Tensor
@@ -115,8 +116,8 @@ class KVCache:
     def read(
         self, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns stored keys and values [..., num_kv_heads, head_size] as numbers in `dtype`, that
-        of the arithmetic; keys less their shifts."""
+        """Returns stored keys and values [..., num_kv_heads, head_size] as numbers in `dtype`, the
+        dtype of the arithmetic; keys less their shifts."""
         if self.scales is None:
             return keys, values
         key_scales, value_scales = self.scales[0, :, None], self.scales[1, :, None]
@@ -125,7 +126,7 @@ class KVCache:
 
 def to_float8(x: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Returns x [..., num_kv_heads, head_size] in float8, multiplied with the reciprocals of the
-    scales [num_kv_heads]. What is beyond the range saturates; NaN stays NaN."""
+    scales [num_kv_heads]. Numbers beyond the range saturate; NaN stays NaN."""
     return (x.float() * inverse[:, None]).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
 
 
@@ -137,7 +138,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an attention layer of one rank computes.
+    """The shape of an attention layer on one rank.
 
     Attributes:
         num_heads, num_kv_heads, head_size: of this rank.
@@ -160,5 +161,5 @@ class AttentionShape:
 
     @property
     def kv_spec(self) -> AttentionSpec:
-        """What the layer keeps in the cache."""
+        """The specification of the layer's KV cache."""
         return AttentionSpec(self.num_kv_heads, self.head_size, self.window)

@@ -47,8 +47,8 @@ class LatentAttention:
 
     Args:
         shape: of this rank.
-        down: the merged projection of the hidden states: queries, or what `query_up` makes them
-            of, then the latent vector and the key to be rotated, which every rank has whole.
+        down: the merged projection of the hidden states: queries, or the input of `query_up`, then
+            the latent vector and the key to be rotated, which every rank has whole.
         query_up: norm and projection to queries, or none.
         latent_norm: of the latent vector.
         expansion: the projection to keys and values.
@@ -87,12 +87,12 @@ class LatentAttention:
 
     @property
     def kv_spec(self) -> LatentSpec:
-        """What the layer keeps in the KV cache."""
+        """The specification of the layer's KV cache."""
         return self.shape.kv_spec
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights."""
+        """The kinds of its weights."""
         query_kind = None if self.query_up is None else self.query_up[1].weight.kind
         return "latent", self.down.weight.kind, query_kind, self.output.weight.kind
 
@@ -105,8 +105,8 @@ class LatentAttention:
 
     def finalize(self) -> None:
         """Brings the rotated channels into GPT-NeoX's order where the checkpoint has them in
-        GPT-J's: those of all heads' queries, and of the shared key. Called before the projections'
-        own `finalize`."""
+        GPT-J's: the channels of all heads' queries, and of the shared key. Called before the
+        projections' own `finalize`."""
         if not self._rotary.interleaved:
             return
         shape = self.shape
@@ -174,7 +174,7 @@ class LatentAttention:
     def _attend_in_torch(
         self, queries: torch.Tensor, latents: torch.Tensor, step: Step
     ) -> torch.Tensor:
-        """Returns [T, num_heads, value_size] for what `_project` returns."""
+        """Returns [T, num_heads, value_size] for the results of `_project`."""
         shape, angles = self.shape, self._rotary.at_step(step)
         plain, rotated = queries.split((shape.plain_size, shape.rotary_size), dim=-1)
         queries = torch.cat((plain, apply_rope(rotated, *angles)), dim=-1)

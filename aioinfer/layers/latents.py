@@ -17,7 +17,7 @@ from aioinfer.layers.shards import NamedShards
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """What a layer of latent attention computes.
+    """The shape of a layer of latent attention.
 
     Attributes:
         num_heads: of the model, or of this rank.
@@ -43,12 +43,13 @@ class LatentShape:
 
     @property
     def head_size(self) -> int:
-        """Channels of a head's queries and expanded keys: those that are not rotated first."""
+        """Channels of a head's queries and expanded keys: first the channels that are not
+        rotated."""
         return self.plain_size + self.rotary_size
 
     @property
     def kv_spec(self) -> LatentSpec:
-        """What the layer keeps in the cache."""
+        """The specification of the layer's KV cache."""
         return LatentSpec(self.cached_size)
 
 

@@ -23,7 +23,7 @@ class ColumnParallelLinear:
     """y = x W^T + b, of this rank's output features. Several checkpoint modules may be merged.
 
     Args:
-        sources: whose output features, one after the other.
+        sources: the checkpoint modules of the output features, one after the other.
         weight: of these, for all input features.
         bias: whether there is one.
         backend: of the rank.
@@ -154,7 +154,7 @@ class RowParallelLinear:
 
         Args:
             norm: applied to the sum before it is added, if given.
-            scale: multiplied with what is added.
+            scale: multiplied with the addend.
         """
         if norm is not None or scale != 1.0:
             product = self(x)

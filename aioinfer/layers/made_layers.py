@@ -1,5 +1,5 @@
-"""The layers that a `LayerMaker` has made: where their weights are to be loaded, and what prepares
-these for the device afterwards."""
+"""The layers that a `LayerMaker` has made: where their weights are to be loaded, and the
+preparation of these for the device afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Preparable(Protocol):
 
 
 class Converted(Protocol):
-    """What may be held in another form than it is stored: weights, heads and stacks of experts."""
+    """A part that may be held in another form than it is stored in: weights, heads and stacks of
+    experts."""
 
     def weight_shards(self) -> NamedShards: ...
 
@@ -40,13 +41,13 @@ _Converted = TypeVar("_Converted", bound=Converted)
 
 
 class MadeLayers:
-    """Layers in the order in which they were made. `keep`, `prepare` and `count` return what they
-    are given."""
+    """Layers in the order in which they were made. `keep`, `prepare` and `count` return their
+    argument."""
 
     def __init__(self) -> None:
         self._layers: list[Loadable] = []
         self._to_prepare: list[Preparable] = []
-        #: Who uses a weight may drop it.
+        #: The layer that uses a weight may drop it.
         self._converted: list[weakref.ref[Any]] = []
         self._elsewhere: set[str] = set()
 
@@ -56,12 +57,12 @@ class MadeLayers:
         return layer
 
     def prepare(self, layer: _Preparable) -> _Preparable:
-        """Has a layer finalized before all that have parameters."""
+        """Enters a layer to be finalized before all layers that have parameters."""
         self._to_prepare.append(layer)
         return layer
 
     def count(self, part: _Converted) -> _Converted:
-        """Has `finalize` count by how many bytes a part has grown."""
+        """Makes `finalize` count by how many bytes a part has grown."""
         self._converted.append(weakref.ref(part))
         return part
 
@@ -84,7 +85,7 @@ class MadeLayers:
 
     def finalize(self, threads: int) -> int:
         """Prepares all loaded weights for the device, in so many threads. Returns by how many bytes
-        they grew: what is dequantized takes more than it did, or less in float16."""
+        they grew: dequantized weights take more than before, or less in float16."""
         stored = [_stored_bytes(one) for one in self._converted]
         for layer in self._to_prepare:
             layer.finalize()

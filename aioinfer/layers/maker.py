@@ -1,9 +1,9 @@
 """Makes the layers of a model for one rank, so that a model's file defines what the model is and
 nothing of devices, ranks, weight formats or loading.
 
-Here are the embedding, the head and the MLP, and what is done with all layers together;
+Here are the embedding, the head and the MLP, and the operations on all layers together;
 `attention_maker` and `mixture_maker` have the layers that take more, `part_maker` the parts that
-layers consist of, `made_layers` the list of what was made.
+layers consist of, `made_layers` the list of made layers.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class LayerMaker(PartMaker):
 
     @contextmanager
     def measuring(self) -> Iterator[list[tuple[str, WeightShard]]]:
-        """Has layers made within the block without memory, as the first tensor-parallel rank has
-        them, and forgotten. Yields a list that has their weights when the block has ended."""
+        """Context in which layers are made without memory, as the first tensor-parallel rank has
+        them, and then forgotten. Yields a list that has their weights when the block has ended."""
         kept = self.backend, self.made, self._tables
         first = ParallelGroup(0, self.backend.group.size)
         self.backend = replace(self.backend, device=torch.device("meta"), group=first)
@@ -162,8 +162,8 @@ class LayerMaker(PartMaker):
     def finalize(self) -> int:
         """Prepares all loaded weights for the device. Returns by how many bytes they grew.
 
-        Weights that are laid out anew are prepared in as many threads as there are, since each is
-        laid out by one."""
+        Weights that are repacked are prepared in as many threads as there are, since one thread
+        repacks each."""
         is_affine = self.quantization is not None and self.quantization.has_affine
         threads = torch.get_num_threads() if is_affine and has_half_products(self.backend) else 1
         return self.made.finalize(threads)

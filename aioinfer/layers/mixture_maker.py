@@ -46,8 +46,8 @@ def make_mixture(
         norm: of the residual stream before it.
         activation: of the gates; see `mlp.ACTIVATIONS`.
         projections: the modules of an expert: gate, up and down.
-        shared: the module of the expert that all tokens take; with `_gate` behind it, that of its
-            gate.
+        shared: the module of the expert that all tokens take; with `_gate` behind it, the module of
+            its gate.
     """
     routing, of_all = shape.routing, None
     if shape.shared_size:
@@ -143,8 +143,8 @@ def _takes_stacked(
 
 
 def _whole_blocks(make: PartMaker, channels: Shard, name: str) -> Shard:
-    """Returns the channels of an expert that this rank has: as given, or, of a module in MXFP4,
-    those of whole blocks, as evenly as these can be divided."""
+    """Returns the channels of an expert that this rank has: as given, or, of a module in MXFP4, the
+    channels of whole blocks, as evenly as the blocks can be divided."""
     from aioinfer.layers.formats.mxfp4 import BLOCK
 
     scheme = None if make.quantization is None else make.quantization.scheme_of(name)

@@ -1,4 +1,5 @@
-"""What a model's configuration says of its mixtures of experts; `experts` computes them."""
+"""Shape and routing of a model's mixtures of experts, from its configuration; `experts` computes
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How the experts of a token are selected.
+    """The rule by which the experts of a token are selected.
 
     Attributes:
         num_experts: how many there are.
@@ -68,7 +69,7 @@ class MixtureShape:
 
 
 class MixtureConfig(Protocol):
-    """What `LayerMaker.mixture_or_mlp` reads of a model's configuration."""
+    """Fields of a model's configuration that `LayerMaker.mixture_or_mlp` reads."""
 
     @property
     def mixture(self) -> MixtureShape | None: ...

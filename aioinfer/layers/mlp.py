@@ -14,7 +14,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 
-#: By the names that configurations have for them.
+#: Activations by the names that configurations have for them.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -93,7 +93,7 @@ class GatedMLP:
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """Those of its weights."""
+        """The kinds of its weights."""
         return self.gate_up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:

@@ -29,7 +29,7 @@ class RMSNorm:
         self._name = name
         self._unit_offset = unit_offset
         if unit_offset:
-            self.weight.zero_()  # what random weights leave as it is
+            self.weight.zero_()  # random weights leave it as it is
         self._pdl = backend.pdl
         self._kernel = None
         if backend.has_kernels:
@@ -89,7 +89,7 @@ class SplitRMSNorm(RMSNorm):
         yield f"{self._name}.weight", WeightShard(self.weight, 0, shard.start, shard.total)
 
     def square_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank adds to the sum of squares: float32 [T], for its x [T, size]."""
+        """Returns this rank's part of the sum of squares: float32 [T], for its x [T, size]."""
         return x.float().square().sum(-1) / self._copies
 
     def apply(self, x: torch.Tensor, square_sum: torch.Tensor) -> None:

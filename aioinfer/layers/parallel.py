@@ -6,7 +6,7 @@ tensor-parallel layer that is sharded by its outputs needs no collective; one th
 inputs sums its results over the ranks. In a group of one rank all collectives do nothing.
 
 On GPUs the all-reduces of a step are kernels over symmetric memory (`kernels.all_reduce`), which a
-group allocates; NCCL brings the ranks together and does what is not in a step's graph.
+group allocates; NCCL brings the ranks together and does the collectives outside a step's graph.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ParallelGroup:
         return found
 
     def meet(self) -> None:
-        """Returns when all ranks have called it and their GPUs have done what was launched.
+        """Returns when all ranks have called it and their GPUs have finished all launched work.
 
         Raises an error, or ends the process, if one does not come within torch's time limit.
         """
@@ -140,7 +140,7 @@ class ParallelGroup:
             raise ConfigError(f"{message}: {error}") from error
         parts = [peers.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(self.size)]
         torch.cuda.synchronize(self._device)
-        # nobody may write before all are zero
+        # no rank may write before all are zero
         dist.barrier(handle, device_ids=[self._device.index])
         return SymmetricBuffer(
             memory,
@@ -154,10 +154,10 @@ class ProcessGroups:
     """One rank's groups by name. Made by `single` or `connect`.
 
     Attributes:
-        spec: where the rank stands.
+        spec: the place of the rank.
         world: all ranks.
-        tokens: the ranks of `pp` once more, connected by themselves: what the last stage sends back
-            to the first must not queue up behind hidden states.
+        tokens: the ranks of `pp` once more, connected by themselves: messages of the last stage
+            back to the first must not queue up behind hidden states.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class ProcessGroups:
         Waits until all are there. Each process can do this once.
 
         Args:
-            spec: where this rank stands.
-            device: what it computes on.
+            spec: the place of this rank.
+            device: of the rank.
             store: where the ranks find each other. Without it, at the `TCPStore` that `spec` names,
                 for ranks on several hosts: whoever reaches its port can write to it.
         """
@@ -200,7 +200,7 @@ class ProcessGroups:
         for name, size in spec.groups:
             if size == 1:
                 continue
-            # every rank has to take part in making every group, those of others included
+            # every rank has to take part in making every group, also the groups of other ranks
             for ranks in spec.members(name):
                 handle = None if size == spec.world_size else dist.new_group(ranks)
                 back = dist.new_group(ranks) if name == "pp" else None
@@ -259,7 +259,7 @@ def _init_world(spec: RankSpec, device: torch.device, store: dist.Store) -> None
 
 def _interface_towards(address: str) -> str | None:
     """Returns the name of the network interface from which this host reaches an IPv4 address, or
-    None if it cannot be told."""
+    None if it cannot be found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # selects a route; nothing is sent

@@ -22,11 +22,11 @@ class PartMaker:
     them.
 
     Attributes:
-        backend: what the layers compute with.
+        backend: of the rank.
         hidden_size: of the residual stream.
         norm_eps: of every RMSNorm, unless a layer has its own.
         quantization: which linear layers are quantized, and how.
-        made: what was made.
+        made: the made layers.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class PartMaker:
         self._tables: dict[Any, RotaryTable] = {}
 
     def weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
-        """Returns the weight of a linear layer; see `make_weight`. Who uses it loads it."""
+        """Returns the weight of a linear layer; see `make_weight`. The layer that uses it loads
+        it."""
         return self.made.count(make_weight(sources, columns, self.backend, self.quantization))
 
     def column(
@@ -69,7 +70,7 @@ class PartMaker:
         )
 
     def row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
-        """Returns a row-parallel layer, whose outputs are the residual stream's."""
+        """Returns a row-parallel layer; its outputs are the residual stream's."""
         source = Source(name, Shard.whole(self.hidden_size))
         weight = self.weight([source], columns)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)

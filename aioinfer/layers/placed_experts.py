@@ -1,4 +1,5 @@
-"""Which experts of a layer a rank has, and how tokens are divided among the copies of an expert.
+"""Placement of a layer's experts on the ranks, and division of tokens among the copies of an
+expert.
 
 An expert may have copies on several ranks (`ipc.expert_placement`), as DeepSeek-AI's load balancer
 for expert parallelism (EPLB, 2025) places them: token t takes copy t modulo their number, on every
@@ -28,7 +29,7 @@ class ExpertCopies:
     """
 
     def __init__(self, places: Sequence[Sequence[int]], device: torch.device):
-        """`places` are those of each expert."""
+        """`places`: of each expert."""
         most = max(map(len, places))
         rows = [[*some, *[some[0]] * (most - len(some))] for some in places]
         self.table = torch.tensor(rows, dtype=torch.int32, device=device)
@@ -64,7 +65,7 @@ class ExpertCounter:
 
 
 class PlacedExperts:
-    """The experts of one layer, and those of them that a rank has.
+    """The experts of one layer, and the places that a rank has of them.
 
     Args:
         name: of the checkpoint module of the mixture, which holds the number of its layer.

@@ -18,8 +18,8 @@ class ResidualStream:
     """The hidden states of a step's tokens.
 
     On several GPUs a row-parallel product leaves its partial sum in symmetric memory, and the
-    all-reduce waits for whoever reads the stream next: if that is a norm, one kernel sums over the
-    ranks, adds to the stream and norms. So no layer needs to know which norm follows it.
+    all-reduce is put off until the stream is read next: if a norm reads it, one kernel sums over
+    the ranks, adds to the stream and norms. So no layer needs to know which norm follows it.
 
     Args:
         hidden: [T, hidden_size], added to in place.

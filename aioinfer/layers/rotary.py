@@ -29,7 +29,7 @@ _ANY_LEN = 2**31
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Which variant of rotary embeddings a layer has.
+    """The variant of rotary embeddings of a layer.
 
     Attributes:
         theta: the base of the wavelengths.
@@ -189,8 +189,8 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 def _yarn(
     inverse: torch.Tensor, theta: float, rotary_size: int, scaling: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Keeps wavelengths of which many fit into the original length, stretches those of which few
-    do by the factor, and blends between."""
+    """Keeps wavelengths of which many fit into the original length, stretches wavelengths of which
+    few fit by the factor, and blends between."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
 
     def pair_with(periods: float) -> float:

@@ -89,7 +89,8 @@ class Router:
         return weights * routing.scale, experts
 
     def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns scores [T, num_experts] with those of experts out of the best groups -inf."""
+        """Returns scores [T, num_experts] with the scores of experts out of the best groups
+        -inf."""
         groups = scores.unflatten(1, (self.routing.num_groups, -1))
         totals = groups.topk(self.routing.group_best, dim=-1).values.sum(-1)
         best = totals.sort(dim=-1, descending=True, stable=True).indices

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint a rank holds: shards of dimensions, modules and tensors.
+"""The part of a checkpoint that a rank holds: shards of dimensions, modules and tensors.
 
 Layers and weight formats describe their weights in these terms, and the loader reads them
 (`models.loader`).
@@ -105,7 +105,7 @@ def sharded_part(rows: Shard, columns: Shard) -> tuple[int, Shard]:
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """Where a part of a checkpoint tensor goes.
+    """Destination of a part of a checkpoint tensor.
 
     Attributes:
         destination: a view of the parameter.
@@ -119,7 +119,7 @@ class WeightShard:
             more or fewer than the destination, and one number alone stands for all.
         stack: which element of the checkpoint tensor's first dimension all of this is about; the
             other attributes are about the dimensions behind it.
-        dummy: what each element is in a model with random weights; by default random.
+        dummy: the value of each element in a model with random weights; by default random.
         skew: (number, factor): the first so many rows of the destination are multiplied with the
             factor in a model with skewed random weights.
     """

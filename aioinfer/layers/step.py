@@ -1,4 +1,4 @@
-"""The inputs of a step: what every layer reads, on any device.
+"""The inputs of a step, which every layer reads, on any device.
 
 The worker's runner makes them from the slots. R rows (requests), T tokens, S sampled rows; decodes
 (rows of one token that is sampled) come before all other rows.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """Where the tokens of a step lie in the blocks of one KV group.
+    """Slot mapping and block tables of a step for one KV group.
 
     Attributes:
         slot_mapping: int64 [T], block * block_size + offset of each token; -1 in padding.
@@ -27,7 +27,7 @@ class GroupInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What is computed in a step. Rows and tokens past the step's own are padding.
+    """The rows and tokens of a step. Rows and tokens past the step's own are padding.
 
     Attributes:
         input_ids, positions: int32 [T]; 0 in padding.
@@ -46,12 +46,12 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows of a step whose next token is sampled, in any order.
+    """The rows of a step that sample their next token, in any order.
 
     Attributes:
         rows: int32 [S], which rows.
         last: int32 [S], the last token of each, as an index of the step's tokens.
-        seq_lens: int32 [S], theirs, as in `StepInputs`.
+        seq_lens: int32 [S], of these rows, as in `StepInputs`.
     """
 
     rows: torch.Tensor
@@ -60,13 +60,13 @@ class SampledRows:
 
     @classmethod
     def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> SampledRows:
-        """Returns `rows` (int32 [S]) of a step, whose last tokens are `last` (int32 [S])."""
+        """Returns `rows` (int32 [S]) of a step, with their last tokens `last` (int32 [S])."""
         return cls(rows, last, inputs.seq_lens.index_select(0, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """The lengths of a step's rows on the host, for what computes in plain torch.
+    """The lengths of a step's rows on the host, for code that computes in plain torch.
 
     Attributes:
         query_lens: the tokens of each row in this step.
@@ -90,7 +90,8 @@ class Step:
         host: the rows' lengths; None inside a graph.
         has_prefill: whether there may be rows beyond the decodes.
         shares_prefix: whether attention looks for a prefix that decodes share, where it can.
-        memo: what layers have computed for the step and other layers may use, by their own keys.
+        memo: values that layers have computed for the step and other layers may use, by their own
+            keys.
     """
 
     inputs: StepInputs

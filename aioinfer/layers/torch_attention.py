@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in plain torch: on CPUs, and for what the kernels lack.
+"""Attention over the paged KV cache in plain torch: on CPUs, and for shapes that the kernels lack.
 
 A sequence's blocks are gathered and torch's own attention is called: decodes of about equal length
 in one call, every other row in a call of its own. How rows are grouped is worked out once a step
@@ -280,7 +280,7 @@ def _gather_decodes(
     rows, longest, block_size = len(lengths), max(lengths), cache.shape[1]
     blocks = -(-longest // block_size)
     ends = torch.tensor(lengths)[:, None]
-    positions = torch.arange(longest)  # what the last blocks hold beyond the longest row is cut off
+    positions = torch.arange(longest)  # tokens beyond the longest row are cut off
     hidden = positions >= ends
     padding = None
     if hidden.any():
@@ -315,5 +315,5 @@ def _gather_row(
 
 
 def _mask(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns what to add to the scores: minus infinity where `hidden`."""
+    """Returns the mask to be added to the scores: minus infinity where `hidden`."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)

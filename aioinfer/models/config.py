@@ -43,7 +43,7 @@ class DecoderConfig:
     """A model's shape.
 
     Attributes:
-        DEFAULTS: what a field of a family's `config.json` is where it is left out.
+        DEFAULTS: the values of fields of a family's `config.json` that are left out.
         windows: of each layer, the sliding window in tokens, or None.
         max_len: the longest sequence that the model was made for.
         dtype: of the checkpoint.
@@ -126,7 +126,7 @@ class DecoderConfig:
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields that a family reads itself, those above among them that differ."""
+        """Returns the fields that a family reads itself, with the fields above that differ."""
         return {}
 
     def attention_shape(self, number: int) -> dict[str, Any]:

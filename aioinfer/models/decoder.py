@@ -39,20 +39,21 @@ class CausalLM(Protocol):
     """One rank's part of a model, as the worker sees it.
 
     Attributes:
-        backend: what it computes with.
+        backend: of the rank.
         vocabulary: which token ids this rank scores.
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once: as they are stored until
             they are loaded, and then as the device holds them.
-        kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
-            loaded.
+        kv_specs: the specification of the KV cache of each layer of the whole model; known once the
+            model is loaded.
         layer_numbers: which of these layers this rank's pipeline stage has.
         kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is
             loaded, and 1. None at all if the cache cannot be in float8.
-        finishes_with_hidden_states: whether `finish` returns hidden states, and not what only
-            `logits` can read.
-        expert_counters: of the layers with experts, if their tokens are counted; behind those of
-            the layers of earlier pipeline stages, to which what these counted is added.
+        finishes_with_hidden_states: whether `finish` returns hidden states, and not values that
+            only `logits` can read.
+        expert_counters: of the layers with experts, if their tokens are counted; before them the
+            counters of the layers of earlier pipeline stages, to which the counts of these stages
+            are added.
     """
 
     backend: Backend
@@ -74,10 +75,10 @@ class CausalLM(Protocol):
             folder: of the model.
             load_format: "dummy" or "dummy_skewed" for random weights, else safetensors.
             seed: of random weights.
-            on_progress: called with the bytes that are done and that there are.
+            on_progress: called with the bytes that are done and the total.
 
         Raises:
-            ConfigError: the weights cannot be read, or are not those of the model.
+            ConfigError: the weights cannot be read, or do not match the model.
         """
         ...
 
@@ -87,8 +88,8 @@ class CausalLM(Protocol):
         """Gives the layers their KV cache; the last call holds.
 
         Args:
-            groups: the layers that share block tables, those of this rank's stage alone, numbered
-                from its first one on.
+            groups: the layers of this rank's stage that share block tables, numbered from the
+                stage's first layer on.
             kv: of each group, [parts, layers, num_blocks, block_size, heads, channels] (see
                 `KVTensors`), in the dtype of the arithmetic or in float8, to which `kv_scales`
                 belong.
@@ -108,8 +109,8 @@ class CausalLM(Protocol):
         ...
 
     def describe(self, block_size: int) -> str:
-        """Returns what computes the model with KV blocks of `block_size` tokens, for the start-up
-        table."""
+        """Returns the implementation that computes the model with KV blocks of `block_size` tokens,
+        for the start-up table."""
         ...
 
     def warm_up(self) -> None:
@@ -117,13 +118,13 @@ class CausalLM(Protocol):
         ...
 
     def plan(self, step: Step) -> None:
-        """Computes what all layers need of a step whose inputs are prepared; before
+        """Computes the data of a step that all layers need, once its inputs are prepared; before
         `begin`, and never inside a graph that is replayed for other numbers of rows."""
         ...
 
     def connect_experts(self, max_tokens: int) -> None:
-        """Connects the layers with experts to those of other engines' ranks, which do it at the
-        same time, for steps of up to `max_tokens` tokens; after `load`, and on GPUs alone.
+        """Connects the layers with experts to the same layers of other engines' ranks, which do it
+        at the same time, for steps of up to `max_tokens` tokens; after `load`, and on GPUs alone.
 
         Raises:
             ConfigError: the layers or the GPUs cannot be connected.
@@ -131,7 +132,8 @@ class CausalLM(Protocol):
         ...
 
     def take_part(self) -> None:
-        """Does what other engines' ranks wait for in a step in which this one has no rows."""
+        """Computes the part of a step that other engines' ranks wait for when this rank has no
+        rows."""
         ...
 
     def begin(
@@ -175,7 +177,7 @@ class CausalLM(Protocol):
         ...
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what `logits` does for hidden states of `finish_all`."""
+        """Returns the logits, as `logits` does, for hidden states of `finish_all`."""
         ...
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -220,7 +222,7 @@ class DecoderModel:
         config: of the model.
         make: makes the layers.
         layer: returns layer `number`, made by a maker.
-        embedding, norm, head: by default those of the names that most checkpoints have.
+        embedding, norm, head: by default of the names that most checkpoints have.
     """
 
     def __init__(
@@ -315,7 +317,7 @@ class DecoderModel:
         zero = () if quantization is None else quantization.zero
         shards = list(self.weight_shards())
         load_weights(shards, folder, load_format, seed, on_progress, self._is_unused, zero)
-        del shards  # what was loaded is let go of layer by layer
+        del shards  # loaded tensors are freed layer by layer
         self.finalize()
 
     def _is_unused(self, name: str) -> bool:

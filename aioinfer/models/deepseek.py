@@ -26,7 +26,7 @@ _LATENT_NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
-    """What both have.
+    """The configuration that V2 and V3 share.
 
     Attributes:
         latent: the shape of attention.
@@ -41,7 +41,8 @@ class DeepseekConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """Experts by their softmax scores, all of them or those of the best groups."""
+    """DeepSeek-V2's configuration: experts by their softmax scores, among all or among the best
+    groups."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"scoring_func": "softmax"}
 
@@ -53,8 +54,9 @@ class DeepseekV2Config(DeepseekConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """Experts by their sigmoid scores and a bias, those of the best groups. Checkpoints have a
-    layer more than the model, which predicts further tokens and is not computed."""
+    """DeepSeek-V3's configuration: experts by their sigmoid scores and a bias, among the best
+    groups. Checkpoints have a layer more than the model, which predicts further tokens and is not
+    computed."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid"}
 
@@ -69,7 +71,7 @@ class DeepseekV3Config(DeepseekConfig):
 
 
 def _read_attention(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of attention. `head_size` is that of what is rotated."""
+    """Returns the fields of attention. `head_size`: the rotated channels."""
     config = _without_nulls(config)
     rotary_size, plain_size = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     rope = read_rope({**config, "head_dim": rotary_size})
@@ -96,7 +98,7 @@ def _read_attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _score_factor(rope: RopeConfig) -> float:
     """Returns by how much scores are multiplied where RoPE is stretched (YaRN's temperature, Peng
-    et al. 2023), beside what the table of angles is."""
+    et al. 2023), beside the factor in the table of angles."""
     scaling = rope.scaling or {}
     weight, factor = scaling.get("mscale_all_dim"), scaling.get("factor") or 1.0
     if rope.kind == "default" or not weight or factor <= 1:
@@ -105,7 +107,8 @@ def _score_factor(rope: RopeConfig) -> float:
 
 
 def _read_v2_mixture(config: Mapping[str, Any]) -> MixtureShape:
-    """Returns experts that are routed as in DeepSeek-V2: a group's score is that of its best."""
+    """Returns experts that are routed as in DeepSeek-V2: a group's score is the score of its best
+    expert."""
     config = _without_nulls(config)
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):

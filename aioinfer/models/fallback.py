@@ -1,9 +1,9 @@
-"""Models without a file of ours: the modules of transformers over our paged attention, scheduler
-and sampler.
+"""Fallback for models without a file here: the modules of transformers over our paged attention,
+scheduler and sampler.
 
 Attention is replaced through transformers' attention interface, so it serves every decoder whose
 attention modules go through that. Steps are computed module by module, without CUDA graphs. Over
-several ranks, linear layers are split by the model's own `tp_plan`. What cannot run raises
+several ranks, linear layers are split by the model's own `tp_plan`. A model that cannot run raises
 `ConfigError` at the start.
 """
 
@@ -129,8 +129,8 @@ def _read_config(folder: Path, trust_remote_code: bool) -> Any:
 class FallbackModel:
     """Implements `CausalLM` with transformers' modules.
 
-    The hidden states that `finish` returns are the logits already: scales and caps of the head are
-    the model's own affair.
+    The hidden states that `finish` returns are the logits already: the model itself applies the
+    scales and caps of its head.
     """
 
     def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
@@ -258,7 +258,7 @@ class FallbackModel:
 
     @property
     def supports_graphs(self) -> bool:
-        """False: transformers' modules may do what a graph cannot hold."""
+        """False: transformers' modules may do work that a graph cannot hold."""
         return False
 
     @property
@@ -299,7 +299,7 @@ class FallbackModel:
         return self._forward(inputs.input_ids.long()[None], inputs.positions.long()[None], rows)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns what `finish` returned."""
+        """Returns `hidden`, the result of `finish`, which is the logits."""
         return hidden if self.backend.has_kernels else hidden.float()
 
     def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
@@ -328,7 +328,7 @@ class FallbackModel:
         return logits if self.backend.has_kernels else logits.float()
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns what `finish_all` returned."""
+        """Returns `hidden`, the result of `finish_all`, which is normed."""
         return hidden
 
 
@@ -344,7 +344,7 @@ class _GivenStates(nn.Module):
 
 
 class PagedAttention:
-    """The attention of one layer: what transformers' module calls in place of its own.
+    """The attention of one layer, which transformers' module calls in place of its own.
 
     Attributes:
         shape: of the layer; known once the module has called it.

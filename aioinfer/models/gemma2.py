@@ -16,7 +16,8 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """All but every n-th layer have a window, with n = `sliding_window_pattern`.
+    """Gemma 2's configuration: all but every n-th layer have a window, with n =
+    `sliding_window_pattern`.
 
     Attributes:
         scale: of the scores.

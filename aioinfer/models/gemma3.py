@@ -13,7 +13,7 @@ from aioinfer.models.gemma2 import Gemma2Config, Gemma2Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
-    """One layer of six has no window."""
+    """Gemma 3's configuration: one layer of six has no window."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Gemma2Config.DEFAULTS,
@@ -26,7 +26,7 @@ class Gemma3Config(Gemma2Config):
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads both ropes: `rope_parameters` has them by kind of layer, or `rope_scaling` and
-        `rope_theta` are those of layers without a window. Its factor is in
+        `rope_theta` are of layers without a window. The factor of `rope_scaling` is in
         `max_position_embeddings` already."""
         by_kind = config.get("rope_parameters") or {}
         parameters = by_kind.get("full_attention") or config.get("rope_scaling") or {}

@@ -14,7 +14,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4Config(DecoderConfig):
-    """`attention_bias` is of queries, keys and values."""
+    """GLM-4's configuration. `attention_bias`: of queries, keys and values."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "attention_bias": True,

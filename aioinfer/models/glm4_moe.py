@@ -16,7 +16,8 @@ from aioinfer.models.deepseek import read_v3_mixture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4MoeConfig(DecoderConfig):
-    """`attention_bias` is of queries, keys and values, `head_norms` of queries and keys."""
+    """GLM-4-MoE's configuration. `attention_bias`: of queries, keys and values. `head_norms`: of
+    queries and keys."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
 

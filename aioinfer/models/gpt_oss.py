@@ -16,7 +16,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
-    """`attention_bias` is of all four projections."""
+    """gpt-oss's configuration. `attention_bias`: of all four projections."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "head_dim": 64,

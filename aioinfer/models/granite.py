@@ -1,5 +1,5 @@
-"""Granite 3 (IBM 2024): Llama's layers with fixed multipliers of the embeddings, of what each layer
-adds, of the scores and of the logits."""
+"""Granite 3 (IBM 2024): Llama's layers with fixed multipliers of the embeddings, of each layer's
+addend, of the scores and of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aioinfer.models.llama import LlamaConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """The multipliers; logits are divided by theirs."""
+    """Granite's configuration: the multipliers. Logits are divided by `logits_scaling`."""
 
     embedding_multiplier: float
     residual_multiplier: float

@@ -55,7 +55,7 @@ def has_float8_cache(config: Mapping[str, Any]) -> bool:
 
 
 def load_kv_scales(folder: Path, layers: Sequence[KVScales]) -> bool:
-    """Sets the scales of all layers to those of a checkpoint.
+    """Sets the scales of all layers to the checkpoint's.
 
     Args:
         folder: of the model.

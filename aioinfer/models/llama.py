@@ -13,7 +13,8 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """`attention_bias` is of all four projections, `mlp_bias` of the MLP's three."""
+    """Llama's configuration. `attention_bias`: of all four projections. `mlp_bias`: of the MLP's
+    three."""
 
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -29,7 +30,7 @@ class LlamaConfig(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    """All layers have the same window."""
+    """Mistral's configuration: all layers have the same window."""
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fills a model with weights: from safetensors files, each rank reading its part alone, or at
+"""Loading of a model's weights: from safetensors files, each rank reading its part alone, or at
 random."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import WeightShard
 
-#: Tensors that checkpoints carry and nobody needs: they are computed.
+#: Tensors that checkpoints carry and no model needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
 #: Scales of a KV cache in float8, which `kv_scales` reads where the cache is one, and of queries
 #: and probabilities, which keep their dtype here.
@@ -59,12 +59,12 @@ def load_weights(
         load_format: "dummy" for random weights, "dummy_skewed" for such with routers that prefer
             some experts (`layers.router.router_skew`), else safetensors.
         seed: of random weights.
-        on_progress: called with the bytes that are done and that there are.
+        on_progress: called with the bytes that are done and the total.
         is_unused: whether a tensor of a name may be there that no parameter needs.
         zero: ends of the names of tensors that may be there if they are all zero.
 
     Raises:
-        ConfigError: files are missing or cannot be read, or the tensors are not those of the model.
+        ConfigError: files are missing or cannot be read, or the tensors do not match the model.
     """
     total = sum(shard.destination.nbytes for _, shard in shards)
     if load_format in ("dummy", "dummy_skewed"):
@@ -118,7 +118,8 @@ def _skew(shards: list[WeightShard]) -> None:
 
 
 def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
-    """Float8 values are normal with a deviation of `FLOAT8_DEVIATION`: their scale is theirs."""
+    """Fills a shard with normal values; float8 values, which have a scale, with a deviation of
+    `FLOAT8_DEVIATION`."""
     destination = shard.destination
     if destination.dtype in _COMPUTED_DTYPES and shard.store is None:
         destination.normal_(0.0, WEIGHT_DEVIATION, generator=generator)
@@ -229,7 +230,7 @@ def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
             raise ConfigError(
                 f"the tensor {name} has the shape {shape}; by config.json it should be {expected}"
             )
-        # scalars cannot be sliced; what is squeezed here is small
+        # scalars cannot be sliced; tensors that are squeezed here are small
         whole = stored[:] if shape else stored[...]
         stored = whole.reshape(()).expand(expected) if whole.numel() == 1 else whole.view(expected)
     part = slice(shard.start, shard.start + shard.destination.shape[shard.dim])
@@ -256,7 +257,7 @@ def _slice_of(tensors: Any, name: str, file: Path, shard: WeightShard | None = N
     """Returns a tensor of an open file, to be read in part.
 
     Raises `ConfigError` if it is not there, or of another type than the shard takes: floating-point
-    numbers are converted to one another, float8 and integers must be what they are.
+    numbers are converted to one another, float8 and integers must have the shard's type.
     """
     try:
         stored = tensors.get_slice(name)

@@ -14,7 +14,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """All layers have the same window, or none."""
+    """Mixtral's configuration: all layers have the same window, or none."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 

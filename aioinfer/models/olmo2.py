@@ -1,5 +1,5 @@
-"""OLMo 2 (Team OLMo 2024): what attention and MLP add is normed, not what they read; queries and
-keys are normed over all heads together."""
+"""OLMo 2 (Team OLMo 2024): the outputs of attention and MLP are normed, not their inputs; queries
+and keys are normed over all heads together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """`attention_bias` is of all four projections."""
+    """OLMo 2's configuration. `attention_bias`: of all four projections."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 

@@ -16,7 +16,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OlmoeConfig(DecoderConfig):
-    """`attention_bias` is of all four projections."""
+    """OLMoE's configuration. `attention_bias`: of all four projections."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
 

@@ -15,7 +15,7 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """All layers have the same window, or none."""
+    """Phi-3's configuration: all layers have the same window, or none."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "original_max_position_embeddings": 4096,

@@ -19,12 +19,12 @@ from aioinfer.layers.formats.schemes import (
 )
 
 _Inputs = Literal["dynamic", "static", "none"]
-#: What `model.quantization` makes of weights that are not quantized.
+#: The schemes that `model.quantization` gives to weights that are not quantized.
 _ONLINE = {
     "fp8": ScaledScheme("fp8", is_online=True),
     "int8": ScaledScheme("int8", is_online=True),
 }
-#: Tensors of quantized checkpoints that say what is known from `config.json`.
+#: Tensors of quantized checkpoints that repeat facts from `config.json`.
 _GPTQ_UNUSED = (".g_idx", ".qzeros")
 
 
@@ -33,7 +33,7 @@ def read_quantization(config: Mapping[str, Any], wanted: str = "auto") -> Quanti
 
     Args:
         config: the decoded `config.json`.
-        wanted: `model.quantization`: "auto" for what the checkpoint says, or "fp8" or "int8", in
+        wanted: `model.quantization`: "auto" for the checkpoint's scheme, or "fp8" or "int8", in
             which weights that are not quantized are loaded, or "none".
 
     Raises:
@@ -160,7 +160,7 @@ def _read_group(name: str, group: Mapping[str, Any]) -> Scheme:
 
 
 def _read_inputs(name: str, activations: Mapping[str, Any] | None, kind: Any) -> _Inputs:
-    """Returns how `input_activations` are quantized, those of weights of the type `kind`."""
+    """Returns how the `input_activations` of weights of the type `kind` are quantized."""
     if not activations:
         return "none"
     where = f"quantization_config.config_groups.{name}.input_activations"
@@ -174,7 +174,8 @@ def _read_inputs(name: str, activations: Mapping[str, Any] | None, kind: Any) ->
 
 
 def _read_affine(found: Mapping[str, Any]) -> Quantization:
-    """What `checkpoint.gguf` writes: integers with a scale and an offset for each group."""
+    """Weights as `checkpoint.gguf` writes them: integers with a scale and an offset for each
+    group."""
     groups = [
         (
             _read_names(group["modules"]),

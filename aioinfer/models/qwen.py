@@ -15,7 +15,8 @@ from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """The biases of the projections, and whether queries and keys are normed by head."""
+    """Qwen2's configuration: the biases of the projections, and whether queries and keys are normed
+    by head."""
 
     qkv_bias: bool = True
     output_bias: bool = False
@@ -38,11 +39,11 @@ class Qwen2Config(DecoderConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Heads are 128 wide where the configuration gives no `head_dim`."""
+    """Qwen3's configuration: heads are 128 wide where the configuration gives no `head_dim`."""
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads the biases beside what Qwen2 has."""
+        """Reads the biases beside Qwen2's fields."""
         bias = bool(config.get("attention_bias", False))
         own = {"head_size": config.get("head_dim") or 128, "head_norms": True}
         return {**Qwen2Config.own_fields(config), **own, "qkv_bias": bias, "output_bias": bias}

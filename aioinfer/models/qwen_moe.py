@@ -16,7 +16,7 @@ from aioinfer.models.qwen import Qwen2Config, Qwen3Config, qwen_attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2MoeConfig(Qwen2Config):
-    """The experts, beside what Qwen2 has."""
+    """Qwen2-MoE's configuration: the experts, beside Qwen2's fields."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"shared_expert_intermediate_size": 5632}
 
@@ -30,7 +30,7 @@ class Qwen2MoeConfig(Qwen2Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """The experts, beside what Qwen3 has."""
+    """Qwen3-MoE's configuration: the experts, beside Qwen3's fields."""
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""From the name of an architecture, as `config.json` has it, to a family's configuration and model;
-to transformers' modules where there is no file for it (`fallback`)."""
+"""Registry of model families: from the name of an architecture, as `config.json` has it, to a
+family's configuration and model, or to transformers' modules where there is no file for it
+(`fallback`)."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from aioinfer.models.quantization import read_quantization
 
 
 class Family(NamedTuple):
-    """Where a family is defined: a module of this package, and in it the class of the
-    configuration and that of the model, which is made of one and a `LayerMaker`."""
+    """The definition of a family: a module of this package, and in it the class of the
+    configuration and the class of the model, which is made of a configuration and a
+    `LayerMaker`."""
 
     module: str
     config: str
@@ -50,7 +52,8 @@ FAMILIES = {
 
 
 class ModelConfig(Protocol):
-    """What the engine and the worker read of a model's configuration; see `DecoderConfig`."""
+    """Fields of a model's configuration that the engine and the worker read; see
+    `DecoderConfig`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -155,8 +158,9 @@ def build_model(
 
 
 def _read_decoder(folder: Path) -> dict[str, Any]:
-    """Returns the decoded `config.json`. One of a decoder with a classification head reads as that
-    of the decoder itself, with its embedding in the place of the head that it does not have."""
+    """Returns the decoded `config.json`. The `config.json` of a decoder with a classification head
+    reads as the decoder's own, with its embedding in the place of the head that it does not
+    have."""
     config = read_json(folder)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):

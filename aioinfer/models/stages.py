@@ -1,7 +1,7 @@
-"""How the layers of a model are divided among the stages of a pipeline: so that a decode step takes
-each stage about as long.
+"""Division of a model's layers among the stages of a pipeline, so that a decode step takes each
+stage about as long.
 
-What a layer costs is the bytes that it reads in a step of many requests (`step_bytes`): its
+The cost of a layer is the bytes that it reads in a step of many requests (`step_bytes`): its
 weights, and the keys and values of `STEP_KEYS` tokens. The head reads its weight alone, and the
 embedding next to nothing. By weights alone the head of a small model would count too much: on one
 H200, in a step of 128 rows of Qwen3-8B, it takes as long as 1.7 layers, and has the bytes of 3.2.
@@ -20,7 +20,8 @@ from aioinfer.layers.shards import NamedShards
 
 L = TypeVar("L")
 
-#: A step of many requests, for what it reads of the KV cache: so many, of 512 tokens each.
+#: Requests in a step of many requests, of 512 tokens each, for the bytes that it reads of the KV
+#: cache.
 STEP_ROWS = 128
 STEP_KEYS = STEP_ROWS * 512
 
@@ -55,7 +56,7 @@ def divide_layers(sizes: Sequence[int], num_stages: int, *, behind: int = 0) -> 
 
 
 def whole_bytes(shards: NamedShards) -> int:
-    """Returns the bytes of checkpoint tensors as they will be held, those of all ranks together."""
+    """Returns the bytes of checkpoint tensors as all ranks together will hold them."""
     return sum(
         prod(shard.checkpoint_shape) * shard.destination.element_size() for _, shard in shards
     )
@@ -66,7 +67,7 @@ def step_bytes(weights: int, spec: KVSpec, itemsize: int) -> int:
 
     Args:
         weights: bytes of its weights.
-        spec: what it keeps in the KV cache.
+        spec: of its KV cache.
         itemsize: bytes of an element there.
     """
     keys = STEP_KEYS if spec.window is None else min(STEP_KEYS, STEP_ROWS * spec.window)

@@ -5,17 +5,17 @@ queue, stands among the running requests, and computes the prompt. The other bea
 They get their slots together with the leader, and lose them together with it, so no group ever
 holds blocks while it waits for a beam of its own that does not fit.
 
-A round of the search. Each beam has a row, whose result brings its likeliest tokens. When all have
-come, the engine decides which beams go on and calls `advance`: a beam goes on with one of its
-tokens, or takes over the tokens of another. Then it is forked: it shares the full blocks of that
-beam, by reference count, and the block after those is copied on the device before the next row is
-computed (copy-on-write, as for parallel sampling). The chosen tokens go to the workers like those
-that a grammar forces. Beams that come to different steps, for want of budget, wait for each other;
-nobody waits for them.
+A round of the search: each beam has a row, and the row's result brings the likeliest next tokens of
+the beam. When the results of all beams have come, the engine decides which beams go on and calls
+`advance`: a beam goes on with one of its tokens, or takes over the tokens of another. Then it is
+forked: it shares the full blocks of that beam, by reference count, and the block behind the full
+ones is copied on the device before the next row is computed (copy-on-write, as for parallel
+sampling). The chosen tokens go to the workers like tokens that a grammar forces. Beams that come to
+different steps, for want of budget, wait for each other; no other request waits for them.
 
 The prompt's row is the leader's alone, and the first `advance` forks all others from it. After a
-preemption the leader computes its tokens anew, and the others share what they have in common with
-it and compute the rest.
+preemption the leader recomputes its tokens; the other beams fork from it as far as their tokens are
+equal, and compute the rest.
 
 `StepPlanner` has a `BeamPlanner` plan the rows of beams, and `Scheduler` has it advance them.
 Imports neither torch nor aiohttp.
@@ -35,7 +35,7 @@ from aioinfer.scheduler.running import RunningRequests
 
 
 class BeamPlanner:
-    """Plans for the groups of beams of one scheduler."""
+    """Plans the rows of one scheduler's beam groups."""
 
     def __init__(self, limits: SchedulerLimits, running: RunningRequests):
         self._limits = limits
@@ -54,7 +54,7 @@ class BeamPlanner:
         )
 
     def enter(self, builder: PlanBuilder, leader: Request) -> None:
-        """Gives slots to all beams, with their leader, which has its own and is in the plan."""
+        """Gives a slot to each beam of a leader that has its own slot and is in the plan."""
         group = leader.beams
         assert group is not None
         group.beams[0].is_admitted = group.beams[0].is_placed = True
@@ -94,8 +94,8 @@ class BeamPlanner:
         return preempts
 
     def _plan_row(self, builder: PlanBuilder, beam: Beam, tokens: int, missing: int) -> None:
-        """Gives a beam `tokens` tokens of this step and `missing` new blocks, and tells the workers
-        what they do not know of it."""
+        """Gives a beam `tokens` tokens of this step and `missing` new blocks, and sends the workers
+        those parts of its record, tokens and block tables that they do not have."""
         request = beam.request
         if not beam.is_admitted:
             self._send(builder, beam, builder.admission_bytes(request, 0))
@@ -125,8 +125,9 @@ class BeamPlanner:
                 self._fork(beam, leader, min(common, len(leader.tokens) - 1))
 
     def _fork(self, beam: Beam, parent: Request, num_tokens: int) -> None:
-        """Makes a beam begin with the first `num_tokens` tokens of another, which are its own as
-        well. Where the other has freed blocks of them, the beam computes all of its tokens."""
+        """Forks a beam from `parent`: their first `num_tokens` tokens are equal, and the beam gets
+        the parent's blocks of these. Where the parent has freed such blocks, the beam computes all
+        of its tokens."""
         running, request = self._running, beam.request
         prefix = self._kv_cache.fork(parent, num_tokens)
         if prefix is None:
@@ -142,9 +143,9 @@ class BeamPlanner:
 
     def _has_bytes(self, builder: PlanBuilder, beam: Beam) -> bool:
         """Whether the plan has the bytes for the record and the tables of a beam; the first always
-        fits. What fits is counted."""
+        fits. Bytes that fit are counted as taken."""
         request, num_groups = beam.request, len(self._limits.groups)
-        # two entries of a table are counted as those of any row
+        # two entries of a table are counted with its row, as for any row
         entries = max(0, request.num_blocks - beam.first_unsent - 2) * num_groups
         size = GROWTH_BYTES * entries
         wanted = size
@@ -162,13 +163,14 @@ class BeamPlanner:
     # ---------------------------------------------------------------- results
 
     def advance(self, group: BeamGroup, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Appends a token to each beam of a running group whose results have all come.
+        """Appends a token to each beam of a running group, once the results of all its beams have
+        come.
 
         Args:
             group: the beams; before the first call only the leader has a result.
-            parents: of each beam, the number of the beam whose tokens it goes on from. A beam that
-                any goes on from goes on from itself.
-            tokens: the token that each takes.
+            parents: of each beam, the number of the beam that it continues. A beam that another one
+                continues has to continue itself.
+            tokens: of each beam, the token that it appends.
         """
         beams = group.beams
         for beam, parent in zip(beams, parents, strict=True):

@@ -1,4 +1,5 @@
-"""The pool of KV blocks: who owns which block, which are free, and which hold a known prefix.
+"""The pool of KV blocks: the owners of each block, the free blocks, and the index of cached
+prefixes.
 
 `KVCacheManager` is its only caller and has a pool for each group of layers. A block is in one of
 three states: owned (one reference for each block table that names it), free and cached (no owner,
@@ -21,8 +22,9 @@ class BlockPool:
     """Reference counts, an LRU free list and the prefix index of `num_blocks` KV blocks.
 
     Attributes:
-        changed: gets the hashes that enter or leave the prefix index, for who has put a set there.
-        partial: loses the hashes that leave the prefix index, for who has put it there.
+        changed: collects the hashes that enter or leave the prefix index, once a caller has put a
+            set there.
+        partial: loses the hashes that leave the prefix index, once a caller has put it there.
     """
 
     def __init__(self, num_blocks: int):

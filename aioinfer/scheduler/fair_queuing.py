@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.request import Request
 
-#: What an output token costs, in prompt tokens.
+#: Cost of an output token, in prompt tokens.
 OUTPUT_COST = 2.0
 #: Output tokens that are expected of a flow before any of its requests has ended.
 _FIRST_MEAN = 128.0
@@ -72,7 +72,7 @@ class FairQueuing:
         return sum(backlog.num_waiting for backlog in backlogs if backlog is not None)
 
     def arrive(self, request: Request, priority: int) -> float:
-        """Returns the start tag of a new request, which `priority` is the class of."""
+        """Returns the start tag of a new request of the class `priority`."""
         clock = self._clocks.get(priority)
         if clock is None:
             clock = self._clocks[priority] = _Clock(self._start)
@@ -87,7 +87,7 @@ class FairQueuing:
         return start
 
     def virtual_time(self, priority: int) -> float:
-        """Returns the start tag of a request that goes before those that were never served."""
+        """Returns a start tag that goes before all requests that were never served."""
         clock = self._clocks.get(priority)
         return self._start if clock is None else clock.time
 
@@ -102,7 +102,7 @@ class FairQueuing:
 
     def drop(self, request: Request) -> None:
         """Forgets a request that was never served. Its flow is not charged for it once no request
-        of the flow waits; until then the next ones stay behind those that do."""
+        of the flow waits; until then the flow's next requests stay behind its waiting ones."""
         clock = self._clocks[request.key[0]]
         self._leave(request, clock, clock.backlogs[request.flow.name])
 
@@ -113,8 +113,8 @@ class FairQueuing:
         self._mean_output[request.flow.name] = mean
 
     def restore(self, requests: Iterable[Request]) -> None:
-        """Counts anew which requests wait: those of `requests` that were never admitted, with the
-        tags that they have. All others have ended."""
+        """Recounts the waiting requests: the ones among `requests` that were never admitted, with
+        the tags that they have. All others have ended."""
         waiting = [request for request in requests if request.num_cached < 0]
         for request in waiting:
             self._clocks.setdefault(request.key[0], _Clock(request.key[1]))
@@ -139,17 +139,17 @@ class FairQueuing:
         self._settle(request.key[0], clock, backlog)
 
     def _settle(self, priority: int, clock: _Clock, backlog: _Backlog) -> None:
-        """Forgets what only waiting requests need once none is left, of a flow or of all."""
+        """Forgets the state of a flow, or of a priority, in which no request waits any more."""
         if not backlog.num_waiting:
             backlog.finish = backlog.served
-        # all flows begin anew: nobody waits for anybody
+        # all flows begin from scratch: no request waits
         if not clock.num_waiting and priority in self._clocks:
             served = max(backlog.served for backlog in clock.backlogs.values())
             self._start = max(self._start, clock.time, served)
             del self._clocks[priority]
 
     def _cost(self, request: Request) -> float:
-        """Returns what a request costs, in prompt tokens; at least 1, so that tags advance."""
+        """Returns the cost of a request in prompt tokens; at least 1, so that tags advance."""
         mean = self._mean(request.flow.name)
         output = request.num_slots * min(mean, request.max_len - request.prompt_len)
         return max(1.0, request.prompt_len - request.num_expected + OUTPUT_COST * output)

@@ -1,29 +1,29 @@
-"""The KV cache as the scheduler plans with it: for each group of layers a pool of blocks, and for
-each request a block table in each group.
+"""The scheduler's KV cache: for each group of layers a pool of blocks, and for each request a block
+table in each group.
 
-Layers that keep the same are a group (see `ipc/kv_spec.py`). Entry i of a block table is the block
-of tokens [i * block_size, (i + 1) * block_size), so the tables of a request are equally long. What
-differs is which entries are needed: where all tokens before it are attended to, all of them; behind
-a sliding window, none, and such blocks go back to their pool while the request runs (`NULL_BLOCK`
-takes their place). (The idea is that of vLLM's hybrid KV cache manager; here a group has blocks of
-its own, whose number is settled at the start.)
+Layers that keep the same form a group (see `ipc/kv_spec.py`). Entry i of a block table is the block
+of tokens [i * block_size, (i + 1) * block_size), so the tables of a request are equally long. The
+tables differ in which entries are needed: where all tokens before it are attended to, all of them;
+behind a sliding window, none, and such blocks go back to their pool while the request runs
+(`NULL_BLOCK` takes their place). (The idea comes from vLLM's hybrid KV cache manager; here a group
+has blocks of its own, and their number is fixed at the start.)
 
 Which blocks can be freed behind a window. A step that computes tokens from position s on reads keys
 from s - window + 1 on, and so do all steps that are planned after it. Steps that were posted before
-may read earlier keys, but workers execute plans in order, so that whoever gets a freed block writes
-to it only after these have read. Hence `free_behind_windows` is called while a step is planned,
-with the first position that it or a later one computes, and never with a position behind it: the
-tokens of one step are written together, before any of them is read.
+may read earlier keys, but workers execute plans in order, so that the next owner of a freed block
+writes to it only after these steps have read it. Hence `free_behind_windows` is called while a step
+is planned, with the first position that it or a later one computes, and never with a position
+behind it: the tokens of one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
 tokens are attended to, all of them, and with a window only the last ones, which hold the
 `window - 1` tokens before the hit's end. The hit is the longest that every group can serve.
 
-Behind the hit, a cached block whose first tokens are the next of the prompt is copied
+Behind the hit, a cached block that begins with the next tokens of the prompt is copied
 (`partial_blocks`). Workers copy before a step computes anything: the block must have been computed
-by an earlier step, and whoever owns it next may be in the same one.
+by an earlier step, and its next owner may be in the same step.
 
-The scheduler is the only caller of what changes anything. Imports neither torch nor aiohttp.
+Only the scheduler calls methods that change anything. Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from aioinfer.scheduler.request import NULL_BLOCK, Request
 
 @dataclass(slots=True)
 class Prefix:
-    """The blocks with which a request can begin, since others computed them.
+    """A prefix hit: the blocks with which a request can begin, since other requests computed them.
 
     Attributes:
         num_tokens: tokens that need not be computed.
@@ -74,7 +74,7 @@ class KVCacheManager:
         max_chunk: int,
         prefix_caching: bool = True,
     ):
-        """Makes pools whose blocks are all free.
+        """Makes pools with all blocks free.
 
         Args:
             groups: of the model's layers.
@@ -88,13 +88,12 @@ class KVCacheManager:
         self._block_size = block_size
         self._max_chunk = max_chunk
         self._blocks_per_tile = max(1, MAX_ATTENTION_TILE // block_size)
-        # requests whose tables have lost blocks behind a window, or begin without, since the last
-        # plan
+        # requests that have lost blocks behind a window since the last plan, or begin without them
         self._moved: dict[Request, None] = {}
         self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
         self.prefix_caching = prefix_caching
-        # the blocks that can be copied; of those that the step being planned may compute, and that
-        # cannot be copied before the next one, parent and tokens by hash
+        # the blocks that can be copied; parent and tokens, by hash, of the blocks that the step
+        # being planned may compute, which cannot be copied before the next step
         self._partial: PartialBlocks | None = None
         self._computing: dict[bytes, tuple[bytes, bytes]] = {}
         if self.prefix_caching and block_size > MIN_COPIED_TOKENS:
@@ -109,8 +108,8 @@ class KVCacheManager:
 
     @property
     def leading_pool(self) -> BlockPool:
-        """The pool that stands for all in what is reported of this cache: of the first group that
-        attends to all tokens, or else of the first."""
+        """The pool that stands for all in reports about this cache: the pool of the first group
+        that attends to all tokens, or else of the first group."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
                 return pool
@@ -180,9 +179,9 @@ class KVCacheManager:
     def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens that begins with `prefix` finds its blocks free.
 
-        All of its tokens count, even if the first step computes few of them. What it takes off a
-        free list is what it owns at once at its peak, or, if that is less, what it shares of the
-        free list and allocates.
+        All of its tokens count, even if the first step computes few of them. The blocks that it
+        takes off a free list are the most that it owns at once, or, if that is less, the free
+        blocks that it shares and the blocks that it allocates.
         """
         return all(
             taken <= pool.num_free
@@ -190,8 +189,8 @@ class KVCacheManager:
         )
 
     def can_admit_beams(self, prefix: Prefix, leader: Request, num_others: int) -> bool:
-        """Whether the leader of a search, which begins with `prefix`, and its other beams find
-        their blocks free, and those of their next token."""
+        """Whether the leader of a search, which begins with `prefix`, and its other beams find free
+        blocks, including the blocks of their next token."""
         num_tokens = min(leader.total + 1, leader.max_len - 1)
         beside = self._peaks_beside(leader.prompt_len, num_tokens, num_others)
         return all(
@@ -202,19 +201,19 @@ class KVCacheManager:
         )
 
     def _peaks(self, num_tokens: int) -> list[int]:
-        """Returns how many blocks of each group a request owns at once at most."""
+        """Returns the most blocks of each group that a request owns at once."""
         size, chunk = self._block_size, self._max_chunk
         return [group.max_blocks(num_tokens, size, chunk) for group in self.groups]
 
     def _peaks_beside(self, prompt_len: int, num_tokens: int, num_others: int) -> list[int]:
-        """Returns how many blocks of each group the other beams of a search own at once at most,
-        beside those of the leader. They share the full blocks of the prompt, unless some of them
+        """Returns the most blocks of each group that the other beams of a search own at once,
+        beside the leader's blocks. They share the full blocks of the prompt, unless some of these
         may be gone behind a window."""
         shared = 0 if self._windows else prompt_len // self._block_size
         return [num_others * (peak - shared) for peak in self._peaks(num_tokens)]
 
     def _taken(self, prefix: Prefix, num_tokens: int) -> list[int]:
-        """Returns how many free blocks of each group a request takes that begins with `prefix`."""
+        """Returns how many free blocks of each group a request that begins with `prefix` takes."""
         fresh = -(-num_tokens // self._block_size) - prefix.num_blocks
         return [
             min(peak, fresh + pool.count_free(_owned(shared)))
@@ -244,8 +243,8 @@ class KVCacheManager:
         request.num_blocks += count
 
     def free_behind_windows(self, request: Request, start: int) -> None:
-        """Frees the blocks that no step reads which computes tokens of the request from position
-        `start` on. See the module's docstring for when this is safe.
+        """Frees the blocks that are not read by any step which computes tokens of the request from
+        position `start` on. See the module's docstring for when this is safe.
 
         Where a table grows by one token a step, it suffices to check when it needs a new block: a
         block ends up behind the window at most once in `block_size` steps.
@@ -261,17 +260,17 @@ class KVCacheManager:
                 self._moved[request] = None
 
     def take_replacement_blocks(self) -> Iterator[tuple[Request, int, int, int]]:
-        """Yields (request, group, index, block) of the table entries before the first block that a
-        request owns behind a window, as far as attention may read them: once a plan, for the
-        requests in which they changed.
+        """Yields (request, group, index, block) of the replacement blocks: the table entries before
+        the first block that a request owns behind a window, as far as attention may read them.
+        Called once a plan, for the requests in which these entries changed.
 
-        Kernels read whole tiles and mask what is behind the window. Yet a key or value that is NaN
-        spoils the result even if it is masked; so what they read there has to be the request's own,
-        not that of the next owner of a freed block.
+        Kernels read whole tiles and mask the tokens behind the window. Yet a key or value that is
+        NaN spoils the result even if it is masked; so the keys and values that they read there have
+        to be the request's own, not the ones of the next owner of a freed block.
         """
         moved, self._moved = self._moved, {}
         if not self.max_replacement_blocks:
-            return  # what a tile reads is one block, which is owned
+            return  # a tile reads one block, which is owned
         for request in moved:
             for group, _ in self._windows if request.blocks else ():
                 table = request.blocks[group]
@@ -293,7 +292,7 @@ class KVCacheManager:
 
     def fork(self, leader: Request, num_tokens: int) -> Prefix | None:
         """Returns a prefix of the leader's first `num_tokens` tokens, which are computed: full
-        blocks are shared, the block of those after them is copied.
+        blocks are shared, the block of the tokens after these is copied.
 
         None if the leader has freed blocks that are needed.
         """
@@ -311,9 +310,9 @@ class KVCacheManager:
 
     def replace(self, request: Request, prefix: Prefix) -> int:
         """Puts the blocks of `prefix`, which another request owns, in the place of a request's own.
-        What is copied gets its block when the tables grow.
+        Copied blocks get their targets when the tables grow.
 
-        Returns the index from which on the tables differ from what they were.
+        Returns the first index at which the tables differ from before.
         """
         old, request.blocks = request.blocks, [list(shared) for shared in prefix.blocks]
         for pool, shared in zip(self.pools, request.blocks, strict=True):
@@ -335,7 +334,7 @@ class KVCacheManager:
         """Returns the longest prefix of a request's known tokens that all groups have cached.
 
         It leaves at least one token to compute, since that token's logits are needed, and all
-        tokens whose rows have outputs of their own.
+        tokens that have requested outputs of their prompt rows.
         """
         if not self.prefix_caching:
             return self.no_prefix()
@@ -355,9 +354,9 @@ class KVCacheManager:
     def _find_partial(
         self, request: Request, length: int, longest: int
     ) -> tuple[list[tuple[int, int]], int]:
-        """Returns the block of each group whose first tokens are those of a request behind its
-        first `length` blocks, and how many tokens, up to `longest` of the request; no blocks and 0
-        if there are none that every group has."""
+        """Returns a cached block of each group that begins with the tokens of a request behind its
+        first `length` blocks, and how many of its tokens are equal, up to token `longest` of the
+        request; no blocks and 0 if there is none that every group has."""
         start = length * self._block_size
         room = min(longest - start, self._block_size)
         if self._partial is None or room < MIN_COPIED_TOKENS:
@@ -428,7 +427,7 @@ class KVCacheManager:
 
     def publish_tokens(self) -> None:
         """Lets requests begin with copies of the blocks that the steps planned by now compute. To
-        be called before a step is planned: its copies come before what it computes."""
+        be called before a step is planned: a step's copies are made before it computes anything."""
         if self._partial is not None:
             pool = self.leading_pool
             for block_hash, (parent, tokens) in self._computing.items():
@@ -437,8 +436,7 @@ class KVCacheManager:
             self._computing.clear()
 
     def forget(self, request: Request) -> None:
-        """Takes a request's tokens out of the prefix index: what was computed of them cannot be
-        trusted."""
+        """Takes a request's blocks out of the prefix index: their contents cannot be trusted."""
         for pool in self.pools:
             pool.forget(request.block_hashes)
 

@@ -1,5 +1,5 @@
-"""What the scheduler may allocate, and how it orders requests. The engine makes the limits from the
-configuration and from what the workers report."""
+"""The limits of a scheduler: blocks, slots and tokens a step, and the order of requests. The engine
+makes the limits from the configuration and from the workers' reports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, MAX_FIXED_BYTES, ROW_BYT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What the scheduler may allocate, and how it orders requests.
+    """The limits of a scheduler, and how it orders requests.
 
     Attributes:
         num_blocks: KV blocks of each group of layers.
         block_size: tokens a KV block.
         max_num_seqs: slots, each for a running request.
-        token_budget: how many tokens a step computes at most.
-        prefill_cap: how many prefill tokens a step computes at most that also decodes.
+        token_budget: the maximum of tokens that a step computes.
+        prefill_cap: the maximum of prefill tokens in a step that also decodes.
         paces_prefill: whether the predicted time of such a step bounds them, too (see
             `prefill_pacing`).
-        target_itl_s: the time that it may take, in seconds; None: what throughput asks for.
+        target_itl_s: the time that such a step may take, in seconds; None: as throughput asks for.
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         num_stages: of the workers' pipeline; see `MicroBatches`.

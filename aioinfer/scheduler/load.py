@@ -1,5 +1,5 @@
-"""What a scheduler tells routers beyond its process: its load, and what has changed in its prefix
-cache."""
+"""The state that schedulers report to routers of other processes: their load, and the changes of
+their prefix caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aioinfer.scheduler.scheduler import Scheduler
 
 
 def load_of(schedulers: Iterable[Scheduler]) -> Load:
-    """Returns what schedulers have to do now, of all together."""
+    """Returns the load of some schedulers, added up."""
     total = [0] * len(Load.__struct_fields__)
     for scheduler in schedulers:
         pool, block_size = scheduler.kv_cache.leading_pool, scheduler.limits.block_size
@@ -29,10 +29,11 @@ def load_of(schedulers: Iterable[Scheduler]) -> Load:
 
 
 def take_changes(pools: Sequence[BlockPool]) -> tuple[list[bytes], list[bytes]]:
-    """Returns the hashes that any of some pools holds, and those that none holds any more, of those
-    that have changed since it was called before (see `BlockPool.changed`).
+    """Returns the changes of the prefix index since the last call (see `BlockPool.changed`): of the
+    hashes that have changed, the ones that any of the pools holds, and the ones that none holds any
+    more.
 
-    The pools are asked what they hold, so the order of changes does not matter.
+    The pools are asked which hashes they hold, so the order of changes does not matter.
     """
     changed: set[bytes] = set()
     for pool in pools:

@@ -1,4 +1,5 @@
-"""Which requests the next step takes, where the workers are the stages of a pipeline.
+"""Micro-batches of pipeline parallelism: which requests the next step takes, where the workers are
+the stages of a pipeline.
 
 A step passes through the stages one after the other, and each stage is to compute a step at any
 time: with P stages, P steps are in flight and one more is posted ahead. A decoding request needs
@@ -9,11 +10,11 @@ goes from device to device. The engine learns of it meanwhile, so at most two to
 are on their way.
 
 No list of micro-batches is kept: a request is due for a step if P steps were posted since its last
-one. A step takes at most its fair share of the decoding requests, the oldest first, and what is
-left over is due for the next one. So P steps of equal size follow each other soon, however requests
-come and go. Chunks of prompts need no token, and go into any step.
+one. A step takes at most its fair share of the decoding requests, the oldest first, and the
+requests that are left over are due for the next one. So P steps of equal size follow each other
+soon, however requests come and go. Chunks of prompts need no token, and go into any step.
 
-If no request is due, those whose last token is on its way are taken all the same: the pipeline
+If no request is due, requests whose last token is on its way are taken all the same: the pipeline
 would be empty otherwise, and the first stage waits for tokens on the device, as with one stage.
 
 `StepPlanner` has a `MicroBatches` if there are several stages. Imports neither torch nor aiohttp.
@@ -42,7 +43,8 @@ class MicroBatches:
         self._last_due = step_id - self._num_stages if self._plan_ahead else -1
 
     def take_early(self) -> bool:
-        """Has requests taken whose tokens are not there in time. Returns whether that may be."""
+        """Lets the step take requests whose tokens are not there in time. Returns whether that is
+        allowed."""
         self._last_due = 2**62
         return self._plan_ahead
 

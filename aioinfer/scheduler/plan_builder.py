@@ -45,13 +45,14 @@ class PlanBuilder:
     Attributes:
         step_id: the plan's.
         budget_left: tokens that the step may still compute.
-        admitted_bytes: what admissions take so far, the growth of their block tables included.
+        admitted_bytes: bytes that admissions take so far, the growth of their block tables
+            included.
         has_beams: whether there are rows of beams.
-        scored: of each row in `PromptLogprobRows`, whose it is, its first token, and how many
+        scored: of each row in `PromptLogprobRows`, its request, its first token, and how many
             tokens are scored.
-        pooled: whose pooled states the step brings, in the order of its result.
+        pooled: the requests that the step brings pooled states for, in the order of its result.
         stated: of each row in `TokenStateRows`, as `scored`.
-        advanced: whose progress is reported, and the end of the row.
+        advanced: the requests that progress is reported for, each with the end of its row.
     """
 
     def __init__(self, step_id: int, budget: int, prefill: PrefillAllowance, max_num_seqs: int):
@@ -143,7 +144,7 @@ class PlanBuilder:
                 self.pooled.append(rows)
 
     def work(self) -> StepWork:
-        """Returns what the step computes."""
+        """Returns the work of the step: counts of its tokens and keys."""
         tokens, pairs = 0, 0.0
         for start, length, _ in self._prefill_rows:
             tokens += length
@@ -156,7 +157,7 @@ class PlanBuilder:
         return not self.admitted_bytes or self.admitted_bytes + size <= MAX_ADMITTED_BYTES
 
     def admission_bytes(self, request: Request, table_entries: int) -> int:
-        """Returns the bytes that the admission of a request adds to the plan, whose block tables
+        """Returns the bytes that the admission of a request adds to the plan, if its block tables
         have `table_entries` entries in all."""
         size = RECORD.itemsize + GROWTH_BYTES * table_entries
         size += self._packer.bytes_of_lists(request.params, _banned_tokens(request))
@@ -209,7 +210,7 @@ class PlanBuilder:
             self._forced.append((request.slot, first + place, token, counted))
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Has the workers copy a KV block of a group before the step computes anything."""
+        """Adds the copy of a KV block of a group, made before the step computes anything."""
         self._copies.append((group, source, target))
 
     def to_plan(

@@ -1,16 +1,16 @@
 """How much prefill a step takes beside decodes: as many tokens as the step's predicted time allows.
 
-With a target for inter-token latency that time is the target. Without one it follows from what a
-step costs beside its prefill (weights, keys of the decodes, launches): its overhead. A step yields
-a token for each of D decode rows, and would yield one more for each of B prompts that are still to
-be computed. So of the overhead the fraction B / (D + B) is lost, and taking more prefill into fewer
+With a target for inter-token latency that time is the target. Without one it follows from the cost
+of a step beside its prefill (weights, keys of the decodes, launches): its overhead. A step yields a
+token for each of D decode rows, and would yield one more for each of B prompts that are still to be
+computed. So of the overhead the fraction B / (D + B) is lost, and taking more prefill into fewer
 steps loses less; but every decode waits for the step. The step is made so long that the lost part
 is `MAX_LOST` of it, `MIN_PREFILL_RATIO` times the overhead at least, and no longer than
 `MAX_STEP_S`. So one stream beside long prompts waits for large chunks, many streams beside one
 prompt for small ones, and prompts that pile up make the chunks grow.
 
-`StepPlanner` asks for an allowance for each step, `Scheduler` reports what was posted and when its
-result came. Imports neither torch nor aiohttp.
+`StepPlanner` asks for an allowance for each step, `Scheduler` reports the work of each posted step
+and when its result came. Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections import deque
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.step_time import StepTimes, StepWork
 
-#: Without a target: what the decodes' overhead may cost in throughput; the time for prefill in
-#: units of the overhead; and seconds.
+#: Without a target: the part of the throughput that the decodes' overhead may cost; the time for
+#: prefill in units of the overhead; and seconds.
 MAX_LOST = 0.025
 MIN_PREFILL_RATIO = 3.0
 MAX_STEP_S = 0.3
@@ -33,8 +33,8 @@ MIN_TOKENS = 16
 #: GPUs compute, and for which there are CUDA graphs.
 _ALIGNED_FROM, _ALIGNMENT = 512, 128
 #: GPUs compute the products of a prefill in tiles of so many tokens (`gated_product`, cuBLAS), and
-#: one that is not full takes as long. Chunks of fewer tiles than this are left as they are: what
-#: they would lose is more of them.
+#: one that is not full takes as long. Chunks of fewer tiles than this are left as they are: they
+#: would lose a larger part.
 _TILE_TOKENS, _MIN_TILES = 256, 4
 
 
@@ -49,7 +49,7 @@ def fill_tiles(prefill: int, decodes: int) -> int:
 
 
 class PrefillAllowance:
-    """What prompts may take of one step: tokens, and seconds by prediction."""
+    """The prefill budget of one step: tokens, and seconds by prediction."""
 
     __slots__ = ("_seconds_left", "_step_tokens", "_times", "tokens_left")
 
@@ -64,7 +64,7 @@ class PrefillAllowance:
 
         Args:
             tokens: at most.
-            times: predicts what they take; without it only `tokens` counts.
+            times: predicts their time; without it only `tokens` counts.
             seconds: that they may take.
             step_tokens: other tokens of the step.
         """
@@ -77,9 +77,9 @@ class PrefillAllowance:
         """Takes up to `wanted` tokens of a prompt from position `start` on, and returns how many:
         one at least while any are left.
 
-        Whoever gets less than it wants for want of time is the last of the step: what alignment
-        leaves is no use to the next prompt, which might even begin like this one and compute what
-        it finds in the cache a step later.
+        A prompt that gets fewer tokens than wanted, for want of time, is the last of the step: the
+        tokens that alignment leaves are of no use to the next prompt, which might even begin like
+        this one and compute tokens that it would find in the cache a step later.
         """
         granted = min(wanted, self.tokens_left)
         if self._times is not None and granted:
@@ -105,12 +105,12 @@ class PrefillAllowance:
 
 
 class PrefillPacing:
-    """Learns what the steps of one scheduler take, and bounds their prefill by it.
+    """Learns how long the steps of one scheduler take, and bounds their prefill by it.
 
     Attributes:
         is_active: whether it bounds prefill; a step costs nothing more otherwise.
-        times: what is learned.
-        step_s, error_s: seconds of all steps whose time was predicted and measured, and of the
+        times: the learned costs, which predict the times of steps.
+        step_s, error_s: seconds of all steps with a predicted and a measured time, and of the
             differences between the two.
     """
 
@@ -125,7 +125,7 @@ class PrefillPacing:
         self._last_result_s = 0.0
 
     def allow(self, tokens: int, decodes: StepWork, num_prompts: int) -> PrefillAllowance:
-        """Returns what prompts may take of a step that decodes, if it `is_active`.
+        """Returns the prefill allowance of a step that decodes, if pacing `is_active`.
 
         Args:
             tokens: that the step's budget leaves.
@@ -148,12 +148,13 @@ class PrefillPacing:
     # ---------------------------------------------------------------- measuring
 
     def post(self, work: StepWork, now: float) -> None:
-        """Notes that a step is posted at `now`, in seconds; for each step, if it `is_active`."""
+        """Notes that a step is posted at `now`, in seconds. Called for each step if pacing
+        `is_active`."""
         self._posted.append((work, now))
 
     def finish(self, now: float) -> None:
-        """Learns from the oldest posted step, whose result came at `now`; for each step, if it
-        `is_active`."""
+        """Learns from the oldest posted step, whose result came at `now`. Called for each step if
+        pacing `is_active`."""
         work, posted_s = self._posted.popleft()
         seconds = now - max(posted_s, self._last_result_s)
         self._last_result_s = now
@@ -165,5 +166,5 @@ class PrefillPacing:
             self.error_s += abs(error) * seconds
 
     def clear(self) -> None:
-        """Forgets the posted steps, whose results will not come."""
+        """Forgets the posted steps: their results will not come."""
         self._posted.clear()

@@ -1,11 +1,11 @@
 """How KV blocks are found again: by the hashes of whole blocks, and by the first tokens of a block.
 
 A hash chains its parent's hash and the block's own tokens. Equal hashes mean equal tokens from the
-very start of the sequence, which is what makes a block's keys and values reusable (the scheme of
-vLLM's automatic prefix caching). BLAKE2b with 128 bits: a prompt that lands on another user's
-blocks cannot be crafted, as it could be with Python's own `hash`.
+very start of the sequence, so a block's keys and values can be reused (the scheme of vLLM's
+automatic prefix caching). BLAKE2b with 128 bits: a prompt that lands on another user's blocks
+cannot be crafted, as it could be with Python's own `hash`.
 
-Where a prompt differs from what is cached in the middle of a block, the block's keys and values
+Where a prompt differs from the cached tokens in the middle of a block, the block's keys and values
 before that place are right as well: a copy of the block spares computing them (`PartialBlocks`).
 Which blocks come into question is known by their parent: blocks behind the same hash are compared
 with the prompt token by token. (SGLang's radix tree shares any number of tokens, with blocks of one
@@ -24,13 +24,13 @@ HASH_BYTES = 16
 def root_hash(extra: bytes = b"") -> bytes:
     """Returns the parent of a sequence's first block.
 
-    `extra` keeps apart what may not be shared (a tenant's salt, an adapter).
+    `extra` keeps sequences apart that may not share blocks (a tenant's salt, an adapter).
     """
     return blake2b(extra, digest_size=HASH_BYTES, person=b"aioinfer").digest()
 
 
 def extend_hashes(hashes: list[bytes], tokens: array[int], block_size: int, root: bytes) -> None:
-    """Appends to `hashes` those of the full blocks of `tokens` (int32) that it lacks.
+    """Appends to `hashes` the missing hashes of the full blocks of `tokens` (int32).
 
     About 0.7 us a block.
     """

@@ -1,9 +1,10 @@
-"""What a request asks of the rows of its prompt, beside or instead of new tokens, and what has come
-of it.
+"""The outputs that a request asks for of its prompt's rows, beside or instead of new tokens, as far
+as they have come.
 
-The frontend gives it to the first sequence of such a request; the scheduler lists its rows in plans
-and leaves the prefix cache out where that would skip them; `engine.prompt_outputs` enters what the
-workers send back. A request without it has None there, and nothing of this module runs.
+The frontend gives such an object to the first sequence of a request; the scheduler lists the rows
+in plans and leaves the prefix cache out where that would skip them; `engine.prompt_outputs` enters
+the values that the workers send back. A request without such outputs has None there, and nothing of
+this module runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from aioinfer.sampling_params import POOLINGS
 
 @dataclass(slots=True)
 class PromptScores:
-    """Wanted: the log-probabilities of the prompt's tokens, each given those before it.
+    """The requested log-probabilities of the prompt's tokens, each given the tokens before it.
 
     Entry i of the arrays belongs to token i + 1 of the prompt.
 
@@ -61,12 +62,12 @@ class PromptScores:
 
     @property
     def is_done(self) -> bool:
-        """Whether all has come."""
+        """Whether all log-probabilities have come."""
         return self.num_scored >= len(self.logprobs)
 
     def max_prefix(self) -> int:
-        """Returns how many tokens of the prompt may be taken from the cache: those whose rows are
-        not needed any more."""
+        """Returns how many tokens of the prompt may be taken from the cache: the tokens whose rows
+        are not needed any more."""
         return self.num_scored
 
     def count(self, start: int, end: int) -> int:
@@ -75,7 +76,7 @@ class PromptScores:
         return 0 if end <= self.num_scored else min(end, len(self.logprobs)) - start
 
     def take(self, start: int, found: PromptLogprobs, first: int, count: int) -> None:
-        """Enters what has come of a row that began at token `start`: entries `first` to `first +
+        """Enters the results of a row that began at token `start`: entries `first` to `first +
         count` of a result."""
         rows, there = slice(start, start + count), slice(first, first + count)
         self.logprobs[rows] = found.logprobs[there]
@@ -88,7 +89,7 @@ class PromptScores:
 
 @dataclass(slots=True)
 class PromptPool:
-    """Wanted: the pooled hidden state of the prompt.
+    """The requested pooled hidden state of the prompt.
 
     Attributes:
         pooling: how to pool, one of `POOLINGS`.
@@ -125,13 +126,13 @@ class PromptPool:
         return self.number != LAST or end >= self.prompt_len
 
     def take(self, found: PooledStates, row: int) -> None:
-        """Enters row `row` of what has come."""
+        """Enters row `row` of a result's pooled states."""
         self.state = found.states[row]
 
 
 @dataclass(slots=True)
 class PromptStates:
-    """Wanted: the hidden states of all tokens of the prompt.
+    """The requested hidden states of all tokens of the prompt.
 
     Attributes:
         states: float32 [P, hidden_size].
@@ -156,7 +157,7 @@ class PromptStates:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have come."""
+        """Whether all hidden states have come."""
         return self.num_known >= len(self.states)
 
     def max_prefix(self) -> int:
@@ -164,12 +165,12 @@ class PromptStates:
         return self.num_known
 
     def count(self, start: int, end: int) -> int:
-        """Returns of how many tokens of a row from `start` to `end` the states are wanted, from its
-        first one on."""
+        """Returns how many tokens of a row from `start` to `end`, from its first one on, have their
+        states requested."""
         return 0 if end <= self.num_known else min(end, len(self.states)) - start
 
     def take(self, start: int, found: TokenStates, first: int, count: int) -> None:
-        """Enters what has come of a row that began at token `start`: entries `first` to `first +
+        """Enters the results of a row that began at token `start`: entries `first` to `first +
         count` of a result."""
         self.states[start : start + count] = found.states[first : first + count]
         if start <= self.num_known:
@@ -178,7 +179,8 @@ class PromptStates:
 
 @dataclass(slots=True)
 class PromptProgress:
-    """Wanted: how much of the prompt is computed, after each step that has computed some of it.
+    """The requested progress of the prompt: how much of it is computed, after each step that has
+    computed some of it.
 
     Attributes:
         prompt_len: tokens of the prompt.
@@ -199,8 +201,8 @@ class PromptProgress:
         return self.prompt_len
 
     def take(self, end: int) -> None:
-        """Notes that the result of a row has come which ended before token `end`. After a
-        preemption it is less than before, and nothing is reported."""
+        """Notes the result of a row that ended before token `end`. After a preemption `end` is less
+        than before, and nothing is reported."""
         end = min(end, self.prompt_len)
         if end > self.num_computed:
             self.num_computed = end
@@ -208,5 +210,5 @@ class PromptProgress:
                 self.report()
 
 
-#: What a request may ask for.
+#: The outputs of prompt rows that a request may ask for.
 PromptRows = PromptScores | PromptPool | PromptStates | PromptProgress

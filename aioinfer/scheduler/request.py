@@ -44,13 +44,13 @@ class Finish(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Requests that share a part of the server. `weight` is that part, relative to the others'."""
+    """Requests that share a part of the server. `weight` is that part, relative to other flows."""
 
     name: str = ""
     weight: float = 1.0
 
 
-#: Of all requests where nothing tells them apart.
+#: The flow of all requests where nothing tells them apart.
 ONE_FLOW = Flow()
 
 
@@ -59,7 +59,8 @@ class ForkGroup:
     """The n sequences of one prompt.
 
     The leader computes the prompt; the others share its blocks. Where outputs of the prompt's rows
-    are wanted, `prompt_rows` are those of the first sequence, and the others wait for them.
+    are requested, the first sequence's `prompt_rows` stand here, and the other sequences wait for
+    them.
     """
 
     leader: Request | None = None
@@ -88,7 +89,7 @@ class Beam:
     has_unsent_token: bool = False
 
     def detach(self) -> None:
-        """Forgets what the workers hold of it."""
+        """Forgets the beam's state at the workers."""
         self.is_admitted = self.is_placed = self.has_unsent_token = False
         self.copied = []
         self.first_unsent = 0
@@ -102,7 +103,7 @@ class BeamGroup:
     Attributes:
         beams: all of them. The first one's request is the leader: it computes the prompt, and is
             the only one in the queues.
-        num_candidates: the likeliest tokens that the result of a row brings.
+        num_candidates: how many of the likeliest tokens the result of a row brings.
         num_detached: how often the beams were preempted or lost their workers; results of rows
             that were posted before are of no use.
     """
@@ -117,7 +118,7 @@ class BeamGroup:
         return self.beams[0].request
 
     def detach(self) -> None:
-        """Forgets what the workers hold of all beams; see `Request.detach`."""
+        """Forgets the state of all beams at the workers; see `Request.detach`."""
         self.num_detached += 1
         for beam in self.beams:
             beam.detach()
@@ -132,7 +133,7 @@ class Request:
         request_id: for messages.
         tokens: int32 array, the prompt; generated tokens are appended as they become known.
         prompt_len: how many of `tokens` are the prompt.
-        params: how tokens are sampled.
+        params: the sampling parameters.
         max_len: the length, prompt included, at which the request ends.
         seed: 64 bits that key the sampler's noise.
         end_tokens: the token ids that end it, `MAX_END_TOKENS` of them at most.
@@ -142,8 +143,8 @@ class Request:
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
-        prompt_rows: what is wanted of the rows of its prompt, or None.
-        requested: the tokens whose log-probabilities its sampled rows bring, or None.
+        prompt_rows: the requested outputs of its prompt's rows, or None.
+        requested: the tokens that its sampled rows bring log-probabilities of, or None.
         is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
             `ipc.masks`).
         beams: the beams of its search, if it is one of them.
@@ -153,7 +154,7 @@ class Request:
         finish_tag: the tag at which it ends (see `fair_queuing`).
         total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
-        plan_limit: the `total` up to which tokens are planned without a look at what is pending.
+        plan_limit: the `total` up to which tokens are planned without a look at pending tokens.
         sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
@@ -241,7 +242,8 @@ class Request:
 
     @property
     def num_slots(self) -> int:
-        """Slots that it takes when it runs: those of all beams for the leader of a search."""
+        """Slots that the request takes when it runs: for the leader of a search, the slots of all
+        beams."""
         return 1 if self.beams is None else len(self.beams.beams)
 
     @property
@@ -269,16 +271,16 @@ class Request:
         self.finish_reason, self.stop_reason = finish
 
     def detach(self) -> None:
-        """Takes its slot and its blocks away, which no longer exist, and forgets the tokens whose
-        results have not come: all of it is computed anew. The other beams of a search are detached
-        with their leader."""
+        """Takes the slot and the blocks away from the request, since they no longer exist, and
+        forgets the tokens whose results have not come: all of it is recomputed. The other beams of
+        a search are detached with their leader."""
         if self.beams is not None:
             self.beams.detach()
         else:
             self.clear_place()
 
     def clear_place(self) -> None:
-        """Does what `detach` does, for this sequence alone."""
+        """Detaches this sequence alone; see `detach`."""
         self.total = len(self.tokens)
         self.num_computed = 0
         self.blocks = []

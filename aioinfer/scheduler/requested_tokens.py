@@ -1,4 +1,5 @@
-"""Which tokens' log-probabilities a request asks for, where it is not a few of the likeliest."""
+"""The tokens that a request asks log-probabilities of, where these are not a few of the
+likeliest."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from aioinfer.ipc.sections import I32
 
 @dataclass(frozen=True, slots=True)
 class RequestedTokens:
-    """The tokens whose log-probabilities each row of a request brings.
+    """The tokens that each row of a request brings log-probabilities of.
 
     Attributes:
         ids: int32, the tokens; None for all.
@@ -30,8 +31,8 @@ class RequestedTokens:
 
 
 def section_of(rows: Iterable[tuple[int, RequestedTokens]]) -> RequestedLogprobRows | None:
-    """Returns the section of a plan: `rows` are places among its sampled rows, ascending, and what
-    each brings. None without any."""
+    """Returns the section of a plan for `rows`: places among its sampled rows, ascending, each with
+    its requested tokens. None without any."""
     listed = list(rows)
     if not listed:
         return None

@@ -1,5 +1,5 @@
-"""The running requests: their slots and KV blocks, how far they are computed, and who is preempted
-when blocks run out.
+"""The running requests: their slots and KV blocks, how far they are computed, and which request is
+preempted when blocks run out.
 
 `StepPlanner` admits requests to them and plans their rows, `BeamPlanner` the rows of beams, and
 `Scheduler` ends them.
@@ -35,21 +35,21 @@ class SchedulerStats:
 
 class RunningRequests:
     """The requests that have slots. Of the beams of a search only the leader is among them; the
-    others take and lose their slots together with it.
+    other beams take and lose their slots together with it.
 
     Attributes:
-        requests: sorted by key: who is served first is preempted last.
+        requests: sorted by key: the request that is served first is preempted last.
         kv_cache: which blocks they have.
-        free_slots: slots that nobody has.
+        free_slots: slots that no request has.
         num_prefill: prompt tokens that they, and all beams, have to compute.
-        num_constrained: requests whose rows wait for masks.
+        num_constrained: requests with rows that wait for masks.
         num_requesting: requests with `Request.requested`.
-        held_bytes: what the requests may add to a result beside their tokens.
+        held_bytes: bytes that the requests may add to a result beside their tokens.
         freed_slots: slots that the next plan names in its `FreedSlots`.
     """
 
     def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, stats: SchedulerStats):
-        """`waiting` takes who is preempted."""
+        """`waiting` takes the requests that are preempted."""
         self.kv_cache = KVCacheManager(
             limits.groups,
             limits.num_blocks,
@@ -68,7 +68,7 @@ class RunningRequests:
         self.num_requesting = 0
         self.held_bytes = 0
         self.freed_slots: list[int] = []
-        # whose prompts the last plan went on with: blocks may be behind a window now
+        # requests with a prompt chunk in the last plan: blocks may be behind a window now
         self._advanced: list[Request] = []
         # for the next plan: (request, first position, forced tokens, how many of them were sampled)
         self._forced: list[tuple[Request, int, int, int]] = []
@@ -103,7 +103,7 @@ class RunningRequests:
         removes it from `requests`."""
         self.num_prefill -= request.num_uncomputed
         self.num_constrained -= request.is_constrained
-        if self._forced:  # if it is admitted anew, then with all of its tokens
+        if self._forced:  # if it is admitted again, then with all of its tokens
             self._forced = [forced for forced in self._forced if forced[0] is not request]
         self.num_requesting -= request.requested is not None
         self.held_bytes -= request.held_bytes
@@ -168,9 +168,9 @@ class RunningRequests:
             request.total += 1
 
     def free_behind_windows(self) -> None:
-        """Frees what the prompt chunks of the last plan left behind their windows.
+        """Frees the blocks that the prompt chunks of the last plan left behind their windows.
 
-        A later plan may write to these blocks, the same one may not: its tokens are written before
+        A later plan may write to these blocks, the same plan may not: its tokens are written before
         any of them is read.
         """
         for request in self._advanced:
@@ -183,14 +183,14 @@ class RunningRequests:
         return self._num_forced + count <= MAX_FORCED_TOKENS
 
     def force(self, request: Request, first: int, count: int, num_sampled: int) -> None:
-        """Has the next plan send `count` tokens of a request from position `first` on; see
+        """Queues `count` tokens of a request from position `first` on for the next plan; see
         `PlanBuilder.force`."""
         self._forced.append((request, first, count, num_sampled))
         self._num_forced += count
 
     def send_changes(self, builder: PlanBuilder) -> None:
-        """Adds what has to go to the workers beside rows to a plan that will be posted: forced
-        tokens, and blocks that stand in for those behind windows."""
+        """Adds the changes beside rows to a plan that will be posted: forced tokens, and the
+        replacement blocks of tables with blocks behind windows."""
         for request, group, table_index, block in self.kv_cache.take_replacement_blocks():
             builder.set_entry(request, group, table_index, block)
         for forced in self._forced:

@@ -1,4 +1,5 @@
-"""The scheduler: which tokens of which requests the next step computes, and in which KV blocks.
+"""The scheduler: decides which tokens of which requests the next step computes, and in which KV
+blocks.
 
 There is no prefill or decode phase (the idea is vLLM V1's): every request has `total` tokens, of
 which `num_computed` are in the cache, and each step spends a token budget to let the second catch
@@ -6,13 +7,13 @@ up with the first. Chunked prefill, prefix-cache hits, preemption with recompute
 follow from that.
 
 Planning one step ahead. `schedule` may be called while the result of the former step is pending.
-A request that was sampled there counts one token that nobody has seen: a placeholder in `total`.
-The worker has the token in the request's slot, so it never travels back. What is unknown ahead is
-only whether the token ends the request; then the row that was posted meanwhile is wasted, and
-`update` drops its token.
+A request that was sampled there counts one token that is not known here yet: a placeholder in
+`total`. The worker has the token in the request's slot, so it never travels back. Only whether the
+token ends the request is unknown ahead; if it does, the row that was posted meanwhile is wasted,
+and `update` drops its token.
 
-Reuse of blocks and slots. Workers execute plans strictly in the order of posting, so what a posted
-plan writes is written before a later plan reads or writes. Hence blocks and slots of a request that
+Reuse of blocks and slots. Workers execute plans strictly in the order of posting, so the writes of
+a posted plan are done before a later plan reads or writes. Hence blocks and slots of a request that
 ends, is aborted or is preempted go back to the pool at once, even while a posted step still names
 them: the stale row can only write positions that the next owner computes itself before it reads
 them. Blocks behind a sliding window go back while their request runs, by the same argument (see
@@ -20,9 +21,10 @@ them. Blocks behind a sliding window go back while their request runs, by the sa
 never write into an indexed one. It may be shared in the very step that fills it: workers write all
 keys of a layer before they attend to any.
 
-The parts. `WaitingQueue` has the requests without a slot, `RunningRequests` those with one,
+The parts. `WaitingQueue` has the requests without a slot, `RunningRequests` the requests with one,
 `StepPlanner` divides a step's budget among them, `BeamPlanner` plans beam searches, `PostedSteps`
-are those whose results have not come. What is here begins and ends requests and takes results.
+has the steps whose results have not come. `Scheduler` itself begins and ends requests and takes
+results.
 
 The engine is the only caller: `add`, `schedule`, `update`, `finish`.
 Imports neither torch nor aiohttp.
@@ -67,7 +69,7 @@ class Scheduler:
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
-        # what the last plan will bring beside tokens: see `PlanBuilder`
+        # outputs of the last plan beside tokens: see `PlanBuilder`
         self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
         self.last_pooled: Sequence[PromptPool] = ()
         self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
@@ -95,7 +97,8 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """The requests that have slots, sorted by key: who is served first is preempted last."""
+        """The requests that have slots, sorted by key: the request that is served first is
+        preempted last."""
         return self._running.requests
 
     @property
@@ -106,7 +109,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that have slots. A beam search counts as many times as it has beams, here and
-        among those that wait."""
+        among the waiting requests."""
         return self.limits.max_num_seqs - len(self._running.free_slots)
 
     @property
@@ -125,8 +128,8 @@ class Scheduler:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Prompt tokens of all requests that no plan has had computed yet, without those that
-        waiting ones expect in the cache."""
+        """Prompt tokens of all requests that no plan computes yet, without the tokens that waiting
+        requests expect in the cache."""
         return self._running.num_prefill + self._waiting.num_prefill_tokens
 
     @property
@@ -144,9 +147,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request.
 
-        One that another scheduler has admitted before, and that was detached there, goes before
-        those that were never admitted, as after a preemption. The caller has checked that the
-        request's `max_len` fits (see `fits`).
+        A request that another scheduler has admitted before, and that was detached there, goes
+        before requests that were never admitted, as after a preemption. The caller has checked that
+        the request's `max_len` fits (see `fits`).
         """
         priority = request.priority if self.limits.by_priority else 0
         if request.num_cached < 0:
@@ -192,7 +195,7 @@ class Scheduler:
 
     def restart(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:
         """Goes on with workers that hold nothing: posted steps count as never posted, and
-        `requests` are queued at the places that they had, to be computed anew.
+        `requests` are queued at the places that they had, to be recomputed.
 
         Args:
             limits: of the new workers.
@@ -203,8 +206,8 @@ class Scheduler:
         self._requeue(limits, requests)
 
     def rebuild(self, kept: Iterable[Request], ended: Iterable[Request]) -> None:
-        """Makes all records anew, after they were found to contradict each other. The workers go
-        on: results of posted steps still come, and their tokens are dropped.
+        """Rebuilds all records, after they were found to contradict each other. The workers go on:
+        results of posted steps still come, and their tokens are dropped.
 
         Args:
             kept: requests that wait and have no posted step.
@@ -227,7 +230,7 @@ class Scheduler:
 
     def force(self, request: Request, tokens: Sequence[int]) -> tuple[int, Finish | None]:
         """Appends tokens to a running request that need not be sampled, as if a result had brought
-        them; the next plan sends them, and has them computed in one row.
+        them; the next plan sends them and computes them in one row.
 
         Returns how many were taken, fewer if the request ends with one of them and none if there
         are too many in a plan, and why the request ended, if it did.

@@ -71,13 +71,13 @@ class StepPlanner:
         self._running.free_behind_windows()
         self._kv_cache.publish_tokens()
         preempted = self._plan_running(builder)
-        # what was preempted here must not come back before its posted results have
+        # a request that was preempted here must not come back before its posted results have
         if not preempted:
             self._plan_waiting(builder)
         return builder
 
     def _prefill_allowance(self) -> PrefillAllowance:
-        """Returns what prompts may take of this step: decodes have the first call on the budget."""
+        """Returns the prefill allowance of this step: decodes have the first call on the budget."""
         num_decodes = self._num_decodes()
         left = min(max(0, self._limits.token_budget - num_decodes), self._max_prefill)
         if not num_decodes:
@@ -136,7 +136,7 @@ class StepPlanner:
     def _plan_waiting(self, builder: PlanBuilder) -> None:
         """Admits waiting requests in order, while slots, budget, bytes and blocks last.
 
-        Nobody overtakes the first that does not fit.
+        No request overtakes the first that does not fit.
         """
         held_back = []
         while self._running.free_slots and builder.prefill_left > 0:
@@ -151,8 +151,8 @@ class StepPlanner:
             self._waiting.put_back(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the plan has the bytes for a request, and later results have them; the first
-        always fits (see `fits`)."""
+        """Whether the plan and later results have the bytes for a request; the first always fits
+        (see `fits`)."""
         more = request.held_bytes
         if more and 0 < self._running.held_bytes > MAX_POOLED_BYTES - more:
             return False
@@ -213,7 +213,7 @@ class StepPlanner:
         self._stats.prefix_hit += request.num_cached
 
     def _find_prefix(self, request: Request) -> Prefix:
-        """Returns the blocks with which a request begins: its leader's, or what is cached.
+        """Returns the blocks with which a request begins: its leader's blocks, or cached ones.
 
         At least one token is always computed, since its logits are needed: a prompt that is known
         to its end gives up its last block, and a fork computes the last token of the prompt in its

@@ -1,4 +1,4 @@
-"""How long a step is going to take: a cost law that is linear in a few features of the step, whose
+"""Predicted times of steps, by a cost law that is linear in a few features of the step. Its
 coefficients are learned from the steps that were measured.
 
 `PrefillPacing` asks it how many prefill tokens fit into a given time. The measured time of a step
@@ -7,9 +7,10 @@ and it was posted) to its own result. While steps are back to back that is the t
 results, whatever is in flight.
 
 The coefficients are a random walk that a Kalman filter follows (recursive least squares with a
-memory of some hundred steps, which forgets only what it measures: after an hour without prompts
-the cost of a prefill token is still known). What a measurement may change is bounded (Huber 1964),
-so a step that was compiled or held up by the host spoils nothing, unless many say the same.
+memory of some hundred steps, in which only measured coefficients are forgotten: after an hour
+without prompts the cost of a prefill token is still known). The change by a measurement is bounded
+(Huber 1964), so a step that was compiled or held up by the host spoils nothing, unless many say the
+same.
 
 Pure Python, 2 to 12 us a step. Imports neither torch nor aiohttp.
 """
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 #: Features of a step, in the order of the coefficients: 1 if it only decodes, 1 if it computes
 #: prompts, decode rows, keys that decodes read, prefill tokens, pairs of a prefill token and a key.
-#: The costs are in those of a prefill token, as they are on a GPU and on a CPU within a factor of
+#: The costs are relative to a prefill token's, as they are on a GPU and on a CPU within a factor of
 #: ten; measured steps give the unit, and then each cost by itself.
 _USUAL_COSTS = (100.0, 100.0, 0.5, 1e-3, 1.0, 5e-5)
 _NUM = len(_USUAL_COSTS)
@@ -37,12 +38,13 @@ _NOISE, _UNKNOWN, _DRIFT = 0.1, 2.0, 0.01
 _OUTLIER, _NUM_OUTLIERS = 3.0, 8
 #: Of the steps that only decode, one in so many is learned from: they resemble each other.
 _DECODE_INTERVAL = 4
-#: Weight of a step in the mean relative error, and what is assumed before any is measured.
+#: Weight of a step in the mean relative error, and the error that is assumed before any is
+#: measured.
 _ERROR_WEIGHT, _FIRST_ERROR = 0.05, 0.2
 
 
 class StepWork(NamedTuple):
-    """What a step computes.
+    """The work of a step: counts of its tokens and keys.
 
     Attributes:
         decodes: rows of one token that are sampled.
@@ -57,7 +59,7 @@ class StepWork(NamedTuple):
     prefill_pairs: float = 0.0
 
     def features(self, *, is_mixed: bool) -> tuple[float, ...]:
-        """Returns the features; `is_mixed` counts the step among those with prompts."""
+        """Returns the features; `is_mixed` counts the step as one with prompts."""
         return (
             float(not is_mixed), float(is_mixed), self.decodes, self.decode_keys,
             self.prefill_tokens, self.prefill_pairs,
@@ -94,7 +96,7 @@ class StepTimes:
 
     def prefill_seconds(self, tokens: int, start: int) -> float:
         """Returns the predicted seconds for `tokens` tokens of one prompt from position `start` on,
-        beside what the step takes anyhow."""
+        beyond the time of the step without them."""
         return self.costs[4] * tokens + self.costs[5] * (start + tokens / 2) * tokens
 
     def prefill_tokens_within(self, seconds: float, start: int) -> float:
@@ -147,7 +149,7 @@ class StepTimes:
         self._outliers = 0
 
     def _forget(self) -> None:
-        """Counts the costs as unknown, but for what they are about."""
+        """Resets the variances of the costs to unknown; the costs stay as first estimates."""
         unit = max(cost / usual for cost, usual in zip(self.costs, _USUAL_COSTS, strict=True))
         variances = [
             (_UNKNOWN * max(cost, unit * usual)) ** 2

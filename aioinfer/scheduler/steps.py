@@ -1,4 +1,4 @@
-"""Steps whose plans are posted and whose results have not come, and what a result brings.
+"""The posted steps, whose results have not come, and the tokens that a result brings.
 
 `Scheduler` owns the `PostedSteps` and returns a `StepOutput` for each result.
 """
@@ -26,7 +26,7 @@ class StepOutput:
     Attributes:
         requests, tokens: of each new token; -1 in the place of a token that could not be sampled.
         rows: the row of the result that each token stands at, and which has its log-probabilities;
-            that of the token before it for a forced token.
+            for a forced token, the row of the token before it.
         finished: why the request at a place ended with its token there.
         beam_rows: (row, request) of the rows of beams, whose tokens are not among the others.
     """
@@ -43,9 +43,9 @@ class PostedStep:
     """A posted step.
 
     Attributes:
-        step_id: the plan's.
-        sampled: of which requests it samples a token, in the order of its result's rows; None where
-            the token is dropped.
+        step_id: the number of its plan.
+        sampled: the requests that it samples a token for, in the order of its result's rows; None
+            where the token is dropped.
         num_forced: how many of these were dropped since the request was given another token.
     """
 
@@ -86,7 +86,7 @@ class PostedSteps:
         self._steps.append(step)
 
     def take(self, step_id: int) -> PostedStep:
-        """Removes and returns the oldest step, whose result has come.
+        """Removes and returns the oldest step, as its result has come.
 
         Raises IntegrityError if that is not step `step_id`.
         """
@@ -102,5 +102,5 @@ class PostedSteps:
         step.num_forced += 1
 
     def clear(self) -> None:
-        """Forgets all steps, whose results will not come."""
+        """Forgets all steps: their results will not come."""
         self._steps.clear()

@@ -3,7 +3,7 @@
 The scheduler is the only caller. A request that ends while it waits is counted out at once. It
 leaves the heap when it comes to the front, or when as many have ended as wait: then the heap is
 rebuilt, which costs O(1) for each request that has ended. So the memory of the queue is bounded by
-what waits, whatever stands at its front and for however long.
+the waiting requests, whatever stands at its front and for however long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WaitingQueue:
     Attributes:
         num_requests: requests that wait; a beam search counts as many times as it has beams, as n
             sequences of a prompt do.
-        num_tokens: their prompt tokens, those of a beam search counted once for each beam.
+        num_tokens: their prompt tokens; a beam search counts its prompt once for each beam.
         num_prefill_tokens: their prompt tokens that are not expected in the cache.
     """
 
@@ -30,7 +30,7 @@ class WaitingQueue:
         self.num_tokens = 0
         self.num_prefill_tokens = 0
         self._heap: list[Request] = []
-        self._num_ended = 0  # of those in the heap
+        self._num_ended = 0  # ended requests in the heap
 
     def __iter__(self) -> Iterator[Request]:
         """Yields the requests that wait, in no order."""

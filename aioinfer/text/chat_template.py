@@ -121,7 +121,7 @@ class ChatTemplate:
         Args:
             messages: dicts with at least a `role`.
             tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with what opens the assistant's turn.
+            add_generation_prompt: end with the text that opens the assistant's turn.
             continue_final_message: leave the last message open, for the model to go on with it.
             template_kwargs: further variables of the template, such as `{"enable_thinking":
                 False}`.
@@ -171,7 +171,7 @@ class ChatTemplate:
             pass
         from transformers.utils import chat_template_utils
 
-        # keeps what it compiles, and renders that
+        # transformers caches compiled templates, and renders the cached one
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         if compiled is None:
             _log.warning("this release of transformers renders chat templates without bounds")

@@ -1,5 +1,5 @@
-"""Which tokens may come next in a sequence: the interface between whatever restricts the output of
-a request (a grammar, a list of allowed tokens, banned words) and the engine.
+"""The allowed next tokens of a sequence: the interface between whatever restricts the output of a
+request (a grammar, a list of allowed tokens, banned words) and the engine.
 
 A request's `SamplingParams` name its restrictions; they are compiled once, in a thread, before the
 request is admitted (`CompiledConstraint`), and each of its sequences starts a `Constraint` of its
@@ -58,16 +58,16 @@ class CompiledConstraint(Protocol):
 
 
 class MaskFiller(Protocol):
-    """Takes in the tokens and fills the masks of many sequences at a time."""
+    """Accepts the tokens and fills the masks of many sequences at a time."""
 
     def accept(self, tokens: Sequence[tuple[Constraint, int]]) -> list[Exception | None]:
-        """Has each (constraint, token) accept its token; returns what failed, in the order of
+        """Has each (constraint, token) accept its token; returns the errors, in the order of
         `tokens`. Called on the event loop: it takes microseconds a token at most."""
         ...
 
     def fill(self, rows: Sequence[tuple[Constraint, int]], masks: Mask) -> list[Exception | None]:
         """Fills `masks[row]` for each (constraint, row), side by side in threads of its own without
-        the GIL where constraints allow it; returns what failed, in the order of `rows`.
+        the GIL where constraints allow it; returns the errors, in the order of `rows`.
 
         Args:
             masks: int32 [rows, words], contiguous; other rows are not touched.

@@ -51,7 +51,7 @@ codecs.register_error("aioinfer.replace_each_byte", _replace_each_byte)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRules:
-    """How the tokens of a vocabulary are converted to bytes and the bytes to text.
+    """Rules that convert the tokens of a vocabulary to bytes, and the bytes to text.
 
     Attributes:
         byte_level: tokens are spelled in GPT-2's alphabet, a character a byte; else pieces are
@@ -230,7 +230,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns what was held back, once no more tokens come: U+FFFD for an incomplete
+        """Returns the text that was held back, once no more tokens come: U+FFFD for an incomplete
         character."""
         if self._prompt_tail:
             return ""

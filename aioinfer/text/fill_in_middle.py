@@ -1,9 +1,9 @@
-"""Prompts of fill-in-the-middle: the text before a gap and the text behind it, for the model to
-write what is between.
+"""Prompts of fill-in-the-middle: the text before a gap and the text behind it, between which the
+model writes.
 
 Models that are trained for it have tokens that mark the parts (Bavarian et al. 2022, "Efficient
 Training of Language Models to Fill in the Middle"); the families differ in their names and order.
-The names are those that llama.cpp looks for as well. `Tokenizer` finds the ones of its vocabulary.
+llama.cpp looks for the same names. `Tokenizer` finds the ones of its vocabulary.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class FillInMiddle:
 
     Attributes:
         prefix, suffix: before the text of that name.
-        middle: before what the model writes; empty if nothing is.
+        middle: before the text that the model writes; empty if there is no such token.
         suffix_first: whether the suffix stands before the prefix.
-        begin: what the tokenizer puts before every text, such as BOS.
+        begin: tokens that the tokenizer puts before every text, such as BOS.
         ends: tokens that end the middle, besides the model's own end tokens.
         suffix_is_joined: whether the suffix is to be encoded as `encode_suffix` does.
         repository, file: before the name of a repository, and of each of its files; None if the

@@ -49,7 +49,8 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
     def end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        """Returns the tokens that end an output: those that `params` names, and the model's."""
+        """Returns the tokens that end an output: the tokens that `params` names, and the
+        model's."""
         own = () if params.ignore_eos else self.eos_token_ids
         return frozenset(params.stop_token_ids) | frozenset(own)
 
@@ -63,7 +64,7 @@ class GenerationDefaults:
     ) -> GenerationDefaults:
         """Reads a model's folder.
 
-        The end tokens are those of `generation_config.json`, else of `config.json`, else of
+        The end tokens come from `generation_config.json`, else from `config.json`, else from
         `tokenizer`: the first that names any, as with transformers' `generate`; and `end_ids`.
 
         Args:

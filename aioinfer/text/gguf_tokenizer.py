@@ -2,8 +2,8 @@
 
 `aioinfer.checkpoint.gguf` calls it when it converts a GGUF file; afterwards the folder is like any
 other. A GGUF file holds the vocabulary, the merges and a name for the pre-tokenizer. The pattern
-behind each name is defined in llama.cpp's `llama-vocab.cpp`; `_PRE_TOKENIZERS` has those of the
-supported model families.
+behind each name is defined in llama.cpp's `llama-vocab.cpp`; `_PRE_TOKENIZERS` has the patterns of
+the supported model families.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aioinfer.text.sentencepiece_bpe import build as build_sentencepiece
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for.
+    """The pre-tokenizer that a name in `tokenizer.ggml.pre` stands for.
 
     Attributes:
         split: the pattern whose matches are encoded one by one; None is GPT-2's, which `tokenizers`

@@ -1,4 +1,4 @@
-"""Grammars: what a request's output has to follow, as masks of tokens. llguidance does the work: a
+"""Grammars that constrain a request's output, as token masks. llguidance computes the masks: a
 parser (Earley's) over a lexer (derivatives of regular expressions), which walks the vocabulary as a
 trie of bytes.
 
@@ -24,7 +24,7 @@ from aioinfer.text.constraints import Mask, mask_words
 from aioinfer.text.grammar_source import grammar_text
 from aioinfer.text.tokenizer import Tokenizer
 
-#: What a parser may use: so that no grammar takes gigabytes, and no mask more than some 20 ms.
+#: Limits of a parser, so that no grammar takes gigabytes, and no mask more than some 20 ms.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=500_000,  # of the whole grammar, some 50 000 a millisecond
@@ -49,7 +49,7 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _FORMAT = re.compile(r"Unknown format: (\S+)")
 _PLACE = re.compile(r"^at (\d+)\((\d+)\): ")
 _MAX_MESSAGE = 300
-#: In errors of what is too large or too deep.
+#: Texts in llguidance's errors about grammars that are too large or too deep.
 _TOO_COMPLEX = ("panic", "too large", "limits.", "Too many", "LexerError", "recursion limit")
 #: A grammar gets another parser for each so many sequences, if it was compiled within `_QUICK_S`
 #: seconds (a usual JSON schema: 1 ms).
@@ -111,9 +111,9 @@ class CompiledGrammar:
 
     Copies of a matcher share its lexer behind a lock, so threads that compute their masks take
     turns: 64 masks of a JSON schema took 5 to 20 ms of 16 cores. So a grammar that is often used
-    has several parsers, which know nothing of each other, and hands them out in turn. What a lexer
-    has learnt from one text helps the next, so there are no more than `_PARSERS_A_THREAD` for each
-    thread.
+    has several parsers, which know nothing of each other, and hands them out in turn. The states
+    that a lexer has computed for one text serve the next, so there are no more than
+    `_PARSERS_A_THREAD` for each thread.
 
     Attributes:
         max_parsers: how many it may have.
@@ -121,7 +121,7 @@ class CompiledGrammar:
     """
 
     def __init__(self, make: Callable[[], llguidance.LLMatcher], max_parsers: int):
-        """Compiles it once; `make` compiles it anew."""
+        """Compiles the grammar once; `make` compiles it again, for a further parser."""
         self.max_parsers = max_parsers
         self._make = make
         self._matchers = [make()]
@@ -198,8 +198,8 @@ class GrammarCompiler:
             ) from error
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compiles a grammar and computes its first mask, which finds what only shows in use. One
-        that takes long, and much memory, has a single parser.
+        """Compiles a grammar and computes its first mask, which finds errors that only show in use.
+        One that takes long, and much memory, has a single parser.
 
         Raises `RequestError` naming `spec.param`: the grammar is wrong or too large, or uses what
         is not supported.
@@ -236,7 +236,7 @@ class GrammarCompiler:
         return grammar
 
     def _is_special(self, text: str) -> bool:
-        """Whether a text is that of a special token."""
+        """Whether a text is the text of a special token."""
         ids = self._vocabulary.tokenize_str(text, parse_special=True)
         return len(ids) == 1 and self._vocabulary.is_special_token(ids[0])
 

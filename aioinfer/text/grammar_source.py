@@ -38,7 +38,7 @@ _LARK_OPTION = re.compile(r"\[[^\]\n]*\b(temperature|max_tokens)\b")
 def grammar_text(spec: GrammarSpec, is_special: Callable[[str], bool]) -> str:
     """Returns llguidance's text of a grammar. `is_special` tells the texts of special tokens.
 
-    Raises `RequestError`, without a parameter, for what is refused before it is compiled.
+    Raises `RequestError`, without a parameter, for a source that is refused before it is compiled.
     """
     whitespace = _whitespace(spec.whitespace)
     match spec.kind:
@@ -172,7 +172,7 @@ def _with_schemas(source: str) -> str:
 
 
 def _max_open(line: str) -> int:
-    """Returns how many brackets are open in a line at most, those in quotes included."""
+    """Returns the maximum number of open brackets in a line, brackets in quotes included."""
     most = level = 0
     for character in line:
         if character in "([{":

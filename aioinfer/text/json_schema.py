@@ -1,5 +1,5 @@
-"""What of JSON Schema is refused before llguidance sees a schema: what it would accept without
-enforcing it, and what would take it too long.
+"""Validation of JSON schemas before llguidance compiles them: refuses keywords that llguidance
+would accept without enforcing them, and schemas that would take it too long.
 
 llguidance itself refuses the keywords that it does not know to be annotations (`not`, `if`,
 `uniqueItems` and the like), where `schema_rewriting` has left them; `grammar.describe` puts its
@@ -81,7 +81,7 @@ def map_inner(schema: Schema, change: Callable[[Any], Any], but: Collection[str]
 
 
 def check_schema(schema: Any) -> Any:
-    """Returns a decoded schema. Raises `RequestError` for what is refused."""
+    """Returns a decoded schema. Raises `RequestError` for a schema that is refused."""
     if not isinstance(schema, dict | bool):
         raise RequestError("a JSON schema must be an object or a boolean")
     if isinstance(schema, bool):
@@ -129,9 +129,10 @@ def _count_values(value: Any) -> int:
 
 
 def _count_levels(schema: Any) -> int:
-    """Returns the depth of a schema's lists and objects, plus that of every target of a `$ref`: an
-    upper bound of how deep a descent through references is that enters each target once."""
-    items: list[Any] = [schema]  # those that hold others, parents first
+    """Returns the depth of a schema's lists and objects, plus the depth of every target of a
+    `$ref`: an upper bound of how deep a descent through references is that enters each target
+    once."""
+    items: list[Any] = [schema]  # values that hold others, parents first
     for item in items:
         children = item.values() if isinstance(item, dict) else item
         items.extend(each for each in children if isinstance(each, dict | list))
@@ -147,15 +148,15 @@ def _count_levels(schema: Any) -> int:
 
 
 def find_target(schema: Any, reference: str) -> Any:
-    """Returns what a reference such as `#/$defs/name` points at, or None where that is not plain to
-    see."""
+    """Returns the schema that a reference such as `#/$defs/name` points at, or None where the
+    target cannot be determined."""
     path = path_to(schema, reference)
     return path[-1][1] if path else None
 
 
 def path_to(schema: Any, reference: str) -> list[tuple[str, Any]]:
-    """Returns the places that a reference such as `#/$defs/name` passes, as it has them, each with
-    what is there; none where that is not plain to see."""
+    """Returns the path of a reference such as `#/$defs/name`: its segments as written, each with
+    the value found there; empty where the target cannot be determined."""
     path: list[tuple[str, Any]] = []
     if not reference.startswith("#/"):
         return path
@@ -182,7 +183,7 @@ def _subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _patterns(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the regular expressions of a schema, those within it left out."""
+    """Yields the regular expressions of a schema itself, without its subschemas."""
     if isinstance(pattern := schema.get("pattern"), str):
         yield pattern
     if isinstance(named := schema.get("patternProperties"), dict):
@@ -207,8 +208,8 @@ def _check_keywords(schema: Mapping[str, Any]) -> None:
 
 
 def _numerator(number: Any) -> int:
-    """Returns the digits of a decimal number as an integer, trailing zeros left out; 1 for what is
-    no positive number."""
+    """Returns the digits of a decimal number as an integer, trailing zeros left out; 1 for a value
+    that is no positive number."""
     if not isinstance(number, int | float) or not 0 < number < math.inf:
         return 1
     mantissa = repr(number).partition("e")[0].replace(".", "").strip("0")

@@ -1,10 +1,10 @@
-"""What a model's text means as a message: the interface between the formats of model families
-(thoughts, tool calls) and the HTTP handlers.
+"""Parsing a model's text into a message: the interface between the formats of model families
+(reasoning, tool calls) and the HTTP handlers.
 
 Models write thoughts and tool calls as text between markers of their own. A `MessageFormat` knows
 the markers of a family. For each choice of a chat it makes a `MessageParser`, which takes the text
 as it is generated and divides it into content, reasoning and calls, without looking at any
-character twice; what may become a marker is held back.
+character twice; text that may become a marker is held back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aioinfer.sampling_params import GrammarSpec
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new in one tool call.
+    """The delta of one tool call.
 
     Attributes:
         index: the number of the call in the message.
@@ -33,7 +33,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class MessageDelta:
-    """What is new in a message: text of the answer, text of the thought, and tool calls."""
+    """The delta of a message: text of the answer, reasoning text, and tool calls."""
 
     content: str = ""
     reasoning: str = ""
@@ -44,7 +44,7 @@ class MessageDelta:
 
 
 class MessageParser(Protocol):
-    """Divides the text of one choice."""
+    """Divides the text of one choice into content, reasoning and tool calls."""
 
     @property
     def num_calls(self) -> int:
@@ -58,11 +58,12 @@ class MessageParser(Protocol):
         ...
 
     def feed(self, text: str) -> MessageDelta:
-        """Takes the next piece of text and returns what is certain of the message by now."""
+        """Parses the next piece of text and returns the delta of the message that is certain by
+        now."""
         ...
 
     def flush(self) -> MessageDelta:
-        """Returns what was held back, at the end of the text."""
+        """Returns the delta of the text that was held back, at the end of the text."""
         ...
 
 
@@ -85,7 +86,7 @@ class ToolUse:
 
 
 class MessageFormat(Protocol):
-    """How a family of models writes thoughts and calls.
+    """The format in which a family of models writes reasoning and tool calls.
 
     Attributes:
         name: the name of its way of writing calls.

@@ -1,4 +1,4 @@
-"""Where a long text can be cut so that encoding its pieces gives the tokens of the whole.
+"""Splits long texts into pieces whose encodings add up to the encoding of the whole text.
 
 A tokenizer works on the whole text, so cutting it anywhere changes tokens. But most never join a
 letter, digit or punctuation mark with a space behind it: their pre-tokenizer ends a word there, or
@@ -8,7 +8,7 @@ is cut between a letter and a mark. `TextPieces.of` returns None for all others,
 are encoded in one go.
 
 `PromptEncoder` encodes long prompts piece by piece: other prompts are encoded in between, a prompt
-that is too long is rejected early, and memory is that of one piece.
+that is too long is rejected early, and only one piece takes memory at a time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TextPieces:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TextPieces | None:
-        """Returns what cuts the texts of a tokenizer, or None where cutting could change tokens."""
+        """Returns the `TextPieces` of a tokenizer, or None where cutting could change tokens."""
         if not isinstance(backend.model, tokenizers.models.BPE):
             return None
         for token in backend.get_added_tokens_decoder().values():
@@ -139,7 +139,7 @@ def _states(component: Any) -> list[dict[str, Any]]:
 
 
 def _normalizes_in_place(normalizer: Any) -> bool:
-    """Whether the normal form of a text is that of its pieces, side by side."""
+    """Whether the normal form of a text equals the normal forms of its pieces, joined."""
     for step in _states(normalizer):
         match step:
             case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:

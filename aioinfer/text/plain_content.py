@@ -3,10 +3,11 @@
 A chat template writes turns as text with special tokens between them, and a message that holds the
 text of one (`<|im_end|>`) would end its turn and could forge another. So before a template renders
 a conversation, each such text in it is replaced by a private-use character that the conversation
-does not hold (`PlainContent.mark`). What special tokens the rendered text then has are the
+does not hold (`PlainContent.mark`). All special tokens that the rendered text then has are the
 template's. They become escapes, secret texts for which a second tokenizer has tokens, the
-private-use characters become what they stand for, and the second tokenizer, which does not know
-special tokens, encodes the result. In all else it is like the first: it shares its vocabulary.
+private-use characters become the texts that they stand for, and the second tokenizer, which does
+not know special tokens, encodes the result. In all else it is like the first: it shares its
+vocabulary.
 
 A conversation without such texts is rendered and encoded as it is. A special token that a template
 puts together from parts, of which messages hold some, is not found here.
@@ -111,7 +112,7 @@ class PlainContent:
 
     def mark(self, value: Any) -> tuple[Any, dict[str, str]]:
         """Returns a structure of lists and dicts in which texts of special tokens are replaced, and
-        what each replacement stands for. With none, it is the structure itself.
+        the text that each replacement stands for. With none, it is the structure itself.
 
         Raises `RequestError` if the structure is nested too deeply, or holds too many of the
         characters that replacements are taken from.

@@ -1,6 +1,6 @@
-"""All that restricts the tokens of one request, under the interface of `text.constraints`: a
-grammar and filters of tokens, each optional; and `ParallelFiller`, which fills the masks of many
-sequences at a time.
+"""The token restrictions of one request, under the interface of `text.constraints`: a grammar and
+filters of tokens, each optional; and `ParallelFiller`, which fills the masks of many sequences at a
+time.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RestrictedTokens:
         self.note(tokens)
 
     def note(self, tokens: Sequence[int]) -> None:
-        """Does the rest of `accept` where the grammar, if there is one, has taken in the tokens."""
+        """Completes `accept` after the grammar, if there is one, has accepted the tokens."""
         if self._max_context:
             self._context.extend(tokens)
             del self._context[: -self._max_context]
@@ -105,7 +105,7 @@ class RestrictedTokens:
         self.narrow(mask)
 
     def narrow(self, mask: Mask) -> None:
-        """Does the rest of `fill` where the grammar, if there is one, has filled the mask.
+        """Completes `fill` after the grammar, if there is one, has filled the mask.
 
         Raises `NoTokenError` if no token is left.
         """
@@ -137,7 +137,7 @@ class CompiledRestrictions:
         all_tokens: Mask,
         search: Callable[[], RepeatedCalls] | None = None,
     ):
-        """As of `RestrictedTokens`; `search` makes what looks for repeated calls."""
+        """As of `RestrictedTokens`; `search` makes the search for repeated calls."""
         self._grammar = grammar
         self._filters = tuple(filters)
         self._all = all_tokens
@@ -210,8 +210,8 @@ def _grammar_of(constraint: Constraint) -> GrammarState | None:
 def _finish_accepting(
     constraint: Constraint, grammar: GrammarState | None, token: int
 ) -> Exception | None:
-    """Does what is left of `accept` where the grammar, if there is one, has taken in the token;
-    returns what failed."""
+    """Completes `accept` after the grammar, if there is one, has accepted the token; returns the
+    error, if any."""
     try:
         if grammar is not None:
             grammar.raise_error()
@@ -227,7 +227,7 @@ def _finish_accepting(
 def _finish(
     constraint: Constraint, grammar: GrammarState | None, mask: Mask
 ) -> GenerationError | None:
-    """Does what is left of a mask whose grammar's part is filled; returns what failed."""
+    """Completes a mask whose grammar's part is filled; returns the error, if any."""
     try:
         if grammar is not None:
             grammar.raise_error()

@@ -111,7 +111,7 @@ class Logic:
 
     def alternatives(self, schema: Schema) -> Schema:
         """Returns a schema with `anyOf` in the place of `oneOf`: each alternative holds with the
-        negation of those that are not evidently disjoint from it."""
+        negation of the alternatives that are not evidently disjoint from it."""
         given = schema.get("oneOf")
         if not isinstance(given, list) or not 0 < len(given) <= _MAX_BRANCHES:
             return schema
@@ -246,8 +246,8 @@ class Logic:
         return False
 
     def _conjuncts(self, schema: Any) -> list[Any]:
-        """Returns schemas that are to hold together where a schema holds: itself, what it refers
-        to, and its `allOf`."""
+        """Returns the schemas that must all hold where a schema holds: itself, the target of its
+        reference, and its `allOf`."""
         found: list[Any] = []
         pending = [schema]
         while pending and len(found) <= _MAX_BRANCHES:
@@ -263,13 +263,14 @@ class Logic:
         return found
 
     def _target(self, reference: Any) -> Any:
-        """Returns what a reference points at, or None where that is not plain to see."""
+        """Returns the schema that a reference points at, or None where the target cannot be
+        determined."""
         if reference == "#":
             return self._root
         return find_target(self._root, reference) if isinstance(reference, str) else None
 
     def followed(self, schema: Any) -> Any:
-        """Returns what a schema that is but a reference refers to, or the schema itself."""
+        """Returns the target of a schema that is only a reference, or the schema itself."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 break
@@ -338,7 +339,7 @@ def _without(schema: Schema, *keywords: str) -> Schema:
 
 
 def _around(schema: Schema) -> Schema:
-    """Returns what holds for the alternatives within a schema, too."""
+    """Returns the keywords of a schema that also hold for the alternatives within it."""
     return {name: schema[name] for name in ("type", "properties", "required") if name in schema}
 
 
@@ -386,7 +387,7 @@ def _listed(schema: Any) -> list[Any] | None:
 
 
 def _comparable(value: Any) -> tuple[str, Any]:
-    """Returns the type of a JSON value, and what is equal for equal values."""
+    """Returns the type of a JSON value, and a key that is equal for equal values."""
     if isinstance(value, bool):
         return "boolean", value
     if isinstance(value, dict):

@@ -17,8 +17,8 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
            "minContains", "maxContains")  # fmt: skip
 #: Significant digits of a bound that takes the place of an exclusive one.
 _DIGITS = 13
-#: Integers below the one have a float64 each, and those beside the other have no more than some 20
-#: digits.
+#: Integers below the first have a float64 each, and numbers next to the second have no more than
+#: some 20 digits.
 _EXACT, _TINY = 2**53, 1e-4
 _BOUNDS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 #: The largest bound that llguidance takes: the float64 below 2^63.
@@ -71,7 +71,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def exact_bounds(schema: Schema) -> Schema:
-    """Returns a schema whose bounds of 2^53 and above are float64 within what the schema allows,
+    """Returns a schema whose bounds of 2^53 and above are float64 numbers within the given bounds,
     and within 2^63. Raises `RequestError` where no such number is between or beyond them."""
     low = _large_bound(schema, "inimum", 1)
     high = _large_bound(schema, "aximum", -1)

@@ -1,6 +1,6 @@
 """Moves parts of a JSON schema into `$defs`, behind references.
 
-llguidance's parser of JSON takes 127 levels; and what a reference points at outside of the keywords
+llguidance's parser of JSON takes 127 levels; and the target of a reference outside of the keywords
 that hold schemas would not be rewritten.
 """
 
@@ -19,7 +19,7 @@ from aioinfer.text.json_schema import Schema, find_target, inner_schemas, map_in
 _MAX_LEVELS, _MAX_VALUE_LEVELS = 40, 50
 #: References to what stays where it is.
 _STABLE = re.compile(r"#(/(\$defs|definitions)/[^/]+)+$")
-#: Keywords that change what a reference within them is relative to.
+#: Keywords that change the base of the references within them.
 _IDS = ("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 
 
@@ -86,7 +86,7 @@ class _Parts:
         self.names[id(schema)] = name
 
     def _visit(self, schema: Schema) -> None:
-        """Looks at a schema and those within it, and names the ones that are too deep."""
+        """Looks at a schema and its subschemas, and names the ones that are too deep."""
         pending: list[tuple[Schema, int]] = [(schema, 1)]
         while pending:
             item, level = pending.pop()
@@ -128,7 +128,7 @@ class _Parts:
         return self._copy(schema)
 
     def _moved(self, reference: str) -> str:
-        """Returns what a reference within the schema has become."""
+        """Returns the new form of a reference within the schema."""
         moved = "#"
         path = path_to(self._root, reference)
         for place, item in path:

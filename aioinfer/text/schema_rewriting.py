@@ -1,8 +1,8 @@
 """Rewrites keywords of JSON Schema that llguidance does not enforce into such that it does.
 
 A rewritten schema allows nothing that the given one forbids. Some allow less: with `contains`, the
-items that it demands come first. What cannot be rewritten stays, and is refused by its name when
-the grammar is compiled.
+items that it demands come first. A keyword that cannot be rewritten stays, and is refused by its
+name when the grammar is compiled.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _MAX_ARRAYS, _MAX_COMBINATIONS = 500, 64
 
 
 def rewrite(schema: Any) -> Any:
-    """Returns a decoded schema with what can be rewritten; the same object where nothing has to
-    be. The argument is not changed; the result may hold an object several times.
+    """Returns a decoded schema with its keywords rewritten where possible; the same object where
+    nothing is to be rewritten. The argument is not changed; the result may hold an object several
+    times.
 
-    Raises `RequestError` for numbers that cannot be enforced exactly, and for what is nested too
-    deeply.
+    Raises `RequestError` for numbers that cannot be enforced exactly, and for a schema that is
+    nested too deeply.
     """
     if not isinstance(schema, dict):
         return schema
@@ -86,8 +87,8 @@ def rewrite(schema: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Returns how many values lists and objects hold, at all depths; what is there several times
-    counts as often, and is looked at once."""
+    """Returns the number of values in lists and objects, at all depths; an object that occurs
+    several times counts each time, and is looked at once."""
     sizes: dict[int, int] = {}
     pending = [value]
     while pending:
@@ -103,8 +104,9 @@ def _size(value: Any) -> int:
 
 
 class _Draft(NamedTuple):
-    """The steps for schemas of some drafts: those before the schemas within are rewritten, which
-    have to see these as they were given (a negation of less is more), and those after."""
+    """The rewriting steps for schemas of some drafts: first the steps before the subschemas are
+    rewritten, which must see the subschemas as they were given (a negation of less is more), then
+    the steps after that."""
 
     before: Steps
     after: Steps
@@ -169,8 +171,8 @@ def _are_all_disjoint(schemas: list[Any], logic: Logic) -> bool:
 
 
 def _arrays_of(values: list[Any], least: int, most: int) -> list[list[Any]]:
-    """Returns arrays of different values: all, or those in the order of the values; no array at
-    all where these would have one value at most."""
+    """Returns arrays of different values: all, or only the arrays in the order of the values; no
+    array at all where these would have one value at most."""
     most = min(most, len(values))
     for choose, count in (
         (itertools.permutations, math.perm),
@@ -204,8 +206,9 @@ def _unevaluated(schema: Schema) -> Schema:
 
 
 def _property_names(schema: Schema, logic: Logic) -> Schema:
-    """`propertyNames` by a list, a pattern or lengths. Properties that are listed and have another
-    name may not come; others are listed, too, or are those of the pattern."""
+    """`propertyNames` by a list, a pattern or lengths. Declared properties whose name is not
+    allowed may not come; the other allowed names are declared, too, or are matched by the
+    pattern."""
     names = logic.followed(schema.get("propertyNames"))
     if names is True or names == {} or names == {"type": "string"}:
         return _without(schema, "propertyNames")
@@ -329,7 +332,7 @@ def _reference(schema: Schema) -> Schema:
     return schema if escaped == reference else {**schema, "$ref": escaped}
 
 
-#: What is done to schemas after what they hold is rewritten.
+#: Rewriting steps that are applied to a schema after its subschemas are rewritten.
 _STEPS: Steps = (
     whole_counts,
     exact_bounds,
@@ -339,5 +342,5 @@ _STEPS: Steps = (
     _without_effect,
     _numbers_of_properties,
 )
-#: What is done to a schema that the others would make too large.
+#: Rewriting steps for a schema that the others would make too large.
 _STEPS_OF_NUMBERS: Steps = (whole_counts, exact_bounds)

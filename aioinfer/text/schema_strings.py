@@ -18,7 +18,7 @@ _SET = r"\[\^?([A-Za-z0-9_@:;,=]|a-z|A-Z|0-9|\\[dws])+\]"
 _ATOM = rf"([A-Za-z0-9_@:;,=<>/ -]|\.|\\[dwsDWS.*+?()\[\]{{}}|^$\\]|{_SET})"
 _PIECE = rf"{_ATOM}([*+?]|\{{[1-9]\}})?"
 _BRANCHES = rf"({_PIECE})+(\|({_PIECE})+)*"
-#: What the other formats of the standard become: a pattern, or a format that allows less.
+#: Replacements of the other formats of the standard: a pattern, or a format that allows less.
 _PATTERNS = {
     "uri-reference": f"^({_PATH})$",
     "iri-reference": f"^({_PATH})$",
@@ -33,7 +33,7 @@ _MAX_CHARS, _MAX_LENGTH = 400, 80
 
 
 def plain_format(schema: Schema) -> Schema:
-    """Returns a schema with no `format` but those that llguidance enforces. Others of the standard
+    """Returns a schema with only the `format`s that llguidance enforces. Others of the standard
     become patterns, some of which allow less. Unknown ones are annotations, as the standard has
     it."""
     name = schema.get("format")

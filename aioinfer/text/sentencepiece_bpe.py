@@ -1,8 +1,8 @@
 """Sentencepiece's BPE as a `tokenizers.Tokenizer`: one kind of tokenizer object serves all models.
 
 Called by `Tokenizer.load` for a folder that has only a `tokenizer.model`, and by `gguf_tokenizer`.
-The format is that of Kudo and Richardson 2018 (github.com/google/sentencepiece): a piece has a
-score, and encoding merges the neighbours that make the piece of the highest score, leftmost first.
+The format follows Kudo and Richardson 2018 (github.com/google/sentencepiece): a piece has a score,
+and encoding merges the neighbours that make the piece of the highest score, leftmost first.
 `tokenizers` wants that as an ordered list of merges.
 """
 
@@ -99,8 +99,8 @@ def read_model(file: Path) -> tuple[Pieces, dict[str, str]]:
 
 
 def build(pieces: Pieces, prefix_space: PrefixSpace) -> Tokenizer:
-    """Makes the tokenizer. On text without special tokens its ids are those of the sentencepiece
-    library.
+    """Makes the tokenizer. On text without special tokens its ids equal the sentencepiece
+    library's.
 
     (With one exception: "first" does not put a space before a text that begins with one. So do
     transformers and the published tokenizers of models with `legacy = false`.)
@@ -160,7 +160,7 @@ def add_bos_eos(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
 
 
 def _merges(pieces: Pieces) -> list[tuple[str, str]]:
-    """Returns the merges that lead to each piece, those of the highest score first.
+    """Returns the merges that lead to each piece, the highest score first.
 
     Where a piece has several, the one with the longest left half comes first: sentencepiece merges
     pairs of equal scores from the left, which builds up the left half of a run (of spaces, say)

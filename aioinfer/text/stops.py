@@ -91,7 +91,7 @@ class StopStrings:
         return seen[:shown], None
 
     def flush(self) -> str:
-        """Returns what was held back, once no more text comes."""
+        """Returns the text that was held back, once no more text comes."""
         held, self._held, self._state = self._held, "", self._root
         return held
 

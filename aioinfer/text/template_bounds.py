@@ -2,7 +2,7 @@
 
 A template is a program that a model or an operator brings, and it runs over what clients send.
 Jinja's sandbox keeps it from the process's objects, not from looping for minutes or from making a
-text of gigabytes. Here a template is compiled anew with checks: of the thread's CPU time in each
+text of gigabytes. Here a template is compiled again with checks: of the thread's CPU time in each
 iteration of a loop and each call of a macro; of the length of each text or list that it joins, sets
 or gets from a call; and of the whole output. Beyond a bound it ends with `TemplateCostError`, which
 ends that request alone.
@@ -63,7 +63,7 @@ class _Clock(threading.local):
 
 
 def bound(template: jinja2.Template, text: str) -> None:
-    """Compiles a template, of which nothing else has the environment, anew with checks.
+    """Compiles a template again with checks. The template's environment must be its own.
 
     Args:
         template: what `text` was compiled to.

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, found without encoding it.
+"""A lower bound of the number of tokens of a text, computed without encoding it.
 
 Encoding a megabyte takes up to a second and some hundred megabytes of memory, and most texts of
 that size can never fit the model. The bound is found from the vocabulary: a token stands for a run
@@ -59,7 +59,7 @@ class TokenBound:
         normalize: Callable[[str], str] = str,
     ):
         """Takes the weights; the Unicode normal forms that a text is brought into before it is
-        encoded, if any; and what brings it there."""
+        encoded, if any; and the normalizer that applies them."""
         self.weights = weights
         self._forms = forms
         self._normalize = normalize
@@ -98,8 +98,8 @@ class TokenBound:
 
         Args:
             text: any text; special tokens that encoding puts around it do not count.
-            enough: stop counting there. The time is then that of the part of the text that weighs
-                so much: about 2 ms a megabyte, and 0.1 s where a normalizer has work to do.
+            enough: stop counting there. The time is then only spent on the part of the text that
+                weighs so much: about 2 ms a megabyte, and 0.1 s where a normalizer has work to do.
         """
         total = 0.0
         for piece, has_clean_start in self._slices(text):

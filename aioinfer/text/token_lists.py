@@ -18,12 +18,12 @@ from aioinfer.text.tokenizer import Tokenizer
 
 
 class TokenFilter(Protocol):
-    """What narrows the masks of a sequence. It has no state but the tokens that it is given, so
-    that sequences share it."""
+    """A filter that narrows the token masks of a sequence. It keeps no state and is passed the
+    output's tokens, so sequences share it."""
 
     #: The tokens at the end of the output that `narrow` looks at.
     max_context: int
-    #: Whether it may forbid what the only possible text needs.
+    #: Whether it may forbid a token that the only possible text needs.
     may_forbid_text: bool
 
     def narrow(self, mask: Mask, output: Sequence[int]) -> None:
@@ -67,8 +67,8 @@ class StopTokens:
     may_forbid_text = False
 
     def __init__(self, stop_tokens: Iterable[int], end_tokens: Iterable[int], vocab_size: int):
-        """Takes the stop tokens, of which those from `vocab_size` on do not count, and the end
-        tokens that a grammar allows."""
+        """Takes the stop tokens, of which ids from `vocab_size` on do not count, and the end tokens
+        that a grammar allows."""
         known = [token for token in stop_tokens if 0 <= token < vocab_size]
         stops, ends = mask_of(known, vocab_size), mask_of(end_tokens, vocab_size)
         self._end_words, self._stop_words = np.flatnonzero(ends), np.flatnonzero(stops)

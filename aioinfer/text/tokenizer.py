@@ -2,8 +2,8 @@
 
 The engine loads one and encodes in threads. It is the model's `tokenizer.json` run by the
 `tokenizers` library itself: that loads Qwen's in 0.4 s, where `transformers.AutoTokenizer` takes 2
-s, wraps each call, and rebuilds the tokenizers of some model families by rules of its own. What
-transformers alone defines, chat templates, is left to it.
+s, wraps each call, and rebuilds the tokenizers of some model families by rules of its own. Chat
+templates, which transformers alone defines, are left to it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
     ):
-        """Wraps a loaded tokenizer; `special_tokens` are those with a role, such as `{"eos_token":
-        "</s>"}`."""
+        """Wraps a loaded tokenizer; `special_tokens` are the tokens with a role, such as
+        `{"eos_token": "</s>"}`."""
         self._backend = backend
         self._chat_template = chat_template
         self._special_tokens = dict(special_tokens)
@@ -125,8 +125,8 @@ class Tokenizer:
         return self._chat_template is not None
 
     def describe(self) -> dict[str, Any]:
-        """Returns what clients may want to know: the special tokens that have a role and their ids,
-        and the chat template, or templates by name."""
+        """Returns a description for clients: the special tokens that have a role and their ids, and
+        the chat template, or templates by name."""
         template = self._chat_template
         return {
             "tokenizer_class": type(self._backend.model).__name__,
@@ -177,12 +177,11 @@ class Tokenizer:
             ) from error
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation; `options` and errors are those of
-        `render_chat`."""
+        """Returns the token ids of a conversation; `options` and errors are as in `render_chat`."""
         return self.encode_rendered(self.render_chat(messages, **options))
 
     def encode_rendered(self, chat: ChatText) -> list[int]:
-        """Returns the token ids of what `render_chat` returned.
+        """Returns the token ids of a conversation that `render_chat` returned.
 
         Raises `RequestError` as `encode` does.
         """
@@ -258,14 +257,14 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """Returns the detokenizer of the output that follows a prompt. Of the special tokens that
-        are skipped, those in `shown` have their texts all the same."""
+        """Returns the detokenizer of the output that follows a prompt. Special tokens are skipped,
+        except the tokens in `shown`, which have their texts."""
         table = self.token_bytes(skip_special_tokens)
         if shown and skip_special_tokens:
             table = self._shown_bytes.get(shown) or TokenBytes(
                 self._backend, self.decode_rules, self.special_ids - shown
             )
-            self._shown_bytes = {shown: table}  # those of one format of messages
+            self._shown_bytes = {shown: table}  # of one message format
         return Detokenizer(self.decode_rules, table, prompt_ids)
 
     def token_text(self, token: int) -> tuple[str, bytes]:
@@ -304,7 +303,7 @@ def _load_backend(file: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 def _build_sentencepiece(
     pieces: sentencepiece_bpe.Pieces, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-    """Makes the tokenizer of a sentencepiece model; the config's keys are those of transformers'
+    """Makes the tokenizer of a sentencepiece model; the config has the keys of transformers'
     `LlamaTokenizer`."""
     prefix_space: sentencepiece_bpe.PrefixSpace = "always" if config.get("legacy") else "first"
     backend = sentencepiece_bpe.build(

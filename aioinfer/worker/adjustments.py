@@ -1,6 +1,6 @@
-"""Logit biases, bans and penalties on the host: what is done to a row's logits before sampling.
+"""Logit biases, bans and penalties on the host, applied to a row's logits before sampling.
 
-The sampler calls `adjust_logits` for the rows whose requests have any of it. The kernels that do
+The sampler calls `adjust_logits` for the rows of requests with any of these. The kernels that do
 the same on a GPU are in `kernels.penalties`.
 """
 
@@ -26,14 +26,14 @@ def adjust_logits(
     positions: I32,
     first: int = 0,
 ) -> None:
-    """Applies biases, bans and penalties to the rows of `logits` whose requests have them, in
-    place.
+    """Applies biases, bans and penalties in place, to the rows of `logits` of requests with any of
+    these.
 
     Args:
         logits: float32 [S, V], of the token ids from `first` on; other ids are left to the ranks
             whose shards hold them.
         slots: with the parameters of each request.
-        sampling_flags: uint8 [S], which of it bears on these positions.
+        sampling_flags: uint8 [S], which of these apply at these positions.
         slot_ids, positions: int32 [S].
         first: the token id of the first column.
     """

@@ -1,4 +1,4 @@
-"""When Triton kernels are compiled: all before the first request, on all cores; none while serving.
+"""Compilation of Triton kernels: all before the first request, on all cores; none while serving.
 
 The worker compiles its kernels by going through its steps within `compile_only`, and then watches
 with a `CompilationWatch` that nothing is compiled any more: a kernel that was left out would stall
@@ -59,7 +59,7 @@ def _make_launcher(kernel: Any) -> None:
 
 
 class CompilationWatch:
-    """Notes the kernels that are compiled from now on.
+    """Records the kernels that are compiled from its creation on.
 
     Attributes:
         names: of these kernels, in order.

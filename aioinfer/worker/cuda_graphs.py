@@ -1,7 +1,8 @@
-"""CUDA graphs of one sequence of launches for several sizes, of which the next larger one serves.
+"""CUDA graphs of one sequence of launches, captured for several sizes: a step replays the next
+larger one.
 
-`StepGraphs` has such sets of decode steps, by their rows (another where attention looks for shared
-prefixes), and of the layers of steps with prompts, by their tokens.
+`StepGraphs` has such sets for decode steps, by number of rows (a second set where attention looks
+for shared prefixes), and for the layers of steps with prompts, by number of tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 class CudaGraphs:
-    """Graphs by size. Empty, it fits nothing.
+    """CUDA graphs by size. Without graphs, no size fits.
 
     Attributes:
         graphs: by size.
@@ -27,16 +28,15 @@ class CudaGraphs:
     def capture(
         self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any, *, run_each: bool
     ) -> None:
-        """Captures what `launch` launches for each size, the largest first, so that smaller ones
+        """Captures the launches of `launch` for each size, the largest first, so that smaller ones
         fit into its memory.
 
         Args:
             sizes: ascending.
             pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
                 are never replayed at the same time.
-            run_each: launch each size once before; else the largest alone. What is launched for the
-                first time may need what cannot be captured: a kernel's compilation, cublasLt's
-                choice.
+            run_each: launch each size once before; else the largest alone. A first launch may need
+                work that cannot be captured: a kernel's compilation, cublasLt's choice.
         """
         for size in reversed(sizes):
             if run_each or size == sizes[-1]:
@@ -54,7 +54,7 @@ class CudaGraphs:
         return self._sizes[index] if index < len(self._sizes) else 0
 
     def replay(self, size: int) -> None:
-        """Launches the graph of a captured size."""
+        """Replays the graph of a captured size."""
         self.graphs[size].replay()
 
 

@@ -1,5 +1,5 @@
-"""What a rank computes on and in: its device, and how the process makes it its own; the dtypes of
-weights and arithmetic, and of the KV cache.
+"""Device and dtypes of a rank: selects and sets up its device, and selects the dtypes of weights
+and arithmetic, and of the KV cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def select_device(
 
 
 def set_up_device(config: Config, device: torch.device, engine_size: int) -> str:
-    """Makes the device this process's own: the current GPU, or this process's share of the cores.
+    """Sets up the device of this process: the current GPU, or this process's share of the cores.
 
     Args:
         config: the whole configuration.
@@ -80,7 +80,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def select_dtype(wanted: str, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
-    """Returns the dtype of weights and arithmetic, and how to call it in the start-up table.
+    """Returns the dtype of weights and arithmetic, and its name in the start-up table.
 
     Few CPUs multiply bfloat16 or float16 faster than float32, and others take a hundred times as
     long: on a CPU it is float32, unless the configuration names another.
@@ -105,7 +105,7 @@ class CacheDtype:
 
     Attributes:
         dtype: of keys and values.
-        text: how to call it in the start-up table.
+        text: its name in the start-up table.
         is_calibrated: whether it is float8 and its scales are measured at the start.
     """
 
@@ -126,7 +126,7 @@ def select_cache_dtype(
         dtype: of the arithmetic.
 
     Raises:
-        ConfigError: the model has no cache that can be in float8, and it should be.
+        ConfigError: a cache in float8 is configured, and the model has none that can be.
     """
     wanted, scales = config.cache.dtype, config.cache.scales
     if wanted == "auto":

@@ -1,5 +1,5 @@
-"""Steps without requests, executed on a worker's runner: so that the first request is not slower,
-so that memory can be measured, and so that the scales of the KV cache can be.
+"""Dummy steps, executed on a worker's runner: they warm it up, so that the first request is not
+slower, and serve to measure its memory and the scales of the KV cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def dummy_plan(
 
 @dataclass(frozen=True, slots=True)
 class DummySteps:
-    """Executes trial plans on a runner that no request uses yet.
+    """Executes dummy plans on a runner that no request uses yet.
 
     Attributes:
         runner: of the rank.
@@ -125,8 +125,8 @@ class DummySteps:
         self.runner.kv.zero(1)
 
     def run_prompt(self, tokens: I32) -> None:
-        """Executes a prefill step of one prompt, and forgets the request; what it wrote into the
-        first KV blocks stays."""
+        """Executes a prefill step of one prompt, and forgets the request; its keys and values in
+        the first KV blocks stay."""
         count = len(tokens)
         admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
         self.runner.step(self._admit([count], [admission])).wait()
@@ -135,7 +135,7 @@ class DummySteps:
     def largest_plan(self, lengths: list[int]) -> StepPlan:
         """Returns the plan that computes prompts of these lengths, of requests that use all of the
         sampler: float32 logits, counts of tokens, log-probabilities. They have `fewest_blocks` KV
-        blocks together: what they compute is never read."""
+        blocks together: their results are never read."""
         admissions = [
             dummy_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
@@ -165,5 +165,5 @@ class DummySteps:
         )
 
     def _allow_all(self, plan: StepPlan, count: int) -> I32:
-        """Implements `MaskSource` for steps that nobody asked for: every token is allowed."""
+        """Implements `MaskSource` for dummy steps: every token is allowed."""
         return np.full((count, mask_words(self.vocab_size)), -1, np.int32)

@@ -1,8 +1,9 @@
-"""Reports how many tokens the experts were given: a section of a result every few seconds.
+"""Report of how many tokens each expert was given: a section of a result every few seconds.
 
-Results come from a pipeline's last stage alone. So each stage sends what it has counted, and what
-it was sent, on to the next one every `STEPS_BETWEEN` steps, point to point behind the hidden states
-of a step: both sides know the plan's number, so nobody asks whether there is a message.
+Results come from a pipeline's last stage alone. So each stage sends its own counts, and the counts
+that it has received, on to the next stage every `STEPS_BETWEEN` steps, point to point behind the
+hidden states of a step: both sides know the plan's number, so neither has to ask whether there is a
+message.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class ExpertReport:
 
     @classmethod
     def of(cls, model: CausalLM) -> ExpertReport:
-        """Returns the report of a model's first rank, whose results reach the engine; of others
-        one without counters."""
+        """Returns the report of a model's first rank, whose results reach the engine; of other
+        ranks, a report without counters."""
         return cls(() if model.backend.group.rank else model.expert_counters)
 
     def take(self) -> list[PendingSection]:
-        """Returns the section for the result of a step that was just launched, and begins to count
-        anew, if a report is due; else nothing."""
+        """Returns the section for the result of a step that was just launched, and resets the
+        counters, if a report is due; else nothing."""
         if not self._tokens or (now := time.monotonic()) < self._due:
             return []
         self._due = now + INTERVAL_S
@@ -62,7 +63,7 @@ class ExpertReport:
         return [PendingSection(ExpertTokens, (*self._about, rows.to("cpu", non_blocking=True)))]
 
     def begin(self) -> None:
-        """Forgets what was counted while the rank warmed up; the next step brings a report."""
+        """Resets the counters after the rank's warm-up; the next step brings a report."""
         self._due = 0.0
         self.take()
         self._due = 0.0
@@ -70,11 +71,11 @@ class ExpertReport:
 
 class StageExpertReport(ExpertReport):
     """The counters of one rank of a pipeline stage, and of the stages before. The last stage
-    reports; the others send theirs on.
+    reports; the other stages send their counts on.
 
     Args:
-        counters: of the stage's layers, behind those of the layers before.
-        num_before: how many of them are of the layers before.
+        counters: of the layers of the stages before, then of the stage's own layers.
+        num_before: how many of them are of the stages before.
         links: to the other stages.
     """
 
@@ -96,14 +97,14 @@ class StageExpertReport(ExpertReport):
         return super().take() if self._links.is_last else []
 
     def begin(self) -> None:
-        """See `ExpertReport.begin`; the stages begin to send what they count."""
+        """See `ExpertReport.begin`; the stages begin to send their counts."""
         if self._tokens:
             torch._foreach_zero_(self._tokens)
         self._due, self._has_begun = 0.0, True
 
     def pass_on(self, step_id: int) -> None:
-        """Receives and sends what was counted, if that is due after a step: behind its hidden
-        states, by all stages in the same step."""
+        """Receives and sends counts, if that is due after a step: behind its hidden states, by all
+        stages in the same step."""
         if not self._has_begun or step_id % STEPS_BETWEEN:
             return
         if self._before:

@@ -23,8 +23,9 @@ def filter_tokens(
     """Returns the ids (ascending) of the tokens that min-p, top-k and top-p keep, in this order; at
     least one.
 
-    Each filter sees what the ones before it kept, and keeps everything down to some logit, so that
-    equals stay or go together: top-k may keep more than k, and top-p more than it must.
+    Each filter sees the tokens that the filters before it kept, and keeps all of them down to some
+    logit, so that equal logits stay or go together: top-k may keep more than k, and top-p more than
+    it must.
 
     Args:
         scaled: float32 [vocab_size], logits over temperature, finite or minus infinity; `largest`

@@ -1,8 +1,8 @@
-"""Which steps have rows that begin with the same KV blocks, known on the host.
+"""Detection, on the host, of steps with rows that begin with the same KV blocks.
 
 Decode attention finds shared prefixes on the GPU (`kernels.cascade_attention`). A graph that looks
-for them costs a launch a layer; so there are graphs with and without, and `StepGraphs` takes those
-with where the block tables say that something may be saved.
+for them costs a launch a layer; so there are graphs with and without, and `StepGraphs` replays a
+graph with the search where the block tables say that it may save something.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SharedPrefixes:
             longest += 1
         doublings = [1 << bits for bits in range(longest.bit_length()) if 1 << bits < longest]
         self._counts = {blocks: needed(blocks) for blocks in (*doublings, longest)}
-        # no two slots share what they do not have
+        # numbers for missing blocks, all different: no two slots share a missing block
         self._none = -1 - np.arange(slots * longest, dtype=np.int32).reshape(slots, longest)
         self._blocks = self._none.copy()
         self._slots: I32 = np.empty(0, np.int32)

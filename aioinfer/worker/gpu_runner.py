@@ -8,13 +8,13 @@ without use.
 
 A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
 replayed for the next larger captured number of rows; `step_graphs` has these and the other graphs.
-Constrained rows are sampled behind it, from the graph's logits, once their masks have come; what
-the graph sampled for them is overwritten. (A graph without sampling would save some 50 us of such a
-step, and take a second set of graphs.) Of a step with prompts the layers are a graph, all but the
-last, for the next larger captured number of tokens: launched one by one, their kernels cost the
-host more time than a small model's cost the GPU. The host waits for nothing but masks: it stages a
-plan in pinned memory (`staging`), launches, and has the tokens copied back on a stream of their
-own, so that the next step can be launched behind this one.
+Constrained rows are sampled after the replay, from the graph's logits, once their masks have come;
+the tokens that the graph sampled for them are overwritten. (A graph without sampling would save
+some 50 us of such a step, and take a second set of graphs.) Of a step with prompts the layers are a
+graph, all but the last, for the next larger captured number of tokens: launched one by one, their
+kernels cost the host more time than a small model's cost the GPU. The host waits for nothing but
+masks: it stages a plan in pinned memory (`staging`), launches, and has the tokens copied back on a
+stream of their own, so that the next step can be launched behind this one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Launched:
 
     Attributes:
         logits: [S, local_size] of the sampled rows; None without any.
-        logprobs: theirs.
+        logprobs: of the sampled rows.
         index_there: int32 [1] on the device, the number of the result buffer.
     """
 
@@ -124,7 +124,7 @@ class GpuModelRunner:
         expert_report: of the tokens that experts were given.
     """
 
-    #: Whether it samples, as all runners do but those of a pipeline's first stages.
+    #: Whether the runner samples: all do but the runners of a pipeline's first stages.
     _samples = True
 
     def __init__(
@@ -193,8 +193,8 @@ class GpuModelRunner:
         return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
 
     def _replay(self, plan: StepPlan, index: int) -> _Launched:
-        """Replays the graph of a step. Rows with penalties, biases or log-probabilities are sampled
-        again behind it, from the graph's logits."""
+        """Replays the graph of a step. Rows with penalties, biases or log-probabilities are
+        re-sampled after the replay, from the graph's logits."""
         rows, buffer = len(plan.slots), self._plan
         buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
         self.graphs.replay_decode(plan)
@@ -256,7 +256,7 @@ class GpuModelRunner:
         return _Launched(logits, logprobs, index_there)
 
     def _take_part(self) -> None:
-        """Launches what the ranks of other engines wait for in a step without rows."""
+        """Launches the part of a step without rows that the ranks of other engines wait for."""
         if self.graphs.idle.graphs:
             self.graphs.idle.replay(1)
         else:
@@ -287,7 +287,7 @@ class GpuModelRunner:
         return logprobs, waited_ns
 
     def _find_requested(self, plan: StepPlan, launched: _Launched) -> None:
-        """Launches what brings the log-probabilities of tokens that requests name."""
+        """Launches the computation of the log-probabilities of tokens that requests name."""
         wanted = plan.section(RequestedLogprobRows) if plan.sections else None
         if wanted is not None and launched.logits is not None:
             vocabulary = self.model.vocabulary
@@ -371,7 +371,7 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures what `StepGraphs.capture` says, if the runner uses graphs."""
+        """Captures the graphs of `StepGraphs.capture`, if the runner uses graphs."""
         if self._use_graphs:
             mixed = self._max_tokens if self.model.supports_prefill_graphs else None
             self.graphs.capture(self, has_idle=self._takes_part, max_mixed_tokens=mixed)
@@ -436,7 +436,7 @@ class GpuModelRunner:
 
     def _warm_up_lengths(self, rows: int) -> HostRows | None:
         """Returns the lengths of a mixed step's rows in `warm_up` for models that ask for them: the
-        last row has all tokens that the others have not."""
+        last row has all tokens that the other rows do not have."""
         if self.model.supports_prefill_graphs:
             return None
         lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]

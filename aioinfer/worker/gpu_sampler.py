@@ -82,7 +82,7 @@ class GpuSampler:
         )
 
     def _make_shard(self, max_rows: int) -> VocabShard | None:
-        """Returns what vocabulary-parallel sampling takes; None for one rank."""
+        """Returns the shard for vocabulary-parallel sampling; None for one rank."""
         vocabulary, group = self._vocabulary, self._vocabulary.group
         if group.size == 1:
             return None
@@ -140,13 +140,13 @@ class GpuSampler:
 
         Args:
             logits: of the model.
-            rows: which they are.
+            rows: the rows of `logits`.
             buffer_index: int32 [1], which result buffer to write.
-            constrained: rows (int32 [M]) whose requests do not matter here, since
-                `sample_masked` comes for them: their `is_real` is 0.
+            constrained: rows (int32 [M]) that `sample_masked` samples later, so that their
+                parameters do not matter here: their `is_real` is 0.
 
         Returns:
-            Log-probabilities: those of the model, before any adjustment.
+            The model's log-probabilities, before any adjustment.
         """
         flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
         if constrained is not None:
@@ -177,8 +177,8 @@ class GpuSampler:
 
         Args:
             logits: [S, local_size], of all sampled rows of the step. Not changed.
-            rows: the constrained ones, with their places among these.
-            masks: int32 [M, words], theirs.
+            rows: the constrained rows, with their places among the sampled rows.
+            masks: int32 [M, words], of the constrained rows.
             buffer_index: int32 [1], which result buffer to write.
             logprobs: of the other rows.
 
@@ -189,7 +189,7 @@ class GpuSampler:
         flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
         flags_of_all = int(np.bitwise_or.reduce(flags, initial=0))
         masked = gather_masked(logits, rows.places, masks, first=self._vocabulary.start)
-        # what is not allowed stays so: biases and penalties are finite
+        # tokens that a mask does not allow stay so: biases and penalties are finite
         self._adjust(masked, rows, flags_of_all)
         tokens = self.sample_plain(
             masked, rows.slots, rows.positions, rows.is_real, buffer_index, rows.places
@@ -227,7 +227,7 @@ class GpuSampler:
     def _wide_logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: SamplingRows
     ) -> StepLogprobs:
-        """Does what `_logprobs` does where rows (of a beam search) want more of the likeliest
+        """Returns the same as `_logprobs` where rows (of a beam search) want more of the likeliest
         tokens than the kernels find: with torch, a few rows at a time, since it takes memory."""
         flags = self._slots.current_flags(rows.host_slots, rows.host_positions)
         count = int(self._slots.num_logprobs[rows.host_slots].max())
@@ -267,8 +267,8 @@ class GpuSampler:
 def _merge_rows(
     whole: StepLogprobs, part: StepLogprobs, places: torch.Tensor, rows: int
 ) -> StepLogprobs:
-    """Returns the log-probabilities of all rows of a step: `part` at `places`, and those of `whole`
-    at the others."""
+    """Returns the log-probabilities of all rows of a step: `part` at `places`, and `whole` at the
+    other rows."""
     count = max(parts[1].shape[1] for parts in (whole, part) if parts)
     if whole:
         merged = _widen(whole, count)

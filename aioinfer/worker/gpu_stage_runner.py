@@ -1,10 +1,11 @@
 """One step of a pipeline stage on a GPU: `GpuModelRunner` between two other stages.
 
-Receives and sends stand around the graphs, not in them: a step waits on its stream for the hidden
-states of the stage before, copies them to where the graphs read them, replays or launches what the
-runner of a whole model does, and sends a copy of what came out. The graphs of the last stage end
-with the sampled tokens, those of the others with hidden states in a buffer. So a stage may receive
-and send while it computes another step, and the host waits for nothing but masks.
+Receives and sends are launched around the graphs, not captured in them: a step waits on its stream
+for the hidden states of the stage before, copies them into the buffer that the graphs read, replays
+or launches the same work as the runner of a whole model, and sends a copy of the output. The graphs
+of the last stage end with the sampled tokens, the graphs of the other stages with hidden states in
+a buffer. So a stage may receive and send while it computes another step, and the host waits for
+nothing but masks.
 
 A receive of tokens is posted behind all that the tokens depend on: a kernel that waits for another
 GPU may hold up the loading of modules and the freeing of memory on its own, and with them the
@@ -35,8 +36,8 @@ class PendingStageResult:
     """The result of a stage's step that has been launched.
 
     Attributes:
-        pending: what the runner of a whole model returns.
-        received, computed: recorded before and behind what the device computed.
+        pending: the result that the runner of a whole model returns.
+        received, computed: recorded before and after the device's computation.
     """
 
     pending: PendingGpuResult
@@ -58,7 +59,7 @@ class PendingStageResult:
 
 class GpuStageRunner(GpuModelRunner):
     """Runs the layers of one stage. The last stage samples, and waits for masks; the first takes
-    the tokens of rows from what the last has sampled."""
+    the tokens of its rows from the tokens that the last has sampled."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class GpuStageRunner(GpuModelRunner):
         size, rows = model.hidden_size, len(slots.tokens)
         dtype, device = model.backend.dtype, slots.device
         received = 0 if links.is_first else self._max_tokens
-        # what graphs read and write: no step may move it
+        # the buffers that graphs read and write: no step may move them
         self._received = torch.zeros(received, size, dtype=dtype, device=device)
         decoded = 0 if links.is_last else rows
         self._decoded = torch.zeros(decoded, size, dtype=dtype, device=device)

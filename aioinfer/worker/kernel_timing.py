@@ -1,15 +1,15 @@
-"""Times, when a worker starts, which kernel computes each product of the model the fastest.
+"""Selection of the fastest kernel for each product of the model, by timing when a worker starts.
 
 The products are those that the warm-up steps have computed (`Backend.choices`). For numbers of rows
 up to `MAX_ROWS` each weight format names its candidates; all are compiled with the other kernels
-and timed (`stopwatch`), and the fastest is entered, before the steps themselves are captured. What
-was found is stored (`stored_choices`), so the next start compiles the chosen ones and times none.
+and timed (`stopwatch`), and the fastest is entered, before the steps themselves are captured. The
+results are stored (`stored_choices`), so the next start compiles the chosen ones and times none.
 cuBLAS stands for cublasLt here, through which decode graphs multiply; steps with prompts of so few
 tokens, which go through cuBLAS itself, take the same choices.
 
 Of tensor-parallel ranks the first one decides for all. Nothing forces them to agree, since each
-rank's part of a sum may be computed by any kernel; but a start that reads what is stored then
-computes exactly what the start that measured it did.
+rank's part of a sum may be computed by any kernel; but a start that reads stored choices then
+computes exactly the same as the start that measured them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aioinfer.worker.stored_choices import StoredChoices, Texts, machine_of
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that timing may take; what was not reached by then stays at the default.
+#: Seconds that timing may take; products not reached by then stay at the default.
 BUDGET_S = 1.8
 
 #: Returns what candidates for a product of so many rows take.
@@ -65,9 +65,10 @@ def list_cases(
     """Returns the cases of all products in the order in which they are timed, so that whatever time
     allows is timed of each product.
 
-    Those of many rows come first, which take little time, and whose default may be a tenth slower
-    than the fastest; then the others, each half by ascending rows. Of so many rows the largest
-    weights come first, since the others are timed beside what is chosen for them.
+    Cases of many rows come first: they take little time, and their default may be a tenth slower
+    than the fastest. The others follow; each half is in order of ascending rows. Among cases of
+    equal rows the largest weights come first, since the others are timed beside the kernels chosen
+    for them.
     """
     cases = []
     of_weights = [(choices, choices.weights) for choices in products]
@@ -89,7 +90,7 @@ def list_cases(
 
 
 def _order(case: Case) -> tuple[bool, int, int]:
-    """Returns what cases are sorted by; see `list_cases`."""
+    """Returns the sort key of a case; see `list_cases`."""
     shape = case.choices.product
     return case.rows <= MAX_LAYERS_ROWS, case.rows, -shape.outputs * shape.inputs
 
@@ -105,11 +106,11 @@ def fastest(costs: Costs, default: Candidate) -> Candidate:
 def time_cases(
     cases: Sequence[Case], measure: Measure, clock: Callable[[], float], budget_s: float
 ) -> dict[int, Candidate]:
-    """Returns what is chosen for cases, by their places; those that the budget did not reach, in
-    seconds of `clock`, are missing.
+    """Returns the candidates chosen for cases, by their places; cases that the budget, in seconds
+    of `clock`, did not reach are missing.
 
-    While it runs, what is chosen for a product is entered for all larger numbers of rows that are
-    still open, too, if it is a candidate there: products are timed beside one another.
+    While it runs, the candidate chosen for a product is entered for all larger numbers of rows that
+    are still open, too, if it is among their candidates: products are timed beside one another.
     """
     end = clock() + budget_s
     chosen: dict[int, Candidate] = {}
@@ -150,7 +151,8 @@ class KernelTiming:
 
     @classmethod
     def of(cls, backend: Backend, layers: TimedLayers | None) -> KernelTiming:
-        """Returns that of a rank's products on its GPU; `layers` as for `Stopwatch`."""
+        """Returns the choice of kernels for a rank's products on its GPU; `layers` as for
+        `Stopwatch`."""
         import triton
 
         stored = StoredChoices(Path(triton.knobs.cache.dir), machine_of(backend.device))
@@ -178,8 +180,8 @@ class KernelTiming:
             _log.exception("%s: %s cannot be compiled", case.choices.product, candidate)
 
     def run(self, clock: Callable[[], float] = time.perf_counter) -> int:
-        """Times what is not settled, enters the fastest candidates and stores them. Returns how
-        many choices were measured."""
+        """Times the cases that are not settled, enters the fastest candidates and stores them.
+        Returns how many choices were measured."""
         began = clock()
         open_cases = [case for case in self._cases if case.settled is None]
         measured = self._measure(open_cases, clock) if self._group.rank == 0 else {}
@@ -195,8 +197,8 @@ class KernelTiming:
         return count
 
     def _measure(self, cases: Sequence[Case], clock: Callable[[], float]) -> Texts:
-        """Returns what was measured and stored; nothing if something fails, which must not keep the
-        server from starting."""
+        """Returns the choices that were measured and stored; none if something fails, which must
+        not keep the server from starting."""
         try:
             timed = time_cases(cases, self._stopwatch.measure, clock, BUDGET_S)
         except Exception:
@@ -206,8 +208,7 @@ class KernelTiming:
         return self._stored.add(measured) if measured else {}
 
     def _enter(self, measured: Texts) -> None:
-        """Enters the choices of all cases: what was settled or measured, and the default of what
-        was not."""
+        """Enters the choices of all cases: the settled or measured candidate, else the default."""
         by_product: dict[int, tuple[ProductChoices, dict[int, Candidate]]] = {}
         for case in self._cases:
             text = measured.get(str(case.choices.product), {}).get(case.rows)

@@ -4,16 +4,17 @@ A prompt of random token ids is computed, and the largest key and the largest va
 read from the KV cache itself. The scale of a head is the smallest power of two with which
 `MARGIN` times as much is still in range: a power of two loses nothing, and for floating-point
 numbers the margin costs nothing either but the smallest of them (e4m3 has full precision over a
-factor of 2 ** 14.8). Scales change what later layers compute, so it is done again until they are
-stable.
+factor of 2 ** 14.8). Scales change what later layers compute, so the measurement is repeated until
+they are stable.
 
-What keys are stored less (`KVScales.key_shifts`) is measured in the same way, once the scales fit:
-the mean key of a head before RoPE, from which follows its mean over all positions that are served.
-Channels that RoPE turns slowly keep theirs, those that it turns often have none. The first token is
-left out, since models attend to it as to nothing else and its key lies apart.
+The shifts that are subtracted from stored keys (`KVScales.key_shifts`) are measured in the same
+way, once the scales fit: the mean key of a head before RoPE, from which follows its mean over all
+positions that are served. Channels that RoPE rotates slowly keep their mean, channels that it
+rotates often have none. The first token is left out, since models attend to it as to nothing else
+and its key lies apart.
 
-Random tokens are not what a model will read, hence the margin; what exceeds it saturates. The
-prompt is the same at each start, and the ranks agree on the heads that they share.
+Random tokens differ from the prompts that a model will read, hence the margin; numbers beyond it
+saturate. The prompt is the same at each start, and the ranks agree on the heads that they share.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def calibrate(
     group: ParallelGroup,
     world: ParallelGroup | None = None,
 ) -> None:
-    """Sets the scales of all layers, and what keys are stored less where that was allowed. All
-    ranks of a model do it at the same time.
+    """Sets the scales of all layers, and the key shifts where these were allowed. All ranks of a
+    model do it at the same time.
 
     Args:
         layers: the scales of each layer.
@@ -112,8 +113,8 @@ def _any_rank(value: bool, world: ParallelGroup, device: torch.device) -> bool:
 
 @torch.inference_mode()
 def _shift_keys(scales: KVScales, stored: torch.Tensor, max_len: int) -> None:
-    """Sets the shifts of a layer to the mean keys over `max_len` positions, from those of a prompt
-    as they are stored [tokens, num_kv_heads, head_size], not shifted so far."""
+    """Sets the shifts of a layer to the mean keys over `max_len` positions, from the keys of a
+    prompt as they are stored [tokens, num_kv_heads, head_size], not shifted so far."""
     rotary, shifts = scales.rotary, scales.key_shifts
     if rotary is None or shifts is None:
         return

@@ -1,4 +1,4 @@
-"""How the memory of the KV cache is divided among groups of layers.
+"""Division of the KV cache's memory among groups of layers.
 
 Each group has blocks of its own, so their numbers decide how many requests run side by side, and
 the right proportion depends on how long these are: a long request needs many blocks where all
@@ -10,13 +10,14 @@ The rule. A division for a reference length gives every group as many blocks as 
 requests of that length own. Among the divisions for all reference lengths (the longest request,
 half of it, a quarter, and so on) that one is taken whose worst case is best. Its worst case is the
 minimum, over all lengths, of the ratio between the requests of that length that it runs at once
-and those that the division made for that very length would run. So no group starves the others,
-whatever comes: with windows that take five times as many bytes a token as full attention (Gemma 3)
-the worst ratio is about 0.55, and with plenty of memory it is 1.
+and the requests that the division made for that very length would run. So no group starves the
+others, whatever comes: with windows that take five times as many bytes a token as full attention
+(Gemma 3) the worst ratio is about 0.55, and with plenty of memory it is 1.
 
 Bounds. No group has fewer blocks than one request of the longest length needs. Groups with windows
 have no more than all running requests together can own (`enough_blocks`); the rest goes
-to the groups that keep all tokens, where it lengthens what can run and what the prefix cache keeps.
+to the groups that keep all tokens, where it makes room for longer requests and for more blocks of
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from aioinfer.ipc.kv_spec import KVGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheDemand:
-    """What the scheduler may need from the KV cache.
+    """The scheduler's demand on the KV cache.
 
     Attributes:
         groups: the groups of layers.
@@ -111,7 +112,7 @@ def divide_memory(demand: CacheDemand, available: int, min_len: int, max_len: in
     """Returns the number of blocks of each group. See the module's docstring for the rule.
 
     Args:
-        demand: what the scheduler may need.
+        demand: of the scheduler.
         available: bytes. One request of `min_len` tokens fits.
         min_len: the length of a request that must fit.
         max_len: the length that no request exceeds, at least `min_len`.

@@ -17,7 +17,7 @@ _MAX_COPY_BYTES = 256 << 20
 
 
 class KVTensors:
-    """What all layers keep of the tokens, zero at first.
+    """The KV cache tensors of all layers, zero at first.
 
     Attributes:
         groups: the layers that share block tables, of this rank's pipeline stage.
@@ -58,8 +58,8 @@ class KVTensors:
 
     @staticmethod
     def _copy(tensor: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copies blocks of one group, so many layers at a time that what is read before it is
-        written takes little memory: that is not counted when memory is divided."""
+        """Copies blocks of one group, so many layers at a time that the copy of the sources takes
+        little memory: it is not counted when memory is divided."""
         layer_bytes = tensor[:, 0, 0].nbytes * len(sources)
         for layers in tensor.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
             layers.index_copy_(2, targets, layers.index_select(2, sources))
@@ -71,8 +71,8 @@ class KVTensors:
 
 
 def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
-    """Returns what `KVTensors.copy_blocks` takes, for a plan's copies: the counts, and sources and
-    targets as int32 [2, copies]."""
+    """Returns the arguments of `KVTensors.copy_blocks` for a plan's copies: the counts, and sources
+    and targets as int32 [2, copies]."""
     order = np.argsort(plan.copy_groups, kind="stable")
     counts = np.bincount(plan.copy_groups, minlength=num_groups).tolist()
     return counts, np.stack([plan.copy_sources, plan.copy_targets])[:, order]

@@ -1,4 +1,4 @@
-"""The way of masks from shared memory to a GPU.
+"""Upload of masks from shared memory to a GPU.
 
 `GpuModelRunner` owns one. The whole memory is registered with CUDA when the first masks come, so
 that it is read by the copy engine as it is; only the masks of a step's constrained rows are copied,
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class MaskUploads:
-    """Uploads masks. `device` is that of the steps; on a CPU (in tests) it copies plainly."""
+    """Uploads masks. `device` is the device of the steps; on a CPU (in tests) it copies plainly."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -27,8 +27,8 @@ class MaskUploads:
         self._registered: int | None = None  # the address of the memory, 0 if it could not be
 
     def upload(self, masks: I32) -> torch.Tensor:
-        """Returns masks (int32 [M, words], rows of shared memory) on the device. What is launched
-        from now on waits for them, and the host does not."""
+        """Returns masks (int32 [M, words], rows of shared memory) on the device. Later launches
+        wait for them, and the host does not."""
         if self._stream is None:
             return torch.from_numpy(masks.copy())
         source = torch.from_numpy(masks)

@@ -1,5 +1,5 @@
-"""Masks on the worker's side: the wait for them, and what they do to logits on a CPU. The kernel
-that does the same on a GPU is in `kernels.masks`.
+"""Masks on the worker's side: waits for them, and applies them to logits on a CPU. The kernel that
+does the same on a GPU is in `kernels.masks`.
 
 A runner computes a step first and asks for the masks of its constrained rows last, so that the
 engine fills them meanwhile (see `ipc.masks`).
@@ -19,7 +19,7 @@ from aioinfer.ipc.plan import I32, StepPlan
 
 
 class MaskSource(Protocol):
-    """Where the masks of a step come from."""
+    """The source of the masks of a step."""
 
     def __call__(self, plan: StepPlan, count: int) -> I32:
         """Waits for the masks of a plan with `count` constrained rows, and returns them, int32
@@ -51,7 +51,7 @@ def await_masks(plan: StepPlan, source: MaskSource | None) -> tuple[MaskedRows |
     """Returns the constrained rows of a plan with their masks, once they are there, and how many
     nanoseconds that took; None and 0 for a plan without any.
 
-    Raises ValueError if there is no source for those of a plan.
+    Raises ValueError if a plan has constrained rows and there is no source of masks.
     """
     rows = constrained_rows(plan)
     if rows is None:

@@ -1,5 +1,5 @@
-"""A worker's memory: how much of it the KV cache may have, the cache's tensors, and what the C
-library does with freed memory on a CPU.
+"""A worker's memory: how much of it the KV cache may have, the cache's tensors, and the C library's
+use of freed memory on a CPU.
 
 The worker calls `check_weights` on a CPU before it loads its weights, `available_bytes` once it
 has, then `count_blocks`, and when all ranks agree on the numbers of blocks, `make_kv`.
@@ -37,10 +37,10 @@ def available_bytes(
     """Returns the bytes that the KV cache of this rank may take; 0 or less if nothing is left for
     it.
 
-    On a CPU that is configured (see `check_weights`), and no more than the machine's memory, also
-    where `cache.num_blocks` is given. On a GPU it is the fraction that may be used, less what is in
-    use already (weights, and whatever else is on the GPU) and what the largest step adds, which is
-    found by running it. Graphs have memory of their own.
+    On a CPU the number is configured (see `check_weights`), and no more than the machine's memory,
+    also where `cache.num_blocks` is given. On a GPU it is the fraction that may be used, less the
+    memory in use already (weights, and everything else on the GPU) and the memory that the largest
+    step adds, which is measured by running it. Graphs have memory of their own.
 
     Args:
         largest_step: computes as many tokens as a step may have.
@@ -143,12 +143,12 @@ def _configured_blocks(
 
 
 def check_weights(config: Config, weights_bytes: int, dtype: torch.dtype, rank: RankSpec) -> None:
-    """Compares what a CPU worker is about to load, with its KV cache, with the memory that there
-    is: beyond it, the kernel would end some process without a word.
+    """Checks that the weights that a CPU worker is about to load, with its KV cache, fit into
+    memory: beyond it, the kernel would end some process without a message.
 
-    Workers that start together all see the same free memory, and one that replaces another sees
-    what the rest have in use. So one worker alone is compared with what is free, and all of them
-    with what the machine has.
+    Workers that start together all see the same free memory, and one that replaces another sees the
+    memory that the rest have in use. So one worker alone is compared with the free memory, and all
+    of them with the memory of the machine.
 
     Args:
         config: the whole configuration.
@@ -319,7 +319,7 @@ def _round_up(value: float) -> float:
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep what is freed for the allocations that follow.
+    """Makes the C library keep freed memory for the allocations that follow.
 
     glibc otherwise returns large freed blocks to the kernel, and a step's intermediate tensors then
     cost a page fault for each 4 KiB again in every layer. Without glibc it does nothing.

@@ -40,7 +40,7 @@ class PendingResult:
 
     Attributes:
         step_id: the plan's.
-        sampled: what was sampled.
+        sampled: the outcome of sampling.
         busy_ns: nanoseconds that the step took, less those spent waiting for masks.
         outputs: further sections.
     """

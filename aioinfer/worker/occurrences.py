@@ -23,8 +23,8 @@ _MIN_ROWS = 4
 
 
 class Occurrences:
-    """Which tokens a request holds, and how often it generated them, for those slots whose requests
-    have penalties.
+    """Counts of tokens, for the slots of requests with penalties: which tokens a request holds, and
+    how often it generated them.
 
     Attributes:
         rows: int32 [capacity, vocab_size] on the device; the bit `IN_PROMPT` is set if the token is
@@ -65,7 +65,7 @@ class Occurrences:
             heapq.heappush(self._free, row)
 
     def fit(self) -> None:
-        """Makes the capacity suit the rows in use; what they hold stays."""
+        """Makes the capacity suit the rows in use; their contents stay."""
         capacity, limit = len(self.rows), len(self.host_rows)
         needed = max(self._used, default=-1) + 1
         if needed > capacity:
@@ -80,7 +80,7 @@ class Occurrences:
         self.rows = rows
 
     def count(self, row: int, tokens: torch.Tensor, prompt_len: int) -> None:
-        """Begins a row with the tokens of a request so far (int32 [n], prompt and output): what
+        """Begins a row with the tokens of a request so far (int32 [n], prompt and output), as
         `kernels.penalties.count_occurrences` does on a GPU."""
         self.rows[row] = torch.bincount(tokens[prompt_len:], minlength=self.rows.shape[1])
         self.rows[row, tokens[:prompt_len].long()] |= IN_PROMPT
@@ -90,8 +90,8 @@ class Occurrences:
         self.rows[self.row_of_slot[slots].long(), tokens] += 1
 
     def add_many(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts tokens of slots (both int32 [n]), also several of one slot; not negative ones, and
-        not those of slots without a row."""
+        """Counts tokens of slots (both int32 [n]), also several of one slot; skips negative tokens,
+        and tokens of slots without a row."""
         if not self._used:
             return
         rows = self.row_of_slot[slots.long()]

@@ -1,5 +1,5 @@
-"""The other ranks that a worker computes with, and how its parts are connected to theirs: sums over
-the ranks of a tensor-parallel group, experts that engines share, and pipeline stages.
+"""The other ranks that a worker computes with, and its connections to them: sums over the ranks of
+a tensor-parallel group, experts that engines share, and pipeline stages.
 
 Each call here waits for the same call of the ranks that it connects to, so all make them in the
 same order.
@@ -21,7 +21,8 @@ from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.memory import report_shortage
 from aioinfer.worker.stage_links import StageLinks
 
-#: Seconds that start-up steps may take, once all ranks that share experts have compiled theirs.
+#: Seconds that start-up steps may take, once all ranks that share experts have compiled their
+#: kernels.
 STUCK_AFTER_S = 180.0
 
 
@@ -29,8 +30,8 @@ class Peers:
     """The ranks that one rank computes with.
 
     Attributes:
-        groups: all groups of the rank; `tp` shares the layers, of which the stages of `pp` have
-            theirs one after the other.
+        groups: all groups of the rank; `tp` shares the layers, which are divided among the stages
+            of `pp` in order.
         tp, pp: two of them.
         experts: the ranks of all engines that share experts; None if every engine has its own.
     """
@@ -46,7 +47,7 @@ class Peers:
         self._links: StageLinks | None = None
 
     def connect_experts(self, model: CausalLM) -> None:
-        """Connects the layers with experts to those of other engines' ranks, on GPUs."""
+        """Connects the layers with experts to the same layers of other engines' ranks, on GPUs."""
         if self.experts is None or self._device.type == "cpu":
             return
         remedy = "lower scheduler.max_num_batched_tokens, or take fewer engines"
@@ -65,7 +66,7 @@ class Peers:
 
     def link_stages(self, hidden_size: int, dtype: torch.dtype) -> StageLinks | None:
         """Returns the links to the other stages, with nothing on its way; None for one stage.
-        `hidden_size` and `dtype` are those of the residual stream."""
+        `hidden_size` and `dtype`: of the residual stream."""
         if self.pp.size > 1 and self._links is None:
             self._links = StageLinks(
                 self.groups, hidden_size, dtype, self._device, self._max_tokens
@@ -75,16 +76,16 @@ class Peers:
 
     def drain_stages(self) -> None:
         """Receives what other stages have sent. To be called at the end of `compile_only`, too:
-        there GPUs neither write into each other's memory nor read, and what was not written must
-        not be waited for behind it."""
+        there GPUs neither write into each other's memory nor read, and a message that was not
+        written must not be waited for afterwards."""
         if self._links is not None:
             self._links.drain()
 
     @contextmanager
     def together(self, what: str, report: Callable[[Exception], None] | None) -> Iterator[None]:
-        """Context in which steps are run that ranks of other engines wait for, and this one for
-        theirs. All begin it together; if `what` does not end, `report` is called with the error, in
-        another thread."""
+        """Context for steps in which this rank and the ranks of other engines wait for each other.
+        All begin it together; if `what` does not end, `report` is called with the error, in another
+        thread."""
         if self.experts is None or self._device.type == "cpu":
             yield
             return

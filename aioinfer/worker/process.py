@@ -1,4 +1,4 @@
-"""A worker process: one rank between two rings.
+"""A worker process: one rank, which reads plans from a ring and writes results to another.
 
 `MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, receives
 the size of the KV cache from the parent, and then sleeps in the kernel until plans come. It ends
@@ -47,7 +47,7 @@ class WorkerSpec:
         place: the rank, and where it finds the others.
         plans, results: the rings of the host; one rank of the world (`RankSpec.sends_results`)
             writes results.
-        heartbeat: where this rank writes what it is doing.
+        heartbeat: where this rank records its progress.
         control: messages while starting, in both directions.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
@@ -56,7 +56,7 @@ class WorkerSpec:
         masks: where the engine writes which tokens constrained rows may sample.
         engine: the number of the engine that the rank belongs to.
         visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
-            None for those that its parent sees.
+            None for the GPUs that its parent sees.
         sends_results, is_staged: whether the rank writes results, and whether there are several
             stages.
     """
@@ -88,7 +88,7 @@ class WorkerSpec:
 
     @property
     def reader(self) -> int:
-        """Which reader of the ring of the plans this rank is: each host has a ring."""
+        """This rank's number among the readers of its host's ring of plans."""
         return self.place.local_rank
 
 
@@ -193,9 +193,9 @@ def _start(spec: WorkerSpec) -> Worker:
 
 
 def _limit_spinning() -> None:
-    """Has OpenMP's threads sleep sooner while they wait: a thread that spins on one core keeps the
-    one that it waits for from running where other processes have the rest. libgomp reads this when
-    torch is loaded; what the user has set, stays."""
+    """Makes OpenMP's threads sleep sooner while they wait: a thread that spins on one core keeps
+    the one that it waits for from running where other processes have the rest. libgomp reads this
+    when torch is loaded; a value that the user has set stays."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
 

@@ -2,12 +2,13 @@
 one for each token.
 
 The runners call `PromptOutputs` in steps whose plan has such rows (`ipc.prompt_rows`). Logits are
-computed for `CHUNK_ROWS` tokens at a time, so that those of a whole prompt never exist together.
-Of several tensor-parallel ranks each has the logits of its shard; all of them call this alike, and
-merge what they find (`vocab_parallel`). Hidden states are the same on every rank.
+computed for `CHUNK_ROWS` tokens at a time, so that the logits of a whole prompt never exist at
+once. Of several tensor-parallel ranks each has the logits of its shard; all of them call this
+alike, and merge their parts (`vocab_parallel`). Hidden states are the same on every rank.
 
 Pooling the last token needs the sampled rows alone. The mean is summed up over the steps of a
-prompt in float32, on the device, in a row for each slot; so is the first token's state kept.
+prompt in float32, on the device, in a row for each slot; the first token's state is kept in the
+same way.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class PromptOutputs:
         self._kept: torch.Tensor | None = None  # [S, hidden_size]; see the module's docstring
 
     def needs_all_tokens(self, plan: StepPlan) -> bool:
-        """Whether the hidden states of all of a step's tokens are needed, and not just those of its
-        sampled rows."""
+        """Whether the hidden states of all of a step's tokens are needed, and not just the hidden
+        states of its sampled rows."""
         if not plan.sections or not has_prompt_rows(plan):
             return False
         pooled = plan.section(PooledRows)
@@ -148,7 +149,8 @@ class PromptOutputs:
         self, hidden: torch.Tensor, targets: torch.Tensor, top: int
     ) -> tuple[torch.Tensor, ...]:
         """Returns log-probabilities float32 [c], ranks int32 [c], and the `top` likeliest tokens
-        and theirs, int32 and float32 [c, top], of the tokens `targets` (int32 [c])."""
+        and their log-probabilities, int32 and float32 [c, top], of the tokens `targets` (int32
+        [c])."""
         model, vocabulary = self._model, self._model.vocabulary
         logits = model.logits_of(hidden)
         found = _find_in_shard(logits, targets, top, vocabulary)
@@ -173,8 +175,8 @@ class PromptOutputs:
         return self._model.normed(selected).float()
 
     def _pool(self, plan: StepPlan, rows: PooledRows, hidden: torch.Tensor) -> torch.Tensor:
-        """Takes the rows of a step into what is kept for their slots. Returns the pooled states of
-        those that end, float32 [ends, hidden_size]."""
+        """Adds the rows of a step to the pooling state of their slots. Returns the pooled states of
+        the prompts that end, float32 [ends, hidden_size]."""
         at, kept = _rows_of(plan, rows.slots), self._kept_states()
         firsts, lengths, starts = _first_tokens(plan, rows.slots), plan.lengths[at], plan.starts[at]
         slots = rows.slots.astype(np.int64)
@@ -208,7 +210,7 @@ class PromptOutputs:
     # ---------------------------------------------------------------- to the device and back
 
     def _upload(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Copies an array to the device, without a wait for what the device computes."""
+        """Copies an array to the device, without waiting for the device's computation."""
         tensor = torch.from_numpy(array)
         if self._slots.device.type == "cuda":
             tensor = tensor.pin_memory()
@@ -246,7 +248,8 @@ def _spread(
 def _find_in_shard(
     logits: torch.Tensor, targets: torch.Tensor, top: int, vocabulary: Vocabulary
 ) -> Found:
-    """Returns what `merge_logprobs` takes, of the logits [c, local_size] of a rank's shard."""
+    """Returns the `found` of `merge_logprobs`, from the logits [c, local_size] of a rank's
+    shard."""
     if logits.device.type == "cuda" and top <= _KERNEL_TOP:
         from aioinfer.kernels.logprobs import shard_logprobs
 

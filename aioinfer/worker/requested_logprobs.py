@@ -27,7 +27,8 @@ def requested_logprobs(
     vocabulary: Vocabulary,
     upload: Callable[[I32], torch.Tensor],
 ) -> PendingSection:
-    """Returns the section of a result. Every rank has to call this.
+    """Returns the section of a result with the requested log-probabilities. Every rank has to call
+    this.
 
     Args:
         logits: [S, local_size], of the step's sampled rows; not changed.
@@ -54,7 +55,7 @@ def requested_logprobs(
 
 
 def _gather_vocabulary(logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Returns logits [n, vocab_size] of all shards, from those of the rank's [n, local_size]."""
+    """Returns logits [n, vocab_size] of all shards, from the logits [n, local_size] of the rank."""
     if vocabulary.group.size == 1:
         return logits
     padded = torch.nn.functional.pad(logits, (0, vocabulary.shard_size - vocabulary.local_size))

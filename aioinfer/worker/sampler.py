@@ -3,14 +3,14 @@ log-probabilities.
 
 The model runner calls `sample` once a step. A row's logits go through these steps, in vLLM's order,
 each only where the request has it: logit bias; minus infinity for tokens banned before
-min_tokens; penalties (`adjustments`); minus infinity for what its mask does not allow (`masks`);
-temperature; min-p; top-k; top-p (`filters`); Gumbel noise
-and the argmax (`gumbel`). Log-probabilities are those of the model, before any of that. What can
-be is computed in numpy: its argmax takes a tenth of the time of torch's.
+min_tokens; penalties (`adjustments`); minus infinity for tokens that its mask does not allow
+(`masks`); temperature; min-p; top-k; top-p (`filters`); Gumbel noise and the argmax (`gumbel`).
+Log-probabilities are the model's, before any of these steps. Whatever can be is computed in numpy:
+its argmax takes a tenth of the time of torch's.
 
 Of several tensor-parallel ranks each has the logits of its shard of the vocabulary. They gather the
-best token of each shard, or what the filters have to know (`vocab_parallel`), and all sample the
-same tokens, those of one rank with all logits.
+best token of each shard, or the candidates of the filters (`vocab_parallel`), and all sample the
+same tokens, the same as one rank with all logits would.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sampled:
             them.
         top_tokens: int32 [S, K], the likeliest tokens, likeliest first, -1 where not requested; K
             is the largest number that a row requests.
-        top_logprobs: float32 [S, K], theirs.
+        top_logprobs: float32 [S, K], the log-probabilities of `top_tokens`.
     """
 
     tokens: torch.Tensor
@@ -317,7 +317,7 @@ def row_logprobs(
 def _sharded_logprobs(
     logits: torch.Tensor, sampled: torch.Tensor, num_top: int, vocabulary: Vocabulary
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns what `merge_logprobs` does, for logits float32 [n, local] and the sampled tokens
+    """Returns the results of `merge_logprobs` for logits float32 [n, local] and the sampled tokens
     int64 [n]."""
     local, start = vocabulary.local_size, vocabulary.start
     # the last column is for tokens out of the shard

@@ -10,8 +10,8 @@ Two ways lead from a plan to the slots, with the same effect. On a CPU `apply` d
 torch. On a GPU the runner uploads what `stage` gives it together with the other arrays of the step,
 and `apply_staged` launches kernels on that: no copy of its own, and nothing that waits for the GPU.
 
-On the host there is only what decides which work a step has: `sampling_flags`, `num_logprobs` and a
-copy of `banned_until`.
+The host has only the values that decide which work a step has: `sampling_flags`, `num_logprobs` and
+a copy of `banned_until`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Slots:
             position that may take a banned token.
         bias_ids, bias_values: int32 and float32 [S, MAX_LOGIT_BIAS]; "num_bias" of a row count.
         banned_ids: int32 [S, MAX_END_TOKENS]; "num_banned" of a row count.
-        occurrences: what penalties count.
+        occurrences: the counts for penalties.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         num_logprobs: int32 [S] on the host, how many of the likeliest tokens to report.
     """
@@ -79,7 +79,7 @@ class Slots:
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
         self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
-        # One row a field: what a step reads of a field lies together.
+        # One row a field: all that a step reads of a field is contiguous.
         self.records = zeros(RECORD_WORDS, max_num_seqs)
         self.params = _fields_of(self.records)
         self.bias_ids = zeros(max_num_seqs, MAX_LOGIT_BIAS)
@@ -93,7 +93,7 @@ class Slots:
     @staticmethod
     def max_sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
         """Returns the device memory that the requests' sampling parameters can take at their worst,
-        beyond what the constructor allocates: that of penalties, at every slot."""
+        beyond what the constructor allocates: the memory of penalties, at every slot."""
         return Occurrences.max_bytes(max_num_seqs, vocab_size)
 
     # ---------------------------------------------------------------- plans
@@ -131,8 +131,8 @@ class Slots:
             self.occurrences.count(int(self.occurrences.host_rows[slot]), tokens, prompt_len)
 
     def stage(self, plan: StepPlan) -> list[I32]:
-        """Does what of a plan concerns the host, and returns the arrays that `apply_staged` needs
-        on the device: none for a plan without admissions and forced tokens. Once for each plan, in
+        """Applies the host's part of a plan, and returns the arrays that `apply_staged` needs on
+        the device: none for a plan without admissions and forced tokens. Once for each plan, in
         order."""
         if not plan.sections:
             return []
@@ -184,13 +184,13 @@ class Slots:
         tokens: torch.Tensor,
         counted: torch.Tensor,
     ) -> None:
-        """Enters tokens that were not sampled, all int32 [E]; `counted` are those that penalties
-        have to count, and -1."""
+        """Enters tokens that were not sampled, all int32 [E]; `counted`: the tokens that penalties
+        have to count, -1 for all others."""
         self.tokens[slots.long(), positions.long()] = tokens
         self.occurrences.add_many(slots, counted)
 
     def _account(self, plan: StepPlan) -> None:
-        """Brings up to date what the host keeps, and the rows of occurrences."""
+        """Brings the values on the host and the rows of occurrences up to date."""
         freed_slots, records = plan.section(FreedSlots), plan.admissions.records
         if freed_slots is not None:
             for slot in freed_slots.slots.tolist():

@@ -1,5 +1,5 @@
-"""How pipeline stages send to one another: the messages of a `StageChannel` are received in the
-order in which they were sent.
+"""Channels between pipeline stages: the messages of a `StageChannel` are received in the order in
+which they were sent.
 
 - `MemoryChannel`, between GPUs of one host, over symmetric memory (`kernels.peer_messages`).
 - `GroupChannel`, between CPUs or hosts: messages of a process group, by gloo or NCCL.
@@ -25,7 +25,8 @@ from aioinfer.layers.parallel import ParallelGroup
 if TYPE_CHECKING:
     from aioinfer.kernels.peer_messages import PeerChannel
 
-#: Receives a message, once: on a GPU its values are there for what is launched behind the call.
+#: Receives a message, once: on a GPU its values are there for kernels that are launched after the
+#: call.
 Receive = Callable[[], torch.Tensor]
 
 
@@ -43,8 +44,8 @@ class StageChannel(Protocol):
         ...
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
-        """Returns what will receive the next message, of the shape and dtype that are sent. They
-        are called in the order in which they were made."""
+        """Returns a callable that receives the next message, of the shape and dtype that are sent.
+        These callables are called in the order in which they were made."""
         ...
 
 
@@ -111,5 +112,5 @@ class MemoryChannel:
         self._outgoing.send(values)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
-        """See `StageChannel.expect`. Nothing is launched before that is called."""
+        """See `StageChannel.expect`. Nothing is launched before the returned callable is called."""
         return lambda: self._incoming.receive(shape, dtype)

@@ -1,6 +1,6 @@
-"""What a rank of a pipeline stage sends to others: hidden states to the next stage, and sampled
-tokens from the last stage back to the first, whose next step embeds them. Now and then counts of
-the experts' tokens follow hidden states (`expert_report`).
+"""Links between pipeline stages: hidden states go to the next stage, and sampled tokens from the
+last stage back to the first, where the next step embeds them. Now and then counts of the experts'
+tokens follow hidden states (`expert_report`).
 
 Everything goes point to point between ranks of the same tensor-parallel number, over two channels
 of `stage_channels`: GPUs of one host write into each other's memory, others use NCCL, CPUs gloo.
@@ -42,7 +42,7 @@ _MIN_SLOT_BYTES = 1 << 20
 class _ExpectedTokens:
     """The tokens of a step that the last stage samples: `receive` returns them, int32 [S].
 
-    `is_wanted` (bool [S]) becomes false where slot and position are another token's by now.
+    `is_wanted` (bool [S]) becomes false where slot and position belong to another token by now.
     """
 
     slots: I32
@@ -66,7 +66,7 @@ class StageLinks:
         device: torch.device,
         max_tokens: int,
     ):
-        """`hidden_size` and `dtype` are those of the residual stream; `max_tokens` of a step."""
+        """`hidden_size` and `dtype`: of the residual stream. `max_tokens`: of a step."""
         stage, size = groups.pp.rank, groups.pp.size
         self.is_first, self.is_last = stage == 0, stage == size - 1
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
@@ -158,11 +158,12 @@ class StageLinks:
     # ---------------------------------------------------------------- tokens
 
     def return_tokens(self, tokens: torch.Tensor) -> None:
-        """Sends what the last stage has sampled in a step, int32 [S] with S > 0, to the first."""
+        """Sends the tokens that the last stage has sampled in a step, int32 [S] with S > 0, to the
+        first."""
         self._tokens.send(tokens)
 
     def expect_tokens(self, plan: StepPlan) -> None:
-        """Has the first stage receive what the last one will sample for a plan."""
+        """Makes the first stage receive the tokens that the last one will sample for a plan."""
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return
@@ -172,8 +173,9 @@ class StageLinks:
         self._expected.append(_ExpectedTokens(plan.slots[rows], positions, is_wanted, receive))
 
     def enter_tokens(self, plan: StepPlan, slots: Slots) -> None:
-        """Enters in the slots of the first stage the tokens that a plan's rows begin with, and what
-        has come before them; waits for them if it must. Called before the plan is applied."""
+        """Enters in the slots of the first stage the tokens that a plan's rows begin with, and the
+        tokens that have come before these; waits for them if it must. Called before the plan is
+        applied."""
         if not self._expected:
             return
         self._drop_replaced(plan)
@@ -199,7 +201,8 @@ class StageLinks:
         slots.tokens[slot, position] = tokens[row].clamp(min=0)
 
     def _drop_replaced(self, plan: StepPlan) -> None:
-        """Drops tokens whose slots the plan gives to others, and those that it brings itself."""
+        """Drops tokens of slots that the plan gives to other requests, and tokens that the plan
+        brings itself."""
         admitted, forced = plan.admissions.records["slot"], plan.section(ForcedTokens)
         for expected in self._expected if len(admitted) or forced is not None else ():
             expected.is_wanted[np.isin(expected.slots, admitted)] = False
@@ -209,6 +212,7 @@ class StageLinks:
                 expected.is_wanted[same.any(1)] = False
 
     def drain(self) -> None:
-        """Waits for all tokens that are expected, and drops them: the slots are made anew."""
+        """Waits for all tokens that are expected, and drops them: the slots are made again from
+        scratch."""
         while self._expected:
             self._expected.popleft().receive()

@@ -22,7 +22,7 @@ from aioinfer.worker.step_inputs import prepare_step
 
 class StageRunner(ModelRunner):
     """Runs the layers of one stage. The last stage samples, and waits for masks; the first takes
-    the tokens of rows from what the last has sampled.
+    the tokens of its rows from the tokens that the last has sampled.
 
     Args:
         links: to the other stages.
@@ -42,7 +42,7 @@ class StageRunner(ModelRunner):
         if links.is_first:
             links.enter_tokens(plan, self.slots)
             links.expect_tokens(plan)
-        waited = links.waited_ns  # what comes before is not in the step's time
+        waited = links.waited_ns  # earlier waits are not in the step's time
         if links.is_last:
             pending = super().step(plan, masks)
             if len(pending.sampled.tokens):

@@ -21,7 +21,7 @@ _MIN_SIZE = 1 << 14
 
 
 class Staging:
-    """Uploads of int32 arrays. `device` is that of the steps; on a CPU (in tests) nothing is
+    """Uploads of int32 arrays. `device` is the device of the steps; on a CPU (in tests) nothing is
     pinned.
 
     Attributes:

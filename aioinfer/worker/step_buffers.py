@@ -60,7 +60,7 @@ class StepBuffers:
 
     def prepare(self, rows: Tensors, num_tokens: int, *, max_length: int) -> StepInputs:
         """Launches the preparation of rows (slots, starts and lengths, each int32 [R]), and returns
-        their inputs; what `num_tokens` exceeds the lengths' sum becomes padding.
+        their inputs; tokens beyond the lengths' sum, up to `num_tokens`, become padding.
 
         Args:
             max_length: at least the tokens of a row.
@@ -120,9 +120,9 @@ class PlanBuffer:
         self.growth_sections()[0].fill_(-1)
 
     def fill(self, plan: StepPlan, buffer_index: int, host: torch.Tensor) -> None:
-        """Writes a plan into pinned memory (int32 like `values`) and starts its copy; what is
-        beyond the plan's rows and growth becomes padding. Constrained rows do not count as
-        sampled: their tokens come later."""
+        """Writes a plan into pinned memory (int32 like `values`) and starts its copy; entries
+        beyond the plan's rows and growth become padding. Constrained rows do not count as sampled:
+        their tokens come later."""
         array = host.numpy()
         growth_start = 4 * self.rows
         array[:growth_start] = 0

@@ -1,9 +1,9 @@
-"""The CUDA graphs of a GPU model runner: of which steps it has any, and which one serves a step.
+"""The CUDA graphs of a GPU model runner: which steps are captured, and which graph a step replays.
 
 A step that only decodes is one graph, from the growth of block tables to the sampled tokens. Where
-rows may share a prefix whose keys attention reads once, it is a graph of a second set. Of a step
-with prompts the layers are a graph, all but the last; and a step without rows is one, in which
-other engines' ranks wait for this one's experts.
+attention may read the keys of a prefix that rows share once for all of them, it is a graph of a
+second set. Of a step with prompts the layers are a graph, all but the last; and a step without rows
+is one, in which other engines' ranks wait for this one's experts.
 
 All graphs share their memory, so no two are replayed at the same time.
 """
@@ -29,7 +29,7 @@ MIXED_GRAPH_TOKENS = 4096
 
 
 class GraphBodies(Protocol):
-    """What is captured. All launch, and none waits for the device."""
+    """The launches to be captured. None waits for the device."""
 
     def launch_decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer."""
@@ -44,7 +44,7 @@ class GraphBodies(Protocol):
         """Launches all layers but the last for `tokens` tokens."""
 
     def clear_mixed(self, max_tokens: int) -> None:
-        """Makes what `launch_mixed` launches find nothing to compute, for up to `max_tokens`
+        """Makes the kernels of `launch_mixed` find nothing to compute, for up to `max_tokens`
         tokens."""
 
 
@@ -56,11 +56,11 @@ class StepGraphs:
         mixed: of the layers of steps with prompts, by their tokens.
         idle: of a step without rows.
         nbytes: GPU memory that they have taken.
-        looks_for_prefixes: whether there is a set that does.
+        looks_for_prefixes: whether there is a set that looks for shared prefixes.
     """
 
     def __init__(self, plan: PlanBuffer, slots: Slots, *, looks_for_prefixes: bool):
-        """`plan` is what the graphs of decode steps read."""
+        """`plan`: the buffer that the graphs of decode steps read."""
         self.decode, self.sharing = CudaGraphs(), CudaGraphs()
         self.mixed, self.idle = CudaGraphs(), CudaGraphs()
         self.nbytes = 0
@@ -76,7 +76,7 @@ class StepGraphs:
         later without a warning), that ends with the graphs of decode steps.
 
         Args:
-            bodies: what is captured.
+            bodies: the launches to be captured.
             has_idle: whether other engines' ranks wait for steps without rows.
             max_mixed_tokens: the maximum number of tokens of a step; None where the layers of steps
                 with prompts cannot be captured.
@@ -106,8 +106,8 @@ class StepGraphs:
         self.mixed.capture(sizes, bodies.launch_mixed, pool, run_each=False)
 
     def update(self, plan: StepPlan) -> None:
-        """Takes over from a plan what the choice of a graph depends on. Called with every plan, in
-        order."""
+        """Takes over the part of a plan that the choice of a graph depends on. Called with every
+        plan, in order."""
         if self._prefixes is not None:
             self._prefixes.update(plan)
 
@@ -126,13 +126,13 @@ class StepGraphs:
         )
 
     def replay_decode(self, plan: StepPlan) -> None:
-        """Launches the graph of a step that `has_decode`, and that is in the plan buffer."""
+        """Replays the graph of a step that `has_decode`, and that is in the plan buffer."""
         shares = self._prefixes is not None and self._prefixes.may_save(plan.slots)
         graphs = self.sharing if shares else self.decode
         graphs.replay(graphs.fit(len(plan.slots)))
 
 
 def _make_prefixes(slots: Slots) -> SharedPrefixes:
-    """Returns what finds the steps of which attention may read a shared prefix once."""
+    """Returns the detector of steps in which attention may read a shared prefix once."""
     count = len(slots.tokens)
     return SharedPrefixes(count, slots.block_size, min_rows=MIN_ROWS, min_saved=MIN_SAVED_KEYS)

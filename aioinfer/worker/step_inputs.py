@@ -1,4 +1,4 @@
-"""From a plan and the slots to the inputs of a step, in plain torch: for workers without kernels
+"""Inputs of a step from a plan and the slots, in plain torch: for workers without kernels
 (`aioinfer.kernels.prepare` does it on GPUs)."""
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Times a product on a GPU by each of its candidates: within layers of the model, or alone.
+"""Timing of a product on a GPU by each of its candidates: within layers of the model, or alone.
 
-With dependent launch a kernel loads its weight while the kernels before it end, so what a candidate
-takes depends on its neighbours: alone, a configuration won with which steps of eight rows of
-Llama-3.1-8B took 12 % longer (docs/notes/start-up.md). So for up to `MAX_LAYERS_ROWS` rows the
+With dependent launch a kernel loads its weight while the kernels before it end, so the time of a
+candidate depends on its neighbours: timed alone, a configuration won with which steps of eight rows
+of Llama-3.1-8B took 12 % longer (docs/notes/start-up.md). So for up to `MAX_LAYERS_ROWS` rows the
 model's first layers are timed as a decode step computes them, with each candidate in turn. All
 other products are timed alone, with a norm before each, since a step has short kernels around its
-products: those of more rows and those of quantized weights, for which the first way chose no better
-and takes longer; those that these layers do not have, such as the head's; and all of a rank that
-computes layers together with others, for which it would have to wait.
+products: products of more rows and of quantized weights, for which the first way chose no better
+and takes longer; products that these layers do not have, such as the head's; and all products of a
+rank that computes layers together with others, for which it would have to wait.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from aioinfer.layers.kernel_choices import Candidate, ProductChoices
 
 _log = logging.getLogger(__name__)
 
-#: Products of more rows are left to the formats' defaults, and those of more than so many are timed
-#: alone.
+#: Products of more rows are left to the formats' defaults (`MAX_ROWS`), or timed alone
+#: (`MAX_LAYERS_ROWS`).
 MAX_ROWS, MAX_LAYERS_ROWS = 512, 64
 #: A candidate must be so much faster than the default to replace it, alone and within layers: more
 #: than what two timings of one kernel, or of the same layers, differ by.
@@ -56,7 +56,7 @@ class TimedLayers:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the candidates for a product take.
+    """Times of the candidates for a product.
 
     Attributes:
         seconds: of each, or of layers with it; infinity for a kernel that this card cannot launch.
@@ -68,8 +68,8 @@ class Costs:
 
     @classmethod
     def alone(cls, seconds: Mapping[Candidate, float]) -> Costs:
-        """Returns those of candidates that were timed alone: less what they gain a step
-        elsewhere."""
+        """Returns the costs of candidates that were timed alone, less the time that each saves
+        elsewhere in a step."""
         return cls({each: taken - each.gain_s for each, taken in seconds.items()}, MARGIN)
 
 
@@ -115,7 +115,8 @@ class Stopwatch:
         self._last: torch.cuda.CUDAGraph | None = None
 
     def launch(self, choices: ProductChoices, rows: int, candidate: Candidate) -> None:
-        """Launches a product of the first of its weights, and what may read its parts."""
+        """Launches a product of the first of its weights, and the kernels that may read its
+        parts."""
         from aioinfer.kernels.norm import add_parts, add_parts_rms_norm
 
         choices.forced = candidate
@@ -144,7 +145,7 @@ class Stopwatch:
         return Costs.alone({each: taken / len(weights) for each, taken in found.items()})
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Frees the memory."""
         self._operands.clear()
         self._last = None
 
@@ -172,7 +173,7 @@ class Stopwatch:
         with torch.cuda.stream(self._stream):
             choices.forced = candidate
             try:
-                load()  # what is not loaded yet cannot be captured
+                load()  # a kernel that is not loaded yet cannot be captured
                 graph = self._capture(launch)
             except Exception as error:  # as many kinds as there are kernels
                 _log.warning("%s: %s cannot be launched: %s", choices.product, candidate, error)
@@ -240,9 +241,9 @@ class Stopwatch:
 def compute(
     choices: ProductChoices, weight: TimedWeight, x: torch.Tensor, total: torch.Tensor
 ) -> Any:
-    """Computes a product of x [T, inputs] as the layers do; see `kernel_choices.Operation`. What is
-    written to, or added to, is `total` [T, outputs], whose first row serves as a bias. Returns the
-    product, its parts if they are left to be added, or None if it was added."""
+    """Computes a product of x [T, inputs] as the layers do; see `kernel_choices.Operation`. The
+    product is written to, or added to, `total` [T, outputs], whose first row serves as a bias.
+    Returns the product, its parts if they are left to be added, or None if it was added."""
     match choices.product.operation:
         case "plain":
             return weight.multiply(x)

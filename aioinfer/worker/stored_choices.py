@@ -25,7 +25,7 @@ Texts = dict[str, dict[int, str]]
 
 
 def machine_of(device: Any) -> dict[str, str]:
-    """Returns what measured times depend on beside the products, for a GPU."""
+    """Returns the properties that measured times depend on beside the products, for a GPU."""
     import torch
     import triton
 
@@ -71,7 +71,7 @@ class StoredChoices:
         self._seen: Texts = {}
 
     def read(self) -> Texts:
-        """Returns what is stored; nothing if there is no file, or it is damaged or of another
+        """Returns the stored choices; none if there is no file, or it is damaged or of another
         machine."""
         self._seen = self._load()
         return self._seen
@@ -92,9 +92,9 @@ class StoredChoices:
             return {}
 
     def add(self, measured: Texts) -> Texts:
-        """Stores choices, and returns them: those of another process where it has stored some since
-        `read`, so that engines that start together compute alike. A folder that cannot be written
-        to is reported in the log: the next start times them again.
+        """Stores choices, and returns them, or the choices of another process where it has stored
+        some since `read`, so that engines that start together compute alike. A folder that cannot
+        be written to is reported in the log: the next start times them again.
 
         Of processes that write at the same moment, the last one's additions may be all that is
         kept.

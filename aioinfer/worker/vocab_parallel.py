@@ -45,7 +45,7 @@ class Candidates:
 
     @classmethod
     def empty(cls, rows: int, count: int) -> Candidates:
-        """Returns what a rank without tokens has."""
+        """Returns the candidates of a rank without tokens."""
         values = np.full((rows, count), -np.inf, np.float32)
         return cls(
             values,
@@ -55,8 +55,8 @@ class Candidates:
         )
 
     def find(self, row: int, scaled: F32, first: int, top_p: float) -> None:
-        """Enters those of one row: `scaled` float32 [local_size] are its logits over temperature,
-        of the token ids from `first` on."""
+        """Enters the candidates of one row: `scaled` float32 [local_size] are its logits over
+        temperature, of the token ids from `first` on."""
         largest = scaled.max(initial=-np.inf)
         self.largest[row] = largest
         if not math.isfinite(largest):
@@ -148,8 +148,8 @@ def merge_logprobs(
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     top: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities over the whole vocabulary, from those of each rank's shard, in
-    one all-gather. R rows.
+    """Returns log-probabilities over the whole vocabulary, from the `found` of each rank's shard,
+    in one all-gather. R rows.
 
     Args:
         vocabulary: which token ids are in which shard.

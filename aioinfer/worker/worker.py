@@ -55,7 +55,7 @@ GPU_BLOCK_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a rank found and made while loading.
+    """The results of loading on one rank.
 
     Attributes:
         device: such as `"cpu (2 threads)"` or `"NVIDIA H200"`.
@@ -63,7 +63,7 @@ class LoadReport:
         cache_dtype: of the KV cache, with the origin of its scales if it is float8.
         weights_bytes: of this rank.
         block_size: tokens a KV block.
-        groups: the layers of the whole model by what they keep in the KV cache.
+        groups: the layers of the whole model by KV group.
         block_bytes: bytes of a KV block of each group, of this rank.
         num_blocks: KV blocks of each group that this rank can have; `NO_LIMIT` of a group of which
             its pipeline stage has no layer.
@@ -91,7 +91,7 @@ class Worker:
     """One rank. The methods are called in the order in which they stand here.
 
     Attributes:
-        device: what it computes on.
+        device: the device that it computes on.
         block_size: tokens a KV block.
         graph_bytes: GPU memory that CUDA graphs took.
         timed_choices: kernels that `warm_up` chose by timing, and did not read from a file.
@@ -109,8 +109,8 @@ class Worker:
         Args:
             config: the whole configuration.
             folder: the folder of the model.
-            groups: the ranks that this one computes with; `groups.tp` shares the layers, of which
-                `groups.pp` have theirs one after the other.
+            groups: the ranks that this one computes with; `groups.tp` shares the layers, which are
+                divided among the stages of `groups.pp` in order.
             engine: the number of the engine that they belong to.
 
         Raises:
@@ -136,7 +136,7 @@ class Worker:
         """Loads the weights and finds out how many KV blocks there can be.
 
         Args:
-            on_progress: called with the bytes that are loaded and that there are.
+            on_progress: called with the bytes that are loaded and the total.
 
         Raises:
             ConfigError: the model cannot be loaded with this configuration, or memory is too short.
@@ -246,8 +246,8 @@ class Worker:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no
         trace of them.
 
-        On a GPU all kernels are compiled first, then those of products are timed, and at last CUDA
-        graphs are captured.
+        On a GPU all kernels are compiled first, then the kernels of products are timed, and at last
+        CUDA graphs are captured.
         """
         runner, steps = self._runner, self._dummy_steps(self._runner)
         if isinstance(runner, ModelRunner):
@@ -372,7 +372,7 @@ class Worker:
         max_len = min(model_max_len, -(-budget // rows))
         lengths = [min(max_len, budget // rows + (row < budget % rows)) for row in range(rows)]
         num_blocks = -(-max_len // self.block_size)
-        # the slots are as long as those of the real runner: they are part of the peak
+        # the slots are as long as the real runner's: they are part of the peak
         longest = self._config.model.max_model_len or model_max_len
         runner = self._make_runner(
             [num_blocks] * len(self._groups), rows, max(max_len, min(longest, model_max_len))

@@ -1,2 +1,2 @@
-"""The parts of the load generator `scripts/bench.py`: what is sent, the client, the load's shape,
+"""The parts of the load generator `scripts/bench.py`: the workload, the client, the load's shape,
 the report."""

@@ -29,8 +29,8 @@ SHAPES = {
 
 
 def cascade_cases(tune: bool) -> Iterator[Case]:
-    """Qwen3-8B's heads over blocks of 128 tokens. The bytes are those of each block once; without
-    the cascade, shared ones are read for each row. The last shapes share nothing, and show what the
+    """Qwen3-8B's heads over blocks of 128 tokens. The bytes count each block once; without the
+    cascade, shared blocks are read for each row. The last shapes share nothing, and show what the
     search costs."""
     configs: list[CascadeConfig | None] = [None, cascade_config(SIZE, Q_HEADS // KV_HEADS, 2)]
     if tune:

@@ -30,7 +30,7 @@ except ImportError:
 MAX_EVENT_BYTES = 16 * 2**20
 #: So much of an error's text is kept as an example.
 MAX_EXAMPLE = 300
-#: Where servers put what the model made, in a choice or its `delta`.
+#: Where servers put the output, in a choice or its `delta`.
 OUTPUT_FIELDS = ("text", "content", "reasoning_content", "reasoning", "tool_calls", "token_ids")
 
 
@@ -44,7 +44,7 @@ class ReplyError(Exception):
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times in seconds.
+    """The outcome of one request. Times in seconds.
 
     Attributes:
         sent: `perf_counter()` just before the request was sent.
@@ -180,7 +180,7 @@ def _describe(error: Exception, url: str) -> tuple[str, str]:
         return "no connection", f"TLS with {url} fails"
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
-        number = cause.errno or 0  # the system's are above 0, those of unknown names below
+        number = cause.errno or 0  # the system's are above 0, unknown names' below
         reason = os.strerror(number) if number > 0 else cause.strerror or "no such name"
         return "no connection", f"nothing answers at {url}: {reason.lower()}"
     if isinstance(error, aiohttp.InvalidURL):
@@ -281,8 +281,7 @@ def _has_output(choice: dict[str, Any]) -> bool:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Returns the text of a choice, streamed or whole, without what a model that reasons thought
-    before it."""
+    """Returns the text of a choice, streamed or whole, without the reasoning before it."""
     made = choice.get("delta") or choice.get("message") or choice
     return made.get("text") or made.get("content") or ""
 

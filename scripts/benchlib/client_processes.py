@@ -25,7 +25,7 @@ PROGRESS_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server, and what all requests to it have in common; see `Client`."""
+    """The server, and the settings of all requests to it; see `Client`."""
 
     url: str
     shape: RequestShape
@@ -35,8 +35,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one process sends: its part of a load, whose items are those of `workload` from `first`
-    on."""
+    """The part of a load that one process sends: the items of `workload` from `first` on."""
 
     target: Target
     workload: Workload
@@ -59,7 +58,7 @@ class ClientProcesses:
         self._clients: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> ClientProcesses:
-        # a fork would copy the threads' locks of whatever the caller runs
+        # a fork would copy the locks of the caller's threads
         context = multiprocessing.get_context("spawn")
         for number in range(self._count):
             ours, theirs = context.Pipe()
@@ -167,7 +166,7 @@ def _collect(
 
 
 def _serve_loads(connection: Connection) -> None:
-    """The life of a client process: sends one part after another until the pipe is closed."""
+    """The body of a client process: sends one part after another until the pipe is closed."""
     try:
         while True:
             part = connection.recv()
@@ -179,7 +178,7 @@ def _serve_loads(connection: Connection) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Returns what makes the event loop; uvloop's halves the CPU time of a chunk."""
+    """Returns the factory of the event loop; uvloop's halves the CPU time of a chunk."""
     try:
         from uvloop import new_event_loop
     except ImportError:

@@ -20,11 +20,11 @@ SAME = 0.005
 
 
 class WorkloadMismatchError(ValueError):
-    """Two files whose figures are those of different loads."""
+    """Two result files are of different loads."""
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """Returns what `bench.py --output` wrote.
+    """Returns the result that `bench.py --output` wrote.
 
     Raises `ValueError` if it is something else, `OSError` if it cannot be read.
     """
@@ -78,8 +78,7 @@ def compare(
 def show_comparison(
     first: dict[str, Any], second: dict[str, Any], names: tuple[str, str], console: Console
 ) -> None:
-    """Prints a table for each point that both results have; the ratio is that of the second to the
-    first."""
+    """Prints a table for each point that both results have; the ratio is second to first."""
     points, others = _points(first), _points(second)
     for label, figures in points.items():
         if label not in others:

@@ -2,8 +2,8 @@
 with all that was said before.
 
 The history holds the answers that the model really gave, as a chat's does, so a server with a
-prefix cache finds in it what it computed for the turn before. Conversations are made from a seed,
-or their users' turns are taken from a file (ShareGPT's format). Called by `load`.
+prefix cache finds in it the blocks computed for the turn before. Conversations are made from a
+seed, or their users' turns are taken from a file (ShareGPT's format). Called by `load`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 from benchlib.client import Client, Record
 from benchlib.workload import IntRange, PromptMaker, RequestShape
 
-#: Who speaks, in ShareGPT's words and in OpenAI's.
+#: Names of the roles, ShareGPT's and OpenAI's.
 _SYSTEM = ("system",)
 _USERS = ("human", "user")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user says, how many tokens are requested, and the seconds that the user thinks before
+    """A user's text, how many tokens are requested, and the seconds that the user thinks before
     it."""
 
     text: str
@@ -118,8 +118,8 @@ async def converse(
 
 
 def read_transcripts(file: Path) -> list[Transcript]:
-    """Returns the conversations of a JSON list or a JSONL file in ShareGPT's format, without those
-    in which no user speaks.
+    """Returns the conversations of a JSON list or a JSONL file in ShareGPT's format, without the
+    conversations in which no user speaks.
 
     A conversation is an object with `conversations`, a list of `from` ("human" or "user", "gpt",
     "system") and `value`, or with `messages`, a list of OpenAI's `role` and `content`. Recorded

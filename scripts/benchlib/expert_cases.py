@@ -71,7 +71,7 @@ class Layer:
         )
 
     def half(self, *, by_expert: bool) -> Layer:
-        """Returns what the first of two ranks has: half of the experts, or half of the channels of
+        """Returns the first of two ranks' share: half of the experts, or half of the channels of
         each."""
         if by_expert:
             some = slice(RULE.num_experts // 2)
@@ -162,7 +162,7 @@ def routing_label(config: RoutingConfig | FewTokensConfig) -> str:
 def selection_variants(
     tokens: int, tile: RoutingConfig
 ) -> Iterator[RoutingConfig | FewTokensConfig]:
-    """Yields those of `kernels.expert_selection`."""
+    """Yields the configurations of `kernels.expert_selection` to try."""
     if tile.tokens == 16:  # larger tiles take a minute to compile
         for experts, warps in itertools.product({tile.experts, 16, 32}, (2, 4)):
             yield replace(tile, experts=experts, num_warps=warps, by_keys=True)

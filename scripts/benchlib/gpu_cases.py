@@ -101,7 +101,7 @@ class Case:
 
     @classmethod
     def parse(cls, name: str, http: bool) -> Case:
-        """Returns the case of a name; what the names mean is in the docstring of bench_gpu.py.
+        """Returns the case of a name; the docstring of bench_gpu.py explains the names.
 
         Raises `ValueError`.
         """

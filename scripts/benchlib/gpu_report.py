@@ -15,7 +15,7 @@ from rich.table import Table
 from benchlib.gpu_cases import Model
 from benchlib.vllm_figures import Figures
 
-#: Under this name a row holds what `benchlib/vllm_figures.py` knows of its case.
+#: Under this name a row holds the figures of `benchlib/vllm_figures.py` for its case.
 KNOWN = "vllm_0.25.1_h200"
 _OURS = {"out": "output_tokens_per_s", "in": "input_tokens_per_s", "s": "seconds"}
 
@@ -31,7 +31,7 @@ class Rows:
             file.write_text("", "utf-8")
 
     def add(self, model: Model, case: str, figures: dict[str, Any]) -> None:
-        """Adds vLLM's figures to those of a case, and prints them."""
+        """Adds vLLM's figures to a case's figures, and prints them."""
         row = {"model": model.folder.name, "case": case, **figures}
         if "error" not in row and (known := model.figures.get(case)):
             row |= compare(row, known)

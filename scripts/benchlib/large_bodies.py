@@ -1,5 +1,5 @@
 """Request bodies just under `server.max_body_bytes`, and bodies with as many values as one may
-have: what could keep a server's event loop busy the longest."""
+have: the requests that could keep a server's event loop busy the longest."""
 
 from __future__ import annotations
 
@@ -183,7 +183,11 @@ MANY_VALUES = [
         prompt=[[7] * 1_000] * 1_024
     )),
     LargeBody("a prompt of a million ids", COMPLETIONS, lambda: _json(prompt=[7] * 2**20)),
-    LargeBody("/detokenize of a million ids", "/detokenize", lambda: _json(tokens=[700] * 2**20)),
+    LargeBody(
+        "/detokenize of a million ids",
+        "/detokenize",
+        lambda: json.dumps({"tokens": [700] * 2**20}).encode(),
+    ),
 ]  # fmt: skip
 
 BODIES = [*TOO_MANY, *LONG_TEXTS, *MANY_VALUES]

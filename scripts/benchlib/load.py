@@ -24,7 +24,7 @@ PREPARED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is sent, and when. An item is a request, or a conversation of several.
+    """How many items are sent, and when. An item is a request, or a conversation of several.
 
     Attributes:
         concurrency: the maximum of items in flight. Without a rate (a closed loop) there are always
@@ -83,7 +83,7 @@ class Run:
         duration_s: from the first request's sending to the last reply's end.
         num_items: how many numbers of the workload were used up.
         client_cpus: CPU time of each client process over the duration; near 1 the client itself is
-            what is measured.
+            measured.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -197,7 +197,7 @@ async def run_load(
 ) -> Run:
     """Sends the first `num_requests` of `calls` from this process.
 
-    What the rest means: `Load` and `send_load`.
+    For the other arguments see `Load` and `send_load`.
     """
     load = Load(concurrency, rate, num_requests, seed=seed)
     arrivals = (

@@ -209,7 +209,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def _find_error(options: argparse.Namespace) -> str | None:
-    """Returns what is wrong with the options, if something is."""
+    """Returns the error of the options, if there is one."""
     for name in (
         "concurrency",
         "rate",
@@ -252,7 +252,7 @@ def _find_error(options: argparse.Namespace) -> str | None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """Returns what the figures depend on, as JSON has it."""
+    """Returns the settings that the figures depend on, as JSON has them."""
     plain = (str, int, type(None))
     settings = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS}
     finite = {

@@ -80,8 +80,8 @@ def tokens_over_time(records: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]
     """Returns the beginnings of equal spans of time in seconds from the first request's sending,
     and the output tokens a second in each.
 
-    A request's tokens are spread evenly over its chunks; those of a reply that was not streamed
-    come at its end.
+    A request's tokens are spread evenly over its chunks; the tokens of a reply that was not
+    streamed come at its end.
     """
     begin = min(record.sent for record in records)
     times, weights = [], []

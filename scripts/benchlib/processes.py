@@ -1,5 +1,5 @@
-"""What Linux says of processes (`/proc`), for the scripts that measure them: no package beyond what
-the server needs."""
+"""Figures of processes from Linux's `/proc`, for the scripts that measure them, with no package
+beyond the server's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the processes that a process has started, with what those have started, ascending."""
+    """Returns the ids of all descendants of a process, ascending."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -53,7 +53,7 @@ def status_sum(pid: int, *names: str) -> int:
 
 
 def open_files(pid: int) -> list[str]:
-    """Returns what the descriptors of a process lead to."""
+    """Returns the targets of the file descriptors of a process."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:

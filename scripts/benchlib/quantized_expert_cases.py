@@ -133,7 +133,7 @@ def quantized_expert_cases(tune: bool) -> Iterator[Case]:
 def taken(
     shape: Shape, x: torch.Tensor, tokens: int, *, pdl: bool = False
 ) -> torch.Tensor | ScaledInputs:
-    """Returns what a product takes of x in a step of so many tokens."""
+    """Returns the part of x that a product takes in a step of so many tokens."""
     format = shape.input_format
     return x if format is None or tokens == 1 else quantize(x, format, pdl=pdl)
 

@@ -1,5 +1,5 @@
-"""Writes a model folder's weights anew in a quantized format, by plain rounding: no calibration, so
-what it loses is what the format itself loses.
+"""Writes a copy of a model folder with its weights in a quantized format, by plain rounding:
+without calibration, so the loss of accuracy is the format's own.
 
 The layouts are the published ones of AutoGPTQ and GPTQModel, AutoAWQ and compressed-tensors. Used
 by `perplexity.py` and by tests.
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which numbers share a scale, and what is stored of them.
+    """Which numbers share a scale, and how they are stored.
 
     Attributes:
         bits: 4 or 8.
@@ -180,7 +180,7 @@ class Format:
 
 
 def gptq(groups: Groups = Groups(), *, is_v2: bool = False) -> Format:
-    """AutoGPTQ's and GPTQModel's."""
+    """Returns the format of AutoGPTQ or GPTQModel."""
     config = {
         "quant_method": "gptq",
         "bits": groups.bits,
@@ -193,7 +193,7 @@ def gptq(groups: Groups = Groups(), *, is_v2: bool = False) -> Format:
 
 
 def awq(size: int | None = 128) -> Format:
-    """AutoAWQ's."""
+    """Returns the format of AutoAWQ."""
     config = {
         "quant_method": "awq",
         "bits": 4,
@@ -205,7 +205,7 @@ def awq(size: int | None = 128) -> Format:
 
 
 def packed(groups: Groups = Groups()) -> Format:
-    """compressed-tensors' pack-quantized."""
+    """Returns compressed-tensors' format pack-quantized."""
     weights = {
         "num_bits": groups.bits,
         "type": "int",
@@ -218,8 +218,8 @@ def packed(groups: Groups = Groups()) -> Format:
 
 
 def scaled(kind: str, block: int | None = None) -> Format:
-    """compressed-tensors' float-quantized and int-quantized, with activations quantized by token
-    (in blocks, by token and block)."""
+    """Returns compressed-tensors' format float-quantized or int-quantized, with activations
+    quantized by token (in blocks, by token and block)."""
     weights: dict[str, Any] = {
         "num_bits": 8,
         "type": "int" if kind == "int8" else "float",

@@ -26,7 +26,7 @@ BUSY_CLIENT = 0.9
 def summarize(run: Run, slo: Slo | None = None) -> dict[str, Any]:
     """Returns the figures of a run, times of latency in milliseconds.
 
-    What they mean: the docstring of bench.py.
+    The docstring of bench.py says what each figure means.
     """
     good = [record for record in run.records if record.error is None]
     output, prompt = (
@@ -91,7 +91,7 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def _by_turn(good: Sequence[Record]) -> list[dict[str, Any]]:
-    """Returns what changes from turn to turn of conversations; nothing for single requests."""
+    """Returns the figures by turn of a conversation; empty for single requests."""
     turns = []
     for number in sorted({record.turn for record in good} - {0}):
         records = [record for record in good if record.turn == number]
@@ -208,7 +208,7 @@ def _show_turns(turns: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def show_remarks(figures: dict[str, Any], console: Console, where: str = "") -> None:
-    """Prints what a reader of the figures must know, and the failures, each line after `where`."""
+    """Prints the remarks on the figures, and the failures, each line after `where`."""
     tokens = figures["tokens"]
     if tokens["requests_without_usage"]:
         console.print(

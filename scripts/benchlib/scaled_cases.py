@@ -1,4 +1,5 @@
-"""Products of one-byte weights for `bench_kernels.py`, beside those of bf16 at the same shapes."""
+"""Products of one-byte weights for `bench_kernels.py`, beside products of bf16 weights at the same
+shapes."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ FEW_ROWS_CONFIGS = [
 ]
 #: The check of many rows takes so many of them.
 CHECKED = 200
-#: Of large products, beside those of the tables.
+#: Configurations of large products, beside the tables' own.
 TILES = [
     ProductConfig(features, tokens, step, warps, stages, splits=splits)
     for features, tokens, step, warps, stages in (
@@ -98,8 +99,8 @@ def matrix(rows: int, inputs: int, kind: str, run: int) -> ScaledMatrix:
 
 
 def scaled_cases(tune: bool) -> Iterator[Case]:
-    """Products of activations that are quantized already, with gate or residual sum; and what
-    quantizes them."""
+    """Products of activations that are quantized already, with gate or residual sum; and the
+    kernels that quantize them."""
     for name, (features, inputs, _, gated) in SHAPES.items():
         lines = features * (1 + gated)
         copies = max(1, int(3e8 / (lines * inputs)))
@@ -168,8 +169,8 @@ def few_rows_gluon(
     title: str, kind: str, rows: int, features: int, inputs: int, gated: bool,
     weights: list[ScaledMatrix], tune: bool,
 ) -> Iterator[Case]:  # fmt: skip
-    """The products of few rows in Gluon, and that of the table with programmatic dependent launch,
-    beside which stands `scaled_linear`'s."""
+    """Products of few rows: the Gluon kernels and the table's kernel with programmatic dependent
+    launch, beside `scaled_linear`."""
     x, norm = random_tensor(rows, inputs), random_tensor(inputs)
     if not few_rows_kernel.supports(x, weights[0]):
         return
@@ -270,7 +271,7 @@ def hopper_variants(
     case: Case, kind: str, x: ScaledInputs, weights: list[ScaledMatrix],
     residual: torch.Tensor | None, gated: bool, error: Callable[[torch.Tensor], float],
 ) -> Iterator[Case]:  # fmt: skip
-    """The products in Gluon, for 64 rows and more; those with tokens as rows from 16 on."""
+    """The products in Gluon, for 64 rows and more; products with tokens as rows from 16 on."""
     if not supports(x, weights[0], BF16):
         return
     if len(x) >= 16 and block_hopper.supports(x, weights[0], BF16):
@@ -322,7 +323,7 @@ def tiles_of(rows: int, tiles: int) -> Iterator[ProductConfig]:
 
 
 def nbytes(weight: ScaledMatrix, x: torch.Tensor, features: int) -> float:
-    """Returns what a product has to read and write."""
+    """Returns the bytes that a product has to read and write."""
     return weight.values.nbytes + weight.scales.nbytes + x.nbytes + len(x) * features * 2
 
 

@@ -97,7 +97,7 @@ class ServerProcess:
         finally:
             watchdog.cancel()
         self.ready_s = perf_counter() - begin
-        # a pipe that nobody reads fills, and then blocks the server
+        # a pipe without a reader fills, and then blocks the server
         threading.Thread(target=self._discard_output, daemon=True).start()
         return self
 
@@ -136,7 +136,7 @@ class ServerProcess:
         return self._process.pid
 
     def log(self) -> str:
-        """Returns what it has written to stderr so far."""
+        """Returns what the server has written to stderr so far."""
         self._errors.seek(0)
         return self._errors.read()
 

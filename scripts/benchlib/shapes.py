@@ -16,13 +16,13 @@ from aioinfer import LLM
 from bench_gpu import run_batch
 from benchlib.gpu_cases import WARMUP_OUTPUT_LEN, Case
 
-#: By the name of a shape, what it is for the configuration.
+#: The configuration of each shape, by name.
 SHAPES = {
     "tp": {"parallel.tensor_parallel_size": 2},
     "pp": {"parallel.pipeline_parallel_size": 2},
     "dp": {"parallel.data_parallel_size": 2},
 }
-#: What Ray may cost: of the tokens a second at the most streams, and in ms a step at one.
+#: The allowed cost of Ray: of the tokens a second at the most streams, and in ms a step at one.
 MAX_LOSS, MAX_STEP_MS = 0.03, 0.2
 #: Part of the stages' bare speeds that a pipeline reaches.
 MIN_PIPELINE = 0.9
@@ -97,8 +97,8 @@ class Contender:
 
 
 def settings_of(folder: Path, streams: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
-    """Returns what all engines have in common: KV blocks for the most streams, no more, since
-    several engines are on the same devices at a time."""
+    """Returns the settings that all engines have in common: KV blocks for the most streams, no
+    more, since several engines are on the same devices at a time."""
     case = Case.parse(f"d{max(streams)}", http=False)
     block_size = 16 if given.get("parallel.device") == "cpu" else 128
     blocks = case.streams * (math.ceil(case.max_len / block_size) + 1)
@@ -119,7 +119,7 @@ def compare_shape(
 ) -> list[dict[str, Any]]:
     """Measures one shape with both executors in turns, and returns the rows: of each engine, and of
     each mark. A pipeline has a third engine beside it, of one device: twice its speed at half of
-    the streams is what two stages could do that never wait, for each has half of the layers.
+    the streams is the speed of two stages that never wait, since each has half of the layers.
     """
     with ExitStack() as stack:
 
@@ -197,7 +197,7 @@ def compare_shapes(
 
     Args:
         folder: of the model; only its config.json is read.
-        given: of the configuration, over what the benchmark sets.
+        given: keys of the configuration, over the benchmark's own.
     """
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps(QWEN3_8B))

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchlib.client import Record
 
-#: What can be limited. Only a streamed reply has the first three.
+#: The measures that can be limited. Only a streamed reply has the first three.
 STREAM_MEASURES = ("ttft", "itl", "tpot")
 MEASURES = (*STREAM_MEASURES, "e2e")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -30,9 +30,8 @@ ENOUGH = 0.9
 class Slo:
     """Limits in seconds by measure, one of `MEASURES`.
 
-    `ttft`, `tpot` and `e2e` are those of the report. `itl` is the 99th percentile of a request's
-    own gaps between chunks (linear between neighbours), so that it limits stalls; its mean is what
-    `tpot` limits.
+    `ttft`, `tpot` and `e2e` are the report's. `itl` is the 99th percentile of a request's own gaps
+    between chunks (linear between neighbours), so that it limits stalls; `tpot` limits the mean.
     """
 
     limits: dict[str, float]

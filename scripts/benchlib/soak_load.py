@@ -1,8 +1,8 @@
-"""A mixed load for long runs: what well-behaved clients, impatient ones and broken ones send.
+"""A mixed load for long runs: requests of well-behaved, impatient and broken clients.
 
-Each request is of a kind that is drawn at random, and each kind knows what the server owes it: the
-tokens that were requested, an error with a status, or nothing where the client leaves. Whatever
-else happens is a fault, and is recorded.
+Each request is of a kind that is drawn at random, and each kind has an expected outcome: the tokens
+that were requested, an error with a status, or nothing where the client leaves. Any other outcome
+is a fault, and is recorded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BAD: list[tuple[str, bytes, int | None]] = [
 
 
 class FaultError(Exception):
-    """The server did not do what it owed to a request."""
+    """The server did not give a request its expected outcome."""
 
 
 class MixedLoad:
@@ -53,7 +53,7 @@ class MixedLoad:
     Attributes:
         sent: how many requests of each kind have ended.
         shed: how many of them were declined with 429 or 503.
-        faults: descriptions of what should not have happened.
+        faults: descriptions of the faults.
     """
 
     def __init__(self, url: str, seed: int):
@@ -101,7 +101,7 @@ class MixedLoad:
 
     def _prompt(self, low: int, high: int) -> str:
         words = self._random.choices(_WORDS, k=self._random.randint(low, high))
-        # words that nobody has sent, so that what is cached by text would show
+        # words that no request has sent before, so that anything cached by text would show
         new = ["".join(self._random.choices("abcdefghijklmnop", k=7)) for _ in range(3)]
         return " ".join([*new, *words])
 

@@ -1,5 +1,5 @@
-"""Samples what a server and its workers hold on to, and decides from many samples whether it
-grows."""
+"""Samples the resources that a server and its workers hold, and decides from many samples whether
+they grow."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 class Watch:
-    """Samples a server. Its load must have ended: what is still held then, is held for good."""
+    """Samples a server. Its load must have ended: resources still held then are held for good."""
 
     def __init__(self, pid: int, url: str):
         self._url = url

@@ -14,11 +14,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one case. Rates in tokens/s, latencies in ms.
+    """The figures of one case. Rates in tokens/s, latencies in ms.
 
     Attributes:
-        vllm: what vLLM reaches.
-        mark: what is to be reached.
+        vllm: the figure that vLLM reaches.
+        mark: the figure to reach.
         unit: output tokens/s, input tokens/s, or seconds until ready (where lower is better).
         ttft: vLLM's mean and p99.
         itl: vLLM's p50 and p99.

@@ -1,5 +1,5 @@
-"""What is sent: prompts and lengths, and the request bodies made of them. Conversations have a
-module of their own.
+"""The workload of a load: prompts and lengths, and the request bodies made of them. Conversations
+have a module of their own.
 
 A workload gives its request number i by `item(i)`, which depends on i and the seed alone: several
 client processes can each make their own share of one load, and no matter how many there are,
@@ -75,7 +75,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What all requests of a load have in common.
+    """The settings that all requests of a load share.
 
     `ignore_eos` is sent only where it is set: not every server knows it.
     """

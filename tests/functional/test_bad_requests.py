@@ -216,7 +216,7 @@ async def test_compressed_body(served: Served) -> None:
     ("method", "path", "allow"),
     [
         ("GET", COMPLETIONS, "POST"),
-        ("PUT", CHAT, "POST"),
+        ("PUT", CHAT, "GET,HEAD,POST"),
         ("DELETE", "/v1/models", "GET,HEAD"),
         ("POST", "/health", "GET,HEAD"),
     ],

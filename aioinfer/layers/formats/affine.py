@@ -1,5 +1,5 @@
-"""Weights in 4 or 8 bits, of which groups of inputs share a scale and an offset: what converted
-GGUF files hold.
+"""Weights in 4 or 8 bits, of which groups of inputs share a scale and an offset, as converted GGUF
+files hold them.
 
 On CPUs they are multiplied as they are (`compiled`), or else as float16 (`half`); on GPUs they are
 dequantized when they are loaded.

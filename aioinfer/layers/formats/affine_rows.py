@@ -10,7 +10,7 @@ from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
 #: With these scales, random integers (of a deviation of 4.6 in 4 bits, 74 in 8) make weights as
-#: large as those of dense models with random weights.
+#: large as dense models with random weights have.
 _DUMMY_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 74}
 #: 4-bit integers without offsets are stored plus this.
 MIDDLE = 8
@@ -65,7 +65,7 @@ class AffineRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes that the rows take."""
         kept = (self.integers, self.scales, self.offsets)
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 

@@ -1,4 +1,5 @@
-"""What a linear layer needs from a weight format, and where a format has weights loaded.
+"""Interface of weight formats: the products that a linear layer needs, and the places to load
+weights to.
 
 A linear layer knows which part of which checkpoint modules this rank has (`Source`); its weight
 format knows which tensors such a module has in the checkpoint, where their parts go
@@ -43,7 +44,7 @@ class WeightFormat(Protocol):
 
     def dequantized(self) -> torch.Tensor:
         """Returns the loaded weight [out, in] in 16 or 32 bits, its rows in checkpoint order.
-        Called instead of `finalize`, for what is not multiplied by `multiply`."""
+        Called instead of `finalize`, for weights that `multiply` does not multiply."""
         ...
 
     def reorder_rows(self, order: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ class WeightFormat(Protocol):
 
 class TimedWeight(WeightFormat, Protocol):
     """A weight that several kernels can multiply. It registers its products with
-    `Backend.choices` when it first computes them, and takes what is chosen there."""
+    `Backend.choices` when it first computes them, and takes the kernels that are chosen there."""
 
     def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
         """Returns the ways to compute a product of so many rows, without repetition, the default

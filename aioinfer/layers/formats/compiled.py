@@ -156,7 +156,7 @@ class CompiledWeight:
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, norm: RMSNorm | None = None
     ) -> torch.Tensor:
-        """Returns x W^T + b [..., out], or that of norm(x), for x [..., in]."""
+        """Returns x W^T + b [..., out], or norm(x) W^T + b, for x [..., in]."""
         out = torch.empty(*x.shape[:-1], self._outputs)
         self._compute(x, out, 0, bias, norm)
         return out

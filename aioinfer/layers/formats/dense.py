@@ -1,8 +1,8 @@
 """Weights as they are: float32, bfloat16 or float16, [out, in] as in checkpoints.
 
-On a CPU a float32 weight is laid out anew for oneDNN (`PackedWeight`). On a GPU with kernels few
-rows go through our own products, which take a norm before and a residual sum after them along, and
-the rest through cuBLAS (`KernelDenseWeight`).
+On a CPU a float32 weight is repacked for oneDNN (`PackedWeight`). On a GPU with kernels few rows go
+through our own products, which take a norm before and a residual sum after them along, and the rest
+through cuBLAS (`KernelDenseWeight`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from aioinfer.layers.formats.dense_candidates import DenseCandidates
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
-#: and those serve prefill as well.
+#: and these serve prefill as well.
 _PACKED_ROWS = 8
 #: Up to so many rows our own products beat cuBLAS where nothing but a residual sum goes with them
 #: (docs/notes/products.md): where nothing was timed (`dense_candidates`).
@@ -44,7 +44,7 @@ class DenseWeight:
     """A weight computed with by torch.
 
     Args:
-        sources: whose rows it holds, one after the other.
+        sources: the checkpoint modules of its rows, one after the other.
         columns: the input features that this rank has.
         backend: of the rank.
         weight: [out, in], for a weight that is loaded in another format; by default a new tensor.
@@ -112,7 +112,7 @@ class DenseWeight:
         return False
 
     def finalize(self) -> None:
-        """On a CPU in float32, lays the weight out anew: see `PackedWeight`."""
+        """On a CPU in float32, repacks the weight: see `PackedWeight`."""
         self._packed = pack_weight(self.weight)
         if self._packed is not None:
             self.weight = None
@@ -208,7 +208,7 @@ class KernelDenseWeight(DenseWeight):
         return self._candidates.of(operation, rows)
 
     def _select(self, operation: Operation, rows: int, norm: RMSNorm | None = None) -> Candidate:
-        """Returns what computes a product; `norm`: that is fused into it."""
+        """Returns the candidate that computes a product; `norm`: that is fused into it."""
         choices = self._choices.get(operation)
         if choices is None:
             (out, inputs), dtype = self._loaded.shape, str(self._loaded.dtype)
@@ -308,7 +308,7 @@ def make_dense(
 
 
 class Packed(Protocol):
-    """A weight on a CPU that was laid out anew."""
+    """A weight on a CPU that was repacked."""
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x W^T + b [..., out] for x [..., in]."""

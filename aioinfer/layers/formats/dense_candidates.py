@@ -1,5 +1,5 @@
-"""Which kernels multiply a dense weight on a GPU: the candidates that are timed at the start, and
-which of them is taken where nothing was timed."""
+"""Candidates for products with a dense weight on a GPU: the kernels that are timed at the start,
+and the default where nothing was timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
 from aioinfer.kernels.split_product import SplitConfig, split_config
 from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Candidate, Operation
 
-#: Operations of one row that is normed in the same launch, and those with a gate.
+#: Operations of one row that is normed in the same launch, and operations with a gate.
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
 #: Up to so many rows split products without parts are candidates.
 _WHOLE_ROWS = 64
@@ -100,9 +100,9 @@ class DenseCandidates:
         return Candidate(kernel, config, gain_s=_EARLY_GAIN_S if gains else 0.0)
 
     def _splits(self, operation: Operation, rows: int) -> list[SplitConfig]:
-        """Returns configurations of the split product, in parts only where a norm can sum them:
-        those that were the fastest for some number of rows of Qwen3-8B on an H200, and tiles of 128
-        weight rows where their parts are smaller, since they fill the GPU better."""
+        """Returns configurations of the split product, in parts only where a norm can sum them: the
+        configurations that were the fastest for some number of rows of Qwen3-8B on an H200, and
+        tiles of 128 weight rows where their parts are smaller, since they fill the GPU better."""
         if operation != "residual":
             return [SplitConfig(consumers=1, parts=1)] if rows <= _WHOLE_ROWS else []
         if rows > split_product.MAX_ROWS:

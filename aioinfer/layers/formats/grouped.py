@@ -26,8 +26,8 @@ from aioinfer.layers.shards import (
 
 #: The place in an int32 of each of eight neighbouring output features, in AWQ's layout.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-#: With random integers (of a deviation of 4.6 in 4 bits, 74 in 8) weights are as large as those of
-#: dense models with random weights.
+#: With random integers (of a deviation of 4.6 in 4 bits, 74 in 8) weights are as large as dense
+#: models with random weights have.
 _DUMMY_SCALES = {4: 0.02 / 4.6, 8: 0.02 / 74}
 
 
@@ -220,7 +220,7 @@ class GroupedWeight(QuantizedWeight):
 
 
 class _Names(NamedTuple):
-    """The names of the tensors of a layout, behind that of the module."""
+    """The names of the tensors of a layout, behind the name of the module."""
 
     integers: str
     scales: str
@@ -239,7 +239,7 @@ _NAMES = {
 
 def _unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Returns the integers of an int32 tensor, unsigned, 32 / bits for each of its elements along a
-    dimension, those of the lowest bits first."""
+    dimension, the integers of the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     unpacked = (packed.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts)) & (
         2**bits - 1
@@ -248,7 +248,7 @@ def _unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def _in_awq_order(unpacked: torch.Tensor) -> torch.Tensor:
-    """Returns [in, out] with the output features in order, of one in AWQ's order: of eight, those
-    of the even places come first."""
+    """Returns [in, out] with the output features in order, of one in AWQ's order: of eight, the
+    features of the even places come first."""
     order = torch.tensor(_AWQ_PLACES, device=unpacked.device)
     return unpacked.unflatten(1, (-1, len(order)))[:, :, order].flatten(1)

@@ -38,7 +38,7 @@ class HalfDenseWeight(DenseWeight):
     """A weight computed with as `HalfWeight`. Arguments as in `DenseWeight`."""
 
     def finalize(self) -> None:
-        """Lays the weight out anew."""
+        """Repacks the weight for FBGEMM."""
         assert self.weight is not None
         self._packed = HalfWeight(self.weight)
         self._itemsize = torch.float16.itemsize
@@ -54,7 +54,7 @@ def has_half_products(backend: Backend) -> bool:
 
 @cache
 def _has_half_operators() -> bool:
-    """Whether torch was built with FBGEMM and the processor has what it needs (AVX2)."""
+    """Whether torch was built with FBGEMM and the processor has AVX2, which it needs."""
     try:
         weight = HalfWeight(torch.eye(2, 16))
         return torch.equal(weight.multiply(torch.ones(1, 16), None), torch.ones(1, 2))

@@ -2,10 +2,9 @@
 Hopper `kernels.grouped_skinny` for few rows and `kernels.grouped_hopper` for dozens to hundreds.
 
 When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
-device, and the checkpoint's tensors are let go. Where groups are of inputs in another order
-(GPTQ's `desc_act`), the inputs are sorted by group then, and activations are gathered in that
-order: by the rows of the projection before, if the layer can have them so, else by a launch of its
-own.
+device, and the checkpoint's tensors are freed. Where groups are of inputs in another order (GPTQ's
+`desc_act`), the inputs are sorted by group then, and activations are gathered in that order: by the
+rows of the projection before, if the layer can have them so, else by a launch of its own.
 
 More rows are bound by arithmetic: for these the weight is dequantized into memory that all layers
 share, and multiplied by cuBLAS.
@@ -74,7 +73,7 @@ def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
 class KernelGroupedWeight(GroupedWeight):
     """A weight of 4-bit or 8-bit integers that stays as small as it is: a `TimedWeight`.
 
-    What the kernels cannot read is dequantized when it is loaded, which the log says.
+    A weight that the kernels cannot read is dequantized when it is loaded, which is logged.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class KernelGroupedWeight(GroupedWeight):
             yield _DEQUANTIZED
 
     def _default(self, x: torch.Tensor, **options: Any) -> Candidate:
-        """Returns what computes a product where nothing was timed; arguments as in
+        """Returns the candidate for a product where nothing was timed; arguments as in
         `grouped_linear`."""
         weight = self._loaded
         if use_skinny(x, weight):
@@ -232,7 +231,7 @@ class KernelGroupedWeight(GroupedWeight):
         return Candidate(_HOPPER, config)
 
     def _select(self, operation: Operation, x: torch.Tensor, **options: Any) -> Candidate:
-        """Returns what computes a product; options as in `grouped_linear`."""
+        """Returns the candidate that computes a product; options as in `grouped_linear`."""
         choices = self._choices.get(operation)
         if choices is None:
             size, bits = self._scheme.group_size, self._scheme.bits

@@ -1,9 +1,9 @@
 """Weights of one byte that stay so, computed with by our kernels and cuBLASLt.
 
 One row is multiplied as it is, in 16 bits, in one launch with the norm before it. More are
-quantized first, where the scheme says so, in the launch of the norm before the product, in that of
-the all-reduce with a norm, or in one of its own: converting weights in registers takes longer, also
-for two rows.
+quantized first, where the scheme says so, in the launch of the norm before the product, in the
+launch of the all-reduce with a norm, or in a launch of its own: converting weights in registers
+takes longer, also for two rows.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class KernelScaledWeight(ScaledWeight):
     # ---------------------------------------------------------------- which kernel
 
     def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
-        """See `TimedWeight.candidates`: those of inputs that are quantized."""
+        """See `TimedWeight.candidates`: the candidates for quantized inputs."""
         out, inputs = self.matrix.values.shape
 
         def empty(*shape: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ class KernelScaledWeight(ScaledWeight):
                 yield Candidate(_HOPPER, config)
 
     def _default(self, x: Inputs, **options: Any) -> Candidate:
-        """Returns what computes a product where nothing was timed; options as in
+        """Returns the candidate for a product where nothing was timed; options as in
         `scaled_product`."""
         is_plain = options["residual"] is None and not options["gated"]
         if is_plain and use_cublas(x, self.matrix, self._dtype):
@@ -201,7 +201,7 @@ class KernelScaledWeight(ScaledWeight):
         )
 
     def _select(self, operation: Operation, x: Inputs, **options: Any) -> Candidate:
-        """Returns what computes a product; options as in `scaled_product`."""
+        """Returns the candidate that computes a product; options as in `scaled_product`."""
         if not isinstance(x, ScaledInputs):
             return self._default(x, **options)
         choices = self._choices.get(operation)
@@ -311,8 +311,8 @@ class KernelScaledWeight(ScaledWeight):
 
 def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) -> bool:
     """Whether `few_rows_float8` multiplies instead of `scaled_linear`: one row, on Hopper, of
-    weights that it was measured to be faster with on an H200: those of gate and up, and those of
-    many inputs with a scale for each output feature."""
+    weights that it was measured to be faster with on an H200: weights of gate and up, and weights
+    of many inputs with a scale for each output feature."""
     is_long = not weight.is_grouped and x.shape[1] > 8192
     return len(x) == 1 and (gated or is_long) and supports(x, weight)
 
@@ -335,7 +335,7 @@ def _common_run(rows: torch.Tensor) -> int:
 
 def _is_paired(rows: torch.Tensor, run: int) -> bool:
     """Returns `ScaledMatrix.is_paired` of interleaved output features, given as for `_common_run`:
-    whether runs of the gate share scales within `GROUP` features, and so do those of up."""
+    whether runs of the gate share scales within `GROUP` features, and so do runs of up."""
     if run != GATE_RUN or len(rows) % (2 * run):
         return False
     pairs = rows[::run].view(-1, 2)

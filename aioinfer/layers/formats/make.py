@@ -25,7 +25,7 @@ def make_weight(
     """Returns the weight of a linear layer.
 
     Args:
-        sources: the checkpoint modules whose rows it holds, one after the other.
+        sources: the checkpoint modules of its rows, one after the other.
         columns: the input features that this rank has.
         backend: of the rank.
         quantization: of the model, or None.

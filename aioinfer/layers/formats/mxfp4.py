@@ -1,7 +1,7 @@
 """Weights in MXFP4 (OCP Microscaling Formats 1.0), dequantized when they are loaded.
 
-A byte holds two numbers in e2m1, that of the lower input in its low bits; 16 bytes and a scale in
-e8m0 are a block of 32 inputs of an output feature.
+A byte holds two numbers in e2m1, the number of the lower input in its low bits; 16 bytes and a
+scale in e8m0 are a block of 32 inputs of an output feature.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aioinfer.layers.shards import (
 
 #: Inputs that share a scale, and the bytes of their numbers.
 BLOCK, BLOCK_BYTES = 32, 16
-#: What is added to the exponents of scales in e8m0.
+#: The bias of the exponents of scales in e8m0.
 _EXPONENT_BIAS = 127
 #: By the codes of e2m1: a bit of sign, two of exponent, one of mantissa.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -34,8 +34,8 @@ _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 #: By the codes of e8m0, the last of which is NaN. A table is exact on every device, which `ldexp`
 #: need not be.
 _POWERS = (*(2.0 ** (code - _EXPONENT_BIAS) for code in range(255)), math.nan)
-#: With random codes (of a deviation of 2.9) weights have one of 0.023, about that of dense models
-#: with random weights.
+#: With random codes (of a deviation of 2.9) weights have a deviation of 0.023, about the same as
+#: dense models with random weights.
 _DUMMY_SCALE = _EXPONENT_BIAS - 7
 
 

@@ -1,4 +1,4 @@
-"""What the formats of quantized weights have in common: products with the dequantized weight.
+"""Common base of the formats of quantized weights: products with the dequantized weight.
 
 A format with kernels of its own overrides the products. Without them, on CPUs and for shapes that
 kernels do not take, the weight is dequantized once, when it is loaded, and computed with as a dense
@@ -28,7 +28,7 @@ class QuantizedWeight(ABC):
     A format with kernels whose tiles depend on the number of rows overrides `warm_up_rows`.
 
     Args:
-        sources: whose rows it holds, one after the other.
+        sources: the checkpoint modules of its rows, one after the other.
         columns: the input features that this rank has.
         backend: of the rank.
     """
@@ -65,7 +65,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Drops what was loaded: `finalize` has prepared what is computed with."""
+        """Drops the loaded tensors: `finalize` has prepared the tensors for the products."""
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """See `WeightFormat.reorder_rows`. The rows are moved in `finalize`."""

@@ -22,8 +22,8 @@ DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 MAXIMA = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
 #: Keeps the scale of a row of zeros from being zero.
 _SMALLEST = 1e-12
-#: With these scales, random values make weights as large as those of dense models with random
-#: weights (`models.loader`): float8 values with a deviation of 64, uniform integers with one of 74.
+#: With these scales, random values make weights as large as dense models with random weights have
+#: (`models.loader`): float8 values with a deviation of 64, uniform integers with one of 74.
 _DUMMY_SCALES = {"fp8": 0.02 / 64, "int8": 0.02 / 74}
 
 

@@ -1,7 +1,7 @@
-"""How the weights of linear layers are stored in quantized checkpoints, as data.
+"""Storage schemes of linear layers' weights in quantized checkpoints, as data.
 
 `models.quantization` reads these from `config.json`; the weight formats beside this module load and
-multiply what they describe (`make.make_weight` picks the format).
+multiply the weights that they describe (`make.make_weight` picks the format).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupScheme:
         group_size: inputs that share a scale, or None for all inputs of a row.
         has_zeros: each group has a zero point; otherwise it is 2 ** (bits - 1).
         has_order: groups are of inputs in another order, which the tensor `g_idx` (or
-            `weight_g_idx`) gives: that of falling activations (GPTQ's `desc_act`).
+            `weight_g_idx`) gives: the order of falling activations (GPTQ's `desc_act`).
     """
 
     layout: Literal["gptq", "gptq_v2", "awq", "packed"]
@@ -89,15 +89,15 @@ Scheme = ScaledScheme | GroupScheme | AffineScheme | MXFP4Scheme
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which linear layers of a model are quantized, and how.
+    """Quantization of a model: which linear layers are quantized, and how.
 
     Attributes:
         name: for people, such as "compressed-tensors" or "fp8".
         groups: pairs of patterns and the scheme of the modules that one of them matches; the first
             group that matches holds.
         ignored: patterns of modules that are not quantized.
-        unused: ends of the names of tensors that such checkpoints have and nobody needs.
-        zero: ends of the names of tensors that nobody needs if they are all zero.
+        unused: ends of the names of tensors that such checkpoints have and no format needs.
+        zero: ends of the names of tensors that no format needs if they are all zero.
     """
 
     name: str

@@ -1,2 +1,2 @@
-"""How families of models write thoughts and tool calls: one module for each way of writing calls,
-on the incremental `reader` and `draft`. `registry` picks the one of a model."""
+"""Message formats of model families, for reasoning and tool calls: one module for each tool-call
+format, on the incremental `reader` and `draft`. `registry` picks the format of a model."""

@@ -25,7 +25,7 @@ def read_call(
         stop: see `Reader.value`.
 
     Returns:
-        Whether it was a call. If not, what was read of it is in `reader.record`, which the caller
+        Whether it was a call. If not, the text read so far is in `reader.record`, which the caller
         has set to an empty list.
     """
     named = False

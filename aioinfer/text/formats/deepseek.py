@@ -16,7 +16,8 @@ _CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call�
 
 
 class DeepSeekCalls:
-    """See the module. Both ways are read; a grammar writes the one of the model's template."""
+    """Tool calls in DeepSeek's formats; see the module. Both formats are parsed; a grammar writes
+    the one of the model's template."""
 
     name = "deepseek"
     markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)

@@ -1,4 +1,4 @@
-"""The message that a parser makes: what is new in it since it was last asked."""
+"""The message that a parser builds, delivered as deltas since the last read."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Draft:
         self._spaces.clear()
 
     def take(self) -> MessageDelta:
-        """Returns what is new since the last call."""
+        """Returns the delta since the last call."""
         self._end_arguments()
         delta, self._delta = self._delta, MessageDelta()
         if self._content:

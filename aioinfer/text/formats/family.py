@@ -1,4 +1,4 @@
-"""The format of a model: how it writes thoughts, and how it writes calls."""
+"""Message format of a model family: how it writes reasoning, and how it writes tool calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls.
+    """The tool-call format of a family of models.
 
     Attributes:
         name: of the format, in the configuration.
         markers: texts that are special tokens in its tokenizers, and part of the message.
         trigger: the text behind which the grammar of calls takes over.
-        bare: the text behind which, at the beginning of a message, that of a call without markers
-            does; "" where there is none.
+        bare: the text behind which, at the beginning of a message, the grammar of a call without
+            markers takes over; "" where there is none.
     """
 
     name: str
@@ -50,7 +50,7 @@ class CallFormat(Protocol):
 
 
 class FamilyFormat:
-    """Implements `MessageFormat`."""
+    """The message format of a model family; implements `MessageFormat`."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class FamilyFormat:
         special_ids: Mapping[str, int],
         knows_tools: bool = True,
     ):
-        """Takes how calls and thoughts are written, None where they are not looked for, and the ids
-        of the tokenizer's special tokens by their texts. `knows_tools`: whether the chat template
-        shows tools to the model."""
+        """Takes the formats of tool calls and of reasoning, None where they are not looked for, and
+        the ids of the tokenizer's special tokens by their texts. `knows_tools`: whether the chat
+        template shows tools to the model."""
         self.name = calls.name if calls is not None else "none"
         self.knows_tools = knows_tools
         self._calls = calls

@@ -20,7 +20,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 
 
 class HarmonyCalls:
-    """See the module. It reads thoughts as well."""
+    """Tool calls and reasoning in OpenAI's harmony format; see the module."""
 
     name = "harmony"
     markers: tuple[str, ...] = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN, _CONSTRAIN)
@@ -57,8 +57,8 @@ class HarmonyCalls:
         decode: Callable[[Sequence[int]], str],
         special_ids: Mapping[str, int],
     ) -> int:
-        """Returns how many tokens of an output are thoughts: those of the messages in the channel
-        `analysis`, with what ends them."""
+        """Returns the number of reasoning tokens of an output: the tokens of the messages in the
+        channel `analysis`, with the token that ends each."""
         message, *ends = (special_ids.get(text) for text in (_MESSAGE, _END, _CALL, _RETURN))
         count, begin, is_thought = 0, 0, False
         for place, token in enumerate(tokens):

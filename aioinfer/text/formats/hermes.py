@@ -22,7 +22,7 @@ _SPACE = r"/[ \n]{0,20}/ "
 
 
 class HermesCalls:
-    """See the module."""
+    """Tool calls in the format of Hermes and Qwen 2.5 and 3; see the module."""
 
     name = "hermes"
     markers: tuple[str, ...] = (_OPEN, _CLOSE)
@@ -86,8 +86,8 @@ class HermesCalls:
     def fenced_calls(
         self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool
     ) -> tuple[str, str]:
-        """Returns the regular expression of how a message begins that is a call between fences,
-        behind which the grammar takes over, and the term for one such call, or more if
+        """Returns the regular expression for the beginning of a message that is a call between
+        fences, behind which the grammar takes over, and the term for one such call, or more if
         `parallel`."""
         begins = {name: f"{_FENCED_NAME}{lark.text(lark.json(name))}" for name in tools}
         each = lark.any_of(

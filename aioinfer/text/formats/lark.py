@@ -71,8 +71,8 @@ class Lark:
         return self.text(text) if token is None else f"<[{token}]> "
 
     def free_until(self, text: str, *, but: str = "") -> str:
-        """Returns the term for any text up to the first `text`, and that. The whole does not begin
-        with what the regular expression `but` matches."""
+        """Returns the term for any text up to and including the first `text`. The whole does not
+        begin with a match of the regular expression `but`."""
         if self.is_special(text):
             return self.free(text, but=but) + self.marker(text)
         return self.rule(self.terminal(f"(/(.|\\n)*/ {quote(text)}){_unlike(but)}"), lazy=True)

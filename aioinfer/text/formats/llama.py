@@ -14,8 +14,8 @@ _TAG = "<|python_tag|>"
 
 
 class LlamaCalls:
-    """See the module. An object counts as a call if it names one of the tools: a message may be
-    JSON that is none."""
+    """Tool calls in Llama 3's format; see the module. An object counts as a call if it names one of
+    the tools: a message may be JSON that is no call."""
 
     name = "llama"
     markers: tuple[str, ...] = (_TAG,)

@@ -16,7 +16,8 @@ _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralCalls:
-    """See the module. Both ways are read; a grammar writes the one of the model's template."""
+    """Tool calls in Mistral's formats; see the module. Both formats are parsed; a grammar writes
+    the one of the model's template."""
 
     name = "mistral"
     markers: tuple[str, ...] = (_CALLS, _ARGS, _ID)

@@ -18,7 +18,7 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class QwenCoderCalls:
-    """See the module."""
+    """Tool calls in Qwen3-Coder's format; see the module."""
 
     name = "qwen_coder"
     markers: tuple[str, ...] = (_OPEN, _CLOSE)

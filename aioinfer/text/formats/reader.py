@@ -1,4 +1,4 @@
-"""Text that is read while it is generated.
+"""Incremental parsing of text while it is generated.
 
 A format reads its text with generators: wherever more text is needed they yield, and go on when it
 has come. So a format is written as if the whole text were there, and each character is looked at
@@ -17,7 +17,7 @@ from aioinfer.text.formats.draft import Draft
 from aioinfer.text.message_parser import MessageDelta
 
 T = TypeVar("T")
-#: What reads text: yields where more is needed, and returns a result.
+#: A generator that reads text: it yields where more text is needed, and returns a result.
 Steps = Generator[None, None, T]
 Emit = Callable[[str], None]
 
@@ -46,12 +46,12 @@ class Markers:
         self._longest = max(map(len, texts)) - 1
 
     def find(self, text: str, position: int) -> re.Match[str] | None:
-        """Returns the first of them at or behind `position`."""
+        """Returns the first marker at or behind `position`."""
         return self._pattern.search(text, position)
 
     def held(self, text: str, position: int) -> int:
-        """Returns how many characters at the end of `text`, of those behind `position`, may begin
-        one."""
+        """Returns how many characters at the end of `text`, behind `position`, may begin a
+        marker."""
         for length in range(min(self._longest, len(text) - position), 0, -1):
             if text[-length:] in self._beginnings:
                 return length
@@ -129,8 +129,8 @@ class Reader:
             yield
 
     def until(self, markers: Markers, emit: Emit) -> Steps[str]:
-        """Reads up to the first of the markers, and returns that, which is read as well; "" at the
-        end of the text. `emit` gets the text before it, as it comes."""
+        """Reads up to and including the first of the markers, and returns the marker; "" at the end
+        of the text. `emit` gets the text before it, as it comes."""
         while True:
             text, position = self._text, self._position
             if found := markers.find(text, position):
@@ -257,7 +257,7 @@ class _ValueScan:
 
 
 class TextParser:
-    """Implements `MessageParser` by a generator that reads the text."""
+    """A message parser driven by a generator that reads the text; implements `MessageParser`."""
 
     def __init__(self, read: Callable[[Reader, Draft], Steps[None]], *, parallel: bool = True):
         self._reader = Reader()
@@ -289,8 +289,9 @@ class TextParser:
         return self._draft.take()
 
     def _step(self) -> None:
-        """Reads what has come. What a format leaves is content; so is all that comes after an error
-        in it, which must end neither the step loop nor the other requests."""
+        """Reads the text that has come. Text that a format leaves is content; so is all text after
+        an error in the format's parser, which must end neither the step loop nor the other
+        requests."""
         if self._steps is not None:
             try:
                 next(self._steps)

@@ -1,4 +1,5 @@
-"""Which format a model writes: read off its chat template, or named in the configuration."""
+"""Selects the message format of a model: from its chat template, or by its name in the
+configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ToolFormatName = Literal[
 ]
 ThoughtFormatName = Literal["auto", "none", "think", "brackets"]
 
-#: What a template that shows calls contains, in the order in which it is looked for.
+#: Texts of templates that show tool calls, and the format of each, in the order of the search.
 _SIGNS = (
     ("<|channel|>", "harmony"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),
@@ -40,8 +41,8 @@ def message_format(
 ) -> FamilyFormat:
     """Returns the format of a model.
 
-    A template that shows no calls is taken for one of Hermes's: that form is what models which saw
-    any have seen most often.
+    A template that shows no calls is taken for one of Hermes's: of all formats, models that were
+    trained on any have seen this one most often.
 
     Args:
         template: the text of its chat template.

@@ -18,7 +18,7 @@ _PORTION = 64
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarkers:
-    """Between what a family of models writes its thoughts."""
+    """The markers between which a family of models writes its reasoning."""
 
     open: str
     close: str
