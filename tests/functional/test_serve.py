@@ -231,20 +231,23 @@ def test_the_streams_of_a_killed_replica_go_on(deployment: Deployment, single: P
     requests are answered, and Serve starts another replica."""
     prompts = [text(70 + number, 20) for number in range(8)]
     streams = [deployment.stream(prompt, 600) for prompt in prompts]
-    for response in streams:
-        assert response.readline().startswith(b"data: {")
+    firsts = [response.readline() for response in streams]
     begun_on = Counter(response.headers["X-Aioinfer-Replica"] for response in streams)
     assert len(begun_on) == 2
     victim = deployment.replicas()[0]
     victim.send_signal(signal.SIGKILL)
     with ThreadPoolExecutor(8) as pool:
         ends = list(pool.map(events, streams))
-    for end in ends:
-        *chunks, done = (json.loads(line) if line != "[DONE]" else line for line in end if line)
+    for prompt, first, end in zip(prompts, firsts, ends, strict=True):
+        *lines, done = (line for line in end if line)
         assert done == "[DONE]"
+        chunks = [json.loads(line) for line in (first.removeprefix(b"data: "), *lines)]
         assert not any("error" in chunk for chunk in chunks), chunks[-1]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        assert len(chunks) >= 599  # the first was read above
+        body = {"prompt": prompt, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+        expected = json.loads(single.request("POST", "/v1/completions", **body).read())
+        shown = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert shown == expected["choices"][0]["text"]
     for number in range(4):
         deployment.complete(text(80 + number, 20))
     deployment.wait_for_replicas(2)
