@@ -181,7 +181,7 @@ def test_outputs_are_right_whatever_is_copied(data: st.DataObject) -> None:
 
 
 def test_a_block_that_one_group_is_computing_is_not_copied() -> None:
-    """The first group has kept it; the second has lost it, and it is being computed anew there."""
+    """The first group has kept it; the second has lost it and is recomputing it."""
     cache = KVCacheManager([FULL, windowed(20)], [20, 20], BLOCK, max_chunk=256)
     first, second, third = (make_long_request(name, 2 * BLOCK + 5) for name in "abc")
     third.tokens[BLOCK + 20] = 1  # in its second block

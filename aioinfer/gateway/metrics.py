@@ -28,7 +28,7 @@ class GatewayMetrics:
         )
         self.resumed = Counter(
             "aioinfer:gateway_resumed_requests",
-            "Requests that were sent on to another replica when theirs was lost.",
+            "Requests that were sent on to another replica when the first one was lost.",
             registry=registry,
         )
         self.tokens = Counter(

@@ -246,11 +246,6 @@ class Request:
         beams."""
         return 1 if self.beams is None else len(self.beams.beams)
 
-    @property
-    def awaits_result(self) -> bool:
-        """Whether its last token is known or on its way."""
-        return self.total >= self.max_len
-
     def restore(self, tokens: Sequence[int], num_cached: int, finish: Finish | None) -> None:
         """Makes a request that no scheduler has go on behind output that another server generated.
 

@@ -113,8 +113,8 @@ class StepPlanner:
                 if request.beams is not None:
                     preempted |= self._beams.plan(builder, request)
                     continue
-                if request.awaits_result:
-                    continue  # its last token, or the one that the next depends on, is on its way
+                if total >= request.max_len:
+                    continue  # its last token is known or on its way
                 if micro_batches is not None and not micro_batches.takes(request):
                     continue
             tokens = builder.grant(builder.bounded(request, total - start), start)

@@ -46,7 +46,7 @@ class PostedStep:
         step_id: the number of its plan.
         sampled: the requests that it samples a token for, in the order of its result's rows; None
             where the token is dropped.
-        num_forced: how many of these were dropped since the request was given another token.
+        num_forced: tokens that are dropped because a forced token took their place.
     """
 
     step_id: int

@@ -230,7 +230,7 @@ async def test_replies_of_a_killed_replica_go_on_with_another(
 
 async def test_a_stream_outlives_one_replica_after_the_other(config: Config) -> None:
     """As long as there is a token between: one that is killed, one whose worker is killed and not
-    started anew, and one that hangs. At last it ends on a fourth."""
+    restarted, and one that hangs. At last it ends on a fourth."""
     worker = ("parallel.executor=multiprocess", "parallel.restart_workers=0")
     path, body = _streamed("/v1/completions", STORY | {"max_tokens": 150} | USAGE)
     async with running(config) as fleet:
