@@ -30,23 +30,23 @@ from aioinfer.arguments import (
 from aioinfer.engine.chat_turn import MessageBuilder, Turn, conversation_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
-from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import EngineDeadError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
-from aioinfer.llm import Completion, Output
+from aioinfer.llm import CompletionOutput, Output
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.startup import StartupDisplay
 from aioinfer.text.growing_text import GrowingText
 
 
-class StreamedCompletion(Completion):
+class StreamedCompletion(CompletionOutput):
     """A completion while it is generated. Its text and its message are joined when they are
     read."""
 
     __slots__ = ("_message", "_text", "builder")
 
     def __init__(self, builder: MessageBuilder | None = None, **fields: Any):
-        """`builder` makes the message of a chat; `fields` are the fields of `Completion`."""
+        """`builder` makes the message of a chat; `fields` are the fields of `CompletionOutput`."""
         self.builder = builder
         super().__init__(**fields)
 
@@ -56,7 +56,7 @@ class StreamedCompletion(Completion):
 
     @property
     def text(self) -> str:
-        """See `Completion`."""
+        """See `CompletionOutput`."""
         return str(self._text)
 
     @text.setter
@@ -65,7 +65,7 @@ class StreamedCompletion(Completion):
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """See `Completion`."""
+        """See `CompletionOutput`."""
         return self._message if self.builder is None else self.builder.as_dict
 
     @message.setter
@@ -100,6 +100,7 @@ class StreamedOutput(Output):
                 token_ids=c.token_ids[:],
                 logprobs=c.logprobs and c.logprobs[:],
                 message=deepcopy(c.message),
+                features=deepcopy(c.features),
             )
             for c in self.completions
         ]
@@ -132,7 +133,7 @@ class RequestStream:
 
     def _new(self) -> StreamedOutput:
         builders = self._builders or repeat(None, self._output.params.n)
-        completions: list[Completion] = [StreamedCompletion(builder) for builder in builders]
+        completions: list[CompletionOutput] = [StreamedCompletion(builder) for builder in builders]
         return StreamedOutput(
             self._output.prompt_token_ids, completions, 0, 0, request_id=self.request_id
         )
@@ -174,6 +175,7 @@ class RequestStream:
             builder = self._builders[delta.index]
             builder.feed(delta.text, ended=delta.finish_reason is not None)
         completion.cumulative_logprob = delta.cumulative_logprob
+        completion.features = self._output.features(delta.index)
         sequences = self._output.sequences  # one, of a beam search
         request = sequences[min(delta.index, len(sequences) - 1)].request
         completion.num_preemptions = request.num_preemptions

@@ -65,6 +65,11 @@ class ModelConfig:
         minimum=1,
     )
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+    features: list[str] = key(
+        "Step features and logits processors of other installed packages, by the names of their "
+        "entry points `aioinfer.features` (docs/features.md).",
+        [],
+    )
 
     @property
     def has_random_weights(self) -> bool:

@@ -27,20 +27,20 @@ from aioinfer.arguments import (
 )
 from aioinfer.background import BackgroundModel
 from aioinfer.engine.chat_turn import conversation_turn, parse_message
-from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.output import RequestOutput
-from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError
+from aioinfer.features.logprobs.planning import TokenLogprob
+from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
-from aioinfer.scheduler.prompt_rows import PromptScores
 
 #: Prompts that are encoded concurrently and then admitted at once: enough to fill the first step.
 _BATCH = 64
 
 
 @dataclass(slots=True)
-class Completion:
+class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
@@ -54,6 +54,7 @@ class Completion:
         message: of a chat, the text parsed into a message, as OpenAI's chat has it: `role`,
             `content`, and `reasoning_content` and `tool_calls` if there are any. It can go into the
             next conversation.
+        features: what step features of other packages have found, by the feature's name.
     """
 
     text: str = ""
@@ -64,6 +65,7 @@ class Completion:
     num_preemptions: int = 0
     cumulative_logprob: float | None = None
     message: dict[str, Any] | None = None
+    features: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Output:
     """
 
     prompt_token_ids: list[int]
-    completions: list[Completion]
+    completions: list[CompletionOutput]
     num_cached_tokens: int
     num_prefill_steps: int
     prompt_scores: PromptScores | None = None
@@ -93,7 +95,7 @@ class Output:
         return self.completions[0].text
 
     @property
-    def outputs(self) -> list[Completion]:
+    def outputs(self) -> list[CompletionOutput]:
         """vLLM's name for `completions`."""
         return self.completions
 
@@ -300,16 +302,17 @@ class LLM(BackgroundModel):
 
 async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> Output:
     """Returns all of a request's output. Aborts the request if the caller is cancelled."""
-    completions = [Completion() for _ in range(output.params.n)]
+    completions = [CompletionOutput() for _ in range(output.params.n)]
     try:
         for delta in await output.collect():
-            completions[delta.index] = Completion(
+            completions[delta.index] = CompletionOutput(
                 delta.text,
                 delta.token_ids,
                 delta.logprobs,
                 delta.finish_reason,
                 delta.stop_reason,
                 cumulative_logprob=delta.cumulative_logprob,
+                features=output.features(delta.index),
             )
     finally:
         output.abort()

@@ -92,8 +92,9 @@ class Parameter:
         name: of the field of `SamplingParams`.
         is_float: float32 where it crosses; otherwise an integer (int32 where it crosses).
         low, high: the bounds; `low` itself is excluded if `low_excluded`.
-        crosses: whether it is a field of the record that goes to the workers.
-        optional: whether it may be None, which crosses as -1.
+        crosses: whether it is a field of the record that goes to the workers; it is not optional
+            then.
+        optional: whether it may be None.
     """
 
     name: str
@@ -305,6 +306,7 @@ class SamplingParams:
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
             without; each is avoided by its last token.
+        extra_args: arguments of step features of other packages, by name (docs/features.md).
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.
     """
@@ -325,7 +327,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
-    logprobs: int | None = integer(None, -1, MAX_INT32, crosses=True)
+    logprobs: int | None = integer(None, -1, MAX_INT32)
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = integer(None, -1, MAX_INT32)
     prompt_only: bool = False
@@ -337,6 +339,7 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
     beam_search: BeamSearch | None = None
 
     def __post_init__(self) -> None:
@@ -364,6 +367,8 @@ class SamplingParams:
             _check_logit_bias(self.logit_bias)
         if self.logprob_token_ids is not None:
             self._check_logprob_token_ids(self.logprob_token_ids)
+        if not isinstance(self.extra_args, Mapping):
+            raise RequestError("extra_args must be a dict of arguments by name", param="extra_args")
         if self.pooling is not None:
             self._check_pooling()
         if self.reports_progress and self.prompt_logprobs is not None:
@@ -441,7 +446,7 @@ class SamplingParams:
     @property
     def requests_tokens(self) -> bool:
         """Whether log-probabilities are requested of given tokens, or of all, rather than of a few
-        of the likeliest. See `ipc.requested_logprobs`."""
+        of the likeliest. See `features.logprobs`."""
         return self.logprob_token_ids is not None or (
             self.logprobs is not None and not 0 <= self.logprobs <= MAX_SORTED_LOGPROBS
         )
@@ -508,13 +513,16 @@ class BeamSearchParams:
         )
 
 
+#: The parameters that leave unlikely tokens out, in the order of the sampler's arguments, and their
+#: values that leave none out.
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 #: Parameters that do not go with a beam search, and their values that count as not given.
 _NEUTRAL_IN_BEAM_SEARCH: tuple[tuple[str, Any], ...] = (
-    ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),
+    *FILTERS.items(), ("repetition_penalty", 1.0),
     ("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("stop", ()),
     ("logprob_token_ids", None),
     ("grammar", None), ("allowed_token_ids", None), ("bad_words", ()), ("pooling", None),
-    ("prompt_only", False),
+    ("prompt_only", False), ("extra_args", {}),
 )  # fmt: skip
 
 #: The numeric parameters, in the order of their declaration.

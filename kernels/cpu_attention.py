@@ -43,7 +43,7 @@ HEAD_STEP = 2 * LANES
 TILE_BYTES = 4 * 2 * VECTOR_BYTES
 
 
-class Task(enum.IntEnum):
+class AttentionTask(enum.IntEnum):
     """Indices into the description of a call, int64 each; strides are in bytes.
 
     With `TOKENS` above 0 the call is `rotate`, else attention.
@@ -79,7 +79,7 @@ class Task(enum.IntEnum):
 
 
 # numba takes members of an enumeration for objects: plain numbers
-_T = [8 * place.value for place in Task]
+_T = [8 * place.value for place in AttentionTask]
 _TOKENS, _ROWS, _QUERIES, _QUERY_STRIDE, _OUT, _OUT_STRIDE, _TABLES, _TABLE_STRIDE = _T[:8]
 _LENGTHS, _SCRATCH, _SCRATCH_STRIDE, _THREADS, _KEYS, _VALUES, _KV_HEADS, _SHARED = _T[8:16]
 _HEAD_SIZE, _BLOCK_SIZE, _WINDOW, _SCALE, _COS_SIN, _ROTATED, _TEAM, _BODY = _T[16:24]

@@ -45,7 +45,7 @@ def tile_config(element_size: int) -> TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ContextSegment:
     """A part of the context of a step's rows.
 
     Attributes:
@@ -65,7 +65,7 @@ def plan_segments(
     capacity: int,
     tile_rows: int,
     device: torch.device,
-) -> list[Segment]:
+) -> list[ContextSegment]:
     """Divides the context of a step's rows from `first_row` on into segments.
 
     Args:
@@ -90,7 +90,9 @@ def plan_segments(
     return [_make_segment(pieces, tile_rows, device) for pieces in segments if pieces]
 
 
-def _make_segment(pieces: list[tuple[int, ...]], tile_rows: int, device: torch.device) -> Segment:
+def _make_segment(
+    pieces: list[tuple[int, ...]], tile_rows: int, device: torch.device
+) -> ContextSegment:
     """Returns a segment; its pieces are (row, first token, tokens, length, first position, tokens
     of the context, their first place)."""
     rows = np.concatenate([np.full(piece[5], piece[0]) for piece in pieces])
@@ -104,7 +106,7 @@ def _make_segment(pieces: list[tuple[int, ...]], tile_rows: int, device: torch.d
     # those with most visible keys begin first
     items.sort(key=lambda item: -min(item[5], item[2] + (item[3] + 1) * tile_rows - item[4]))
     tokens = torch.from_numpy(np.stack((rows, positions)).astype(np.int64)).to(device)
-    return Segment(tokens[0], tokens[1], torch.tensor(items, dtype=torch.int32).to(device))
+    return ContextSegment(tokens[0], tokens[1], torch.tensor(items, dtype=torch.int32).to(device))
 
 
 @triton.jit
@@ -199,7 +201,7 @@ def latent_prefill(
     queries: torch.Tensor,
     expanded: torch.Tensor,
     keys: torch.Tensor,
-    segment: Segment,
+    segment: ContextSegment,
     state: PrefillState,
     out: torch.Tensor,
     *,

@@ -22,7 +22,7 @@ MIN_ROWS_PAD = 256  # few sizes, so that few specialisations have to be compiled
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class PreparedInputs:
     """The model's inputs in a step of R rows and T tokens. Rows and tokens beyond the step plan's
     are padding.
 
@@ -46,7 +46,7 @@ class StepInputs:
     @classmethod
     def empty(
         cls, rows: int, tokens: int, max_blocks: int, device: torch.device | str
-    ) -> StepInputs:
+    ) -> PreparedInputs:
         """Returns buffers for R rows and T tokens.
 
         Block tables start as zeros, the number of a block that exists: padding may be read.
@@ -124,7 +124,7 @@ def prepare_inputs(
     lengths: torch.Tensor,
     tokens: torch.Tensor,
     tables: torch.Tensor,
-    inputs: StepInputs,
+    inputs: PreparedInputs,
     *,
     block_size: int,
     max_length: int,
@@ -171,7 +171,7 @@ def prepare_inputs(
 
 def prepare_inputs_reference(
     slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor,
-    tables: torch.Tensor, inputs: StepInputs,
+    tables: torch.Tensor, inputs: PreparedInputs,
     *, block_size: int,
 ) -> None:  # fmt: skip
     """`prepare_inputs` in plain torch, row by row."""

@@ -2,10 +2,11 @@
 search instead of a sort.
 
 Called at the end of a step, for its sampled rows; captured in the step's CUDA graph. The rules are
-the same as in `aioinfer.worker.sampler`, which documents them: the noise is a pure function of
-seed, position and token id (the uniforms are equal to the CPU's bit for bit), each filter keeps the
-tokens above some logit, and a row whose logits contain NaN or infinity gets -1. Penalties and
-biases have been applied by `penalties`; log-probabilities are computed by `logprobs`.
+the same as in `aioinfer.worker.sampling.sampler`, which documents them: the noise is a pure
+function of seed, position and token id (the uniforms are equal to the CPU's bit for bit), each
+filter keeps the tokens above some logit, and a row whose logits contain NaN or infinity gets -1.
+Penalties and biases have been applied by `penalties`; log-probabilities are computed by
+`logprobs`.
 
 Two launches: all chunks of all rows at once (`_chunk_kernel`), then one program a row
 (`_sample_kernel`). For a row without filters it only merges the chunks. Otherwise the k-th largest

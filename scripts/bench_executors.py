@@ -69,7 +69,7 @@ def step_us(llm: LLM, streams: int, tokens: int) -> tuple[float, float]:
 
 def is_remote(llm: LLM) -> bool:
     """Whether the rank of a model over Ray is on another node than this process."""
-    executor: Any = llm.frontend.engines[0]._executor
+    executor: Any = llm.frontend.engines[0]._workers.executor
     return bool(executor._placement.nodes[0].node_id != executor._own_node[0])
 
 

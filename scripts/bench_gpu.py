@@ -187,9 +187,9 @@ def expert_load(llm: LLM) -> dict[str, Any]:
     """Returns how uneven the experts' tokens of all cases together were, as means over the layers:
     the part that the busiest tenth of a layer's experts took, and the busiest expert's tokens over
     the mean. Nothing for models without experts; tokens of the last second may be missing."""
-    from aioinfer.engine.expert_load import imbalance
+    from aioinfer.features.expert_load.planning import Planning, imbalance
 
-    found = llm.frontend.engines[0].metrics.expert_load
+    found = llm.frontend.engines[0].features.of(Planning).load
     tokens = np.sort(found.by_expert(found.totals), axis=1)
     if not tokens.sum():
         return {}

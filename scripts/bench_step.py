@@ -118,9 +118,9 @@ def start_worker(
         raise SystemExit(f"{len(tokens)} rows do not fit into the GPU's memory")
     worker.allocate(report.num_blocks, max(tokens))
     worker.warm_up()
-    if isinstance(worker._runner, ModelRunner):
+    if isinstance(worker.runner, ModelRunner):
         raise SystemExit("there are no kernels for this model")
-    return worker, worker._runner
+    return worker, worker.runner
 
 
 def make_plan(step: int, slots: I32, start: int, length: int, samples: int) -> StepPlan:
@@ -148,7 +148,7 @@ def fill(worker: Worker, contexts: Sequence[int], tokens: Sequence[int]) -> None
                 plan.table_rows = np.full(len(own), slot, np.int32)
                 plan.table_indices, plan.table_blocks = own, own + blocks
                 plan.sections = [Admissions.of([Admission(slot, prompt, length, greedy)])]
-            worker.execute(plan).wait()
+            worker.runner.step(plan).wait()
         blocks += len(own)
 
 
@@ -166,7 +166,7 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
         if len(pending) == IN_FLIGHT:
             pending.popleft().wait()
         at = perf_counter()
-        pending.append(worker.execute(StepPlan.decode(message)))  # type: ignore[arg-type]
+        pending.append(worker.runner.step(StepPlan.decode(message)))  # type: ignore[arg-type]
         host.append(perf_counter() - at)
     while pending:
         pending.popleft().wait()

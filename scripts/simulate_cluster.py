@@ -45,12 +45,12 @@ import numpy as np
 
 from aioinfer.cluster.reports import Report
 from aioinfer.cluster.router import Choice, ClusterRouter
+from aioinfer.gateway.reporter import load_of, take_changes
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.block_pool import extend_hashes, root_hash
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.load import load_of, take_changes
-from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
 
 STEP_TIMES = Path(__file__).parent / "benchlib" / "step_times_h200.toml"
@@ -405,13 +405,13 @@ class Simulation:
         more = [_TOKEN] * (replica.steps - 1)  # of the steps that are merged with this one
         for request in scheduler.update(result).requests:
             self.outcome.tokens += 1
-            if more and request.status is not Status.FINISHED:
-                self.outcome.tokens += scheduler.force(request, more)[0]
+            if more and request.status is not RequestStatus.FINISHED:
+                self.outcome.tokens += scheduler.append(request, more)[0]
             job = replica.jobs[request]
             if job.first < 0:
                 job.first = self.now
                 self.outcome.ttft.append(self.now - job.arrived)
-            if request.status is Status.FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 self.outcome.ended += 1
                 self._policy.end(job)
                 del replica.jobs[request]

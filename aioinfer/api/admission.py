@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
 
 
-class Admission:
+class AdmissionControl:
     """The bound of the waiting queue: `scheduler.max_waiting_requests` and
     `scheduler.max_waiting_tokens`.
 
@@ -105,7 +105,7 @@ class Reservation:
     """Reserved places in the waiting queue for requests that are being submitted. The end of the
     `with` block releases the unused ones."""
 
-    def __init__(self, admission: Admission, requests: int, tokens: int, flow: str | None):
+    def __init__(self, admission: AdmissionControl, requests: int, tokens: int, flow: str | None):
         admission.check(requests, tokens, flow)
         self._admission = admission
         self._flow = flow
@@ -141,7 +141,7 @@ def sharer(request: web.Request) -> str | None:
     return request[ACCOUNT].key.name if len(request.app[ACCOUNTS]) > 1 else None
 
 
-ADMISSION = web.AppKey("admission", Admission)
+ADMISSION = web.AppKey("admission", AdmissionControl)
 
 
 def admit(request: web.Request, timeout_s: float | None, count: int = 1) -> None:

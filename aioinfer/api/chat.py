@@ -12,8 +12,9 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import (
     ChoiceEvents,
-    Reply,
+    CollectedOutput,
     collect,
+    found_features,
     new_envelope,
     stream,
     submitted,
@@ -39,8 +40,8 @@ from aioinfer.engine.chat_turn import (
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 
@@ -90,7 +91,7 @@ async def _answer(
             async def keep() -> None:
                 deltas = [choice.delta.join() for choice in recorded]
                 count = sum(choice.num_tokens for choice in recorded)
-                reply = Reply(deltas, usage(outputs, count, count_thought))
+                reply = CollectedOutput(deltas, usage(outputs, count, count_thought))
                 whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
                 keep_chat(request, body, whole)
 
@@ -115,7 +116,7 @@ async def _whole(
     body: ChatRequest,
     envelope: Envelope,
     turn: Turn,
-    reply: Reply,
+    reply: CollectedOutput,
     output: RequestOutput,
 ) -> dict[str, Any]:
     """Returns a reply in one piece."""
@@ -126,6 +127,7 @@ async def _whole(
     with_ids = bool(body.return_token_ids)
     choices = [
         await choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=with_ids)
+        | found_features(output, delta)
         for index, delta in enumerate(reply.choices)
     ]
     whole = envelope.fields() | {"object": "chat.completion", "choices": choices}

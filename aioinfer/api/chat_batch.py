@@ -10,7 +10,7 @@ from aiohttp import web
 from aioinfer.api.admission import admit
 from aioinfer.api.chat import choice_of, names_of_fields, turn_of
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import collect, new_envelope, submitted
+from aioinfer.api.delivery import collect, found_features, new_envelope, submitted
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.protocol import BatchChatRequest
 from aioinfer.engine.chat_turn import num_thought_tokens
@@ -50,6 +50,7 @@ async def create_chat_batch(request: web.Request) -> web.StreamResponse:
         await choice_of(
             frontend, names, turn, index, delta, chat.echoed(), with_ids=bool(body.return_token_ids)
         )
+        | found_features(outputs[index], delta)
         for index, (turn, chat, delta) in enumerate(zip(turns, chats, reply.choices, strict=True))
     ]
     if body.return_token_ids:

@@ -16,8 +16,9 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import (
     ChoiceEvents,
-    Reply,
+    CollectedOutput,
     collect,
+    found_features,
     new_envelope,
     stream,
     submitted,
@@ -102,6 +103,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             "choices": [
                 _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n])
                 | {"prompt_logprobs": of_prompt[i // n]}
+                | (found_features(of_prompts[i // n], delta) if of_prompts else {})
                 for i, delta in enumerate(found)
             ],
             "usage": reply.usage,
@@ -123,13 +125,13 @@ async def _sampling_params(
     return frontend.defaults.sampling_params(**fields)
 
 
-async def _no_output(frontend: Frontend, prompts: Sequence[list[int]], n: int) -> Reply:
+async def _no_output(frontend: Frontend, prompts: Sequence[list[int]], n: int) -> CollectedOutput:
     """Returns the reply to prompts that are only to be echoed: n choices for each, without
     tokens."""
     for prompt in prompts:
         await frontend.prepare(prompt)  # checks it
     choices = [Delta(i % n, finish_reason="length") for i in range(n * len(prompts))]
-    return Reply(choices, usage_of(sum(map(len, prompts)), 0, 0))
+    return CollectedOutput(choices, usage_of(sum(map(len, prompts)), 0, 0))
 
 
 def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:

@@ -99,7 +99,7 @@ def _check_content_type(request: web.Request) -> None:
         )
 
 
-class Conversation(Protocol):
+class ConversationBody(Protocol):
     """A body that may hold a conversation."""
 
     @property
@@ -107,7 +107,7 @@ class Conversation(Protocol):
         """The messages, None if there are none."""
 
 
-async def template_messages(body: Conversation) -> list[dict[str, Any]]:
+async def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
     """Returns the messages of a body as chat templates read them."""
 
     def convert() -> list[dict[str, Any]]:

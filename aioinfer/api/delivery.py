@@ -32,8 +32,8 @@ from aioinfer.api.timings import timings
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
 
 T = TypeVar("T")
 #: Returns how many of a choice's tokens are thoughts.
@@ -350,7 +350,7 @@ async def stream(
 
 
 @dataclass(slots=True)
-class Reply:
+class CollectedOutput:
     """The complete generated output: one merged delta for each choice in order, and the usage."""
 
     choices: list[Delta]
@@ -359,7 +359,7 @@ class Reply:
 
 async def collect(
     outputs: Sequence[RequestOutput], count_thought: ThoughtCount | None = None
-) -> Reply:
+) -> CollectedOutput:
     """Waits for all choices of all outputs. `count_thought` is for the usage.
 
     Raises `EngineDeadError`, `GenerationError`.
@@ -367,7 +367,14 @@ async def collect(
     collected = await together([output.collect() for output in outputs])
     choices = [choice for group in collected for choice in group]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
-    return Reply(choices, usage(outputs, num_tokens, count_thought))
+    return CollectedOutput(choices, usage(outputs, num_tokens, count_thought))
+
+
+def found_features(output: RequestOutput, choice: Delta) -> dict[str, Any]:
+    """Returns the field of a choice that has what features of other packages have found for it;
+    none if nothing."""
+    found = output.features(choice.index)
+    return {"features": found} if found else {}
 
 
 def usage(

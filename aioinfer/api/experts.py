@@ -4,22 +4,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from aiohttp import web
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
-from aioinfer.engine.expert_load import imbalance, place_experts
+from aioinfer.engine.engine import Engine
 from aioinfer.errors import RequestError
+from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
-
-if TYPE_CHECKING:
-    from aioinfer.engine.expert_load import ExpertLoad
 
 #: More copies or ranks than any server has: they bound the time that a reply takes.
 MAX_COPIES, MAX_RANKS = 4096, 1024
+
+
+def expert_load(engine: Engine) -> ExpertLoad:
+    """Returns the load of an engine's experts."""
+    return engine.features.of(Planning).load
 
 
 async def show_experts(request: web.Request) -> web.Response:
@@ -28,7 +31,7 @@ async def show_experts(request: web.Request) -> web.Response:
 
     Tokens of the last second may be missing. A model without experts has no layers.
     """
-    loads = [engine.metrics.expert_load for engine in request.app[FRONTEND].engines]
+    loads = [expert_load(engine) for engine in request.app[FRONTEND].engines]
     return json_response({"engines": [{"layers": _layers(load)} for load in loads]})
 
 
@@ -54,7 +57,7 @@ async def make_placement(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     ranks = _number(request, "ranks", frontend.config.parallel.tensor_parallel_size, 1, MAX_RANKS)
     copies = _number(request, "copies", 0, 0, MAX_COPIES)
-    loads = [engine.metrics.expert_load for engine in frontend.engines]
+    loads = [expert_load(engine) for engine in frontend.engines]
     known = [load for load in loads if load.version]
     if not known:
         raise RequestError("no tokens of experts were counted", status=404, code="nothing_counted")

@@ -66,7 +66,6 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "structural_tag": (),
         "thinking_token_budget": (-1,),
         "use_activation": (True,),
-        "vllm_xargs": ({},),
         "watermarking": (False,),
     },
     "Anthropic": {

@@ -24,8 +24,8 @@ from aioinfer.engine.output import Delta
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.engine.output import RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 

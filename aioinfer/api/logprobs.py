@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 if TYPE_CHECKING:
-    from aioinfer.engine.logprobs import TokenLogprob
+    from aioinfer.features.logprobs.planning import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 #: The least log-probability that is reported, as in vLLM: JSON has no infinity.

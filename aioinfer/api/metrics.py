@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,9 @@ from prometheus_client.utils import floatToGoString
 
 from aioinfer.api.connections import CONNECTIONS, ConnectionServer
 from aioinfer.api.context import FRONTEND
+from aioinfer.api.experts import expert_load
 from aioinfer.api.limits import ACCOUNTS, Accounts
-from aioinfer.engine.expert_load import imbalance
+from aioinfer.features.expert_load.planning import imbalance
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -65,6 +67,18 @@ class _Only(Collector):
         return (self._metric,)
 
 
+#: Measurements of the package's own features, which have a text each.
+_ROWS, _FILLING = "constrained_rows", "mask_fill_seconds"
+
+
+def _count_of(name: str, engine: Engine) -> float:
+    return engine.metrics.counts[name]
+
+
+def _histogram_of(name: str, metrics: EngineMetrics) -> Histogram:
+    return metrics.observed[name]
+
+
 class EngineCollector(Collector):
     """The metrics of all engines; all but the event loop's carry the labels `model_name` and
     `engine`. Reading them changes nothing."""
@@ -80,6 +94,7 @@ class EngineCollector(Collector):
         yield from self._stage_counters()
         yield from self._request_histograms()
         yield from self._step_histograms()
+        yield from self._features()
         yield from self._experts()
         yield self._loop_lag()
 
@@ -158,7 +173,7 @@ class EngineCollector(Collector):
             "aioinfer:step_prediction_error_seconds", about, lambda e: e.scheduler.pacing.error_s
         )
         about = "Rows that were sampled under a mask of allowed tokens."
-        yield show("aioinfer:constrained_rows", about, lambda e: e.metrics.constrained_rows)
+        yield show(f"aioinfer:{_ROWS}", about, lambda e: e.metrics.counts[_ROWS])
         about = "Seconds that the first worker of an engine spent on steps."
         yield show("aioinfer:worker_busy_seconds", about, lambda e: e.metrics.worker_busy_ns * 1e-9)
 
@@ -246,15 +261,24 @@ class EngineCollector(Collector):
         yield metric
 
         about = "Time in which the masks of a step with constrained rows were filled."
-        yield self._histogram("aioinfer:mask_fill_seconds", about, lambda m: m.mask_fill_time)
+        yield self._histogram(f"aioinfer:{_FILLING}", about, lambda m: m.observed[_FILLING])
+
+    def _features(self) -> Iterator[Metric]:
+        """Yields what features of other packages have measured."""
+        measured = [engine.metrics for _, engine in self._engines()]
+        about = "Measured by a step feature of another package."
+        for name in sorted({name for each in measured for name in each.counts} - {_ROWS}):
+            yield self._counter(f"aioinfer:feature_{name}", about, partial(_count_of, name))
+        for name in sorted({name for each in measured for name in each.observed} - {_FILLING}):
+            yield self._histogram(f"aioinfer:feature_{name}", about, partial(_histogram_of, name))
 
     def _experts(self) -> Iterator[Metric]:
         """Yields the load of experts, of models that have any: a series for each layer and rank,
         not for each expert, which `GET /experts` lists."""
         loads = [
-            (labels, engine.metrics.expert_load)
+            (labels, expert_load(engine))
             for labels, engine in self._engines()
-            if engine.metrics.expert_load.version
+            if expert_load(engine).version
         ]
         if not loads:
             return

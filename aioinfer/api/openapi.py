@@ -129,7 +129,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/embed"): Operation(OllamaEmbedRequest, replies.OllamaEmbeddings),
     ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest, replies.OllamaEmbedding),
     ("POST", "/v1/embeddings"): Operation(EmbeddingRequest, replies.Embeddings),
-    ("POST", "/pooling"): Operation(PoolingRequest, replies.PooledStates),
+    ("POST", "/pooling"): Operation(PoolingRequest, replies.PoolingReply),
     ("POST", "/classify"): Operation(ClassifyRequest, replies.Classes),
     ("POST", "/score"): Operation(ScoreRequest, replies.Scores),
     ("POST", "/v1/score"): Operation(ScoreRequest, replies.Scores),

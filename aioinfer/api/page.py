@@ -28,13 +28,14 @@ from aiohttp import web
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
+from aioinfer.api.experts import expert_load
 from aioinfer.api.sse import STREAM_HEADERS
-from aioinfer.engine.expert_load import imbalance
 from aioinfer.engine.recovery import EngineState
+from aioinfer.features.expert_load.planning import imbalance
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
-    from aioinfer.engine.expert_load import ExpertLoad
+    from aioinfer.features.expert_load.planning import ExpertLoad
 
 _FOLDER = Path(__file__).parent.parent / "page"
 _JAVASCRIPT = "text/javascript; charset=utf-8"
@@ -181,7 +182,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
             if request.transport is not None and not request.transport.get_write_buffer_size():
                 states = [
                     engine_state(engine, last_step)
-                    | {"experts": expert_state(engine.metrics.expert_load, last_report)}
+                    | {"experts": expert_state(expert_load(engine), last_report)}
                     for engine, last_step, last_report in zip(
                         engines, last_steps, last_reports, strict=True
                     )
@@ -195,7 +196,7 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
                     s["log"][-1][0] if s["log"] else last
                     for s, last in zip(states, last_steps, strict=True)
                 ]
-                last_reports = [engine.metrics.expert_load.version for engine in engines]
+                last_reports = [expert_load(engine).version for engine in engines]
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _INTERVAL_S)
     return response
@@ -208,7 +209,7 @@ def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
     `stages` has `[busy, idle]` of each pipeline stage in seconds (see `StageTime`); nothing if
     there is one stage. `restart` is `[attempt, attempts]` while the workers are restarted, else
     null. Counters (`preemptions` and all that follow it but `log`) are totals since the start.
-    `log` holds the `Step`s after `last_step` of which there is a record, as lists of their fields.
+    `log` holds the recorded `StepRecord`s after `last_step`, as lists of their fields.
     """
     scheduler, metrics = engine.scheduler, engine.metrics
     cache, totals = scheduler.kv_cache, scheduler.stats

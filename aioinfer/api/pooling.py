@@ -33,7 +33,7 @@ from aioinfer.api.pooling_bodies import (
     ScoreRequest,
     ScoringBody,
 )
-from aioinfer.engine.pooling import cosine_similarity
+from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 

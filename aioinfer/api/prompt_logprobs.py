@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from aioinfer.api.logprobs import LOWEST, completion_logprobs, token_name
-from aioinfer.engine.logprobs import TokenLogprob
+from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from aioinfer.scheduler.prompt_rows import PromptScores
+    from aioinfer.features.prompt_logprobs.planning import PromptScores
     from aioinfer.text.tokenizer import Tokenizer
 
 #: Tokens of a piece: the event loop may have to wait for the interpreter while one is made into

@@ -126,6 +126,7 @@ class SamplingFields(IgnoredFields, kw_only=True):
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+    vllm_xargs: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Int32 | None = None
     timeout_s: Seconds | None = None
@@ -141,6 +142,8 @@ class SamplingFields(IgnoredFields, kw_only=True):
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output is not None:
             fields["include_stop"] = self.include_stop_str_in_output
+        if self.vllm_xargs:
+            fields["extra_args"] = self.vllm_xargs
         if self.logit_bias:
             fields["logit_bias"] = {
                 int(token) if _INTEGER.fullmatch(token) else token: bias
@@ -224,6 +227,8 @@ class SamplingBody(SamplingFields, kw_only=True):
             raise RequestError(
                 f"{grammar.param} is not supported in a beam search", param=grammar.param
             )
+        if self.vllm_xargs:
+            raise RequestError("vllm_xargs is not supported in a beam search", param="vllm_xargs")
 
     def beam_width(self) -> tuple[int, str]:
         """Returns how many beams a beam search has, and the field that says so."""

@@ -100,6 +100,7 @@ class CompletionChoice(Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -129,6 +130,7 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: dict[str, Any] | None
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -252,7 +254,7 @@ class PooledItem(Struct, kw_only=True):
     data: list[float | list[float]] | str
 
 
-class PooledStates(Struct, kw_only=True):
+class PoolingReply(Struct, kw_only=True):
     """The reply of `/pooling`; in bytes for an `encoding_format` of bytes."""
 
     id: str

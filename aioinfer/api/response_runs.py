@@ -27,7 +27,7 @@ from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.config import ChatConfig
 from aioinfer.engine.chat_turn import Turn, make_parser
 from aioinfer.errors import OverloadedError
-from aioinfer.scheduler.request import Status
+from aioinfer.scheduler.request import RequestStatus
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -80,8 +80,8 @@ class ResponseRun:
             return self.ended
         blocks = self._makes.blocks.all
         is_running = self._output is not None and self._output.sequences[0].request.status in (
-            Status.RUNNING,
-            Status.FINISHED,
+            RequestStatus.RUNNING,
+            RequestStatus.FINISHED,
         )
         waits = not blocks and not is_running  # one that was preempted is in progress
         return self._reply.body(blocks, unfinished="queued" if waits else "in_progress")

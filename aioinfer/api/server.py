@@ -36,7 +36,7 @@ from aioinfer.api import (
     tokenization,
 )
 from aioinfer.api.access import Cors, mark_response, require_key
-from aioinfer.api.admission import ADMISSION, Admission, bound_time
+from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
@@ -125,7 +125,7 @@ class HttpServer:
         app.on_response_prepare.append(limits.mark_response)
         app[FRONTEND] = frontend
         app[ACCOUNTS] = self._accounts
-        app[ADMISSION] = Admission(frontend)
+        app[ADMISSION] = AdmissionControl(frontend)
         app[RATE_LIMITER] = RateLimiter()
         app[OBJECT_STORE] = ObjectStore(frontend.config.chat)
         app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE], frontend.config.chat)

@@ -21,8 +21,8 @@ from aioinfer.text.message_parser import MessageParser
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.logprobs import TokenLogprob
     from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 

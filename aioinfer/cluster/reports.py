@@ -21,7 +21,7 @@ _LENGTH_BYTES = 4
 _MAX_REPORT_BYTES = 4 * 2**20
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
     """The load of a replica, of all its engines together.
 
     Attributes:
@@ -61,7 +61,7 @@ class Report(msgspec.Struct, frozen=True):
         is_leaving: whether the replica finishes its requests and takes no more.
     """
 
-    load: Load
+    load: ReplicaLoad
     added: Sequence[bytes] = ()
     removed: Sequence[bytes] = ()
     block_size: int = 0

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from aioinfer.cluster.cost import REQUEST_COST, route_cost
 from aioinfer.cluster.prefix_index import PrefixIndex
-from aioinfer.cluster.reports import Load, Report
+from aioinfer.cluster.reports import ReplicaLoad, Report
 
 #: Loads that differ by less, in tokens of prefill, count as equal.
 _STEP = 128
@@ -80,7 +80,7 @@ class _Replica:
 
     name: str
     number: int
-    load: Load = field(default_factory=Load)
+    load: ReplicaLoad = field(default_factory=ReplicaLoad)
     unreported: deque[Choice] = field(default_factory=deque)
     ended: int = 0
     own: int = 0

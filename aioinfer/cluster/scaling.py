@@ -15,7 +15,7 @@ def wanted_replicas(utilizations: Sequence[float], target: float, current: int) 
     A change within a tenth of the target is none: it would be reverted at once.
 
     Args:
-        utilizations: of the replicas that report, each `Load.utilization`.
+        utilizations: of the replicas that report, each `ReplicaLoad.utilization`.
         target: above 0.
         current: replicas that are wanted now.
     """

@@ -8,7 +8,7 @@ from ray.serve.config import AutoscalingContext
 
 from aioinfer.cluster.scaling import wanted_replicas
 
-#: The metric that replicas record: `Load.utilization`.
+#: The metric that replicas record: `ReplicaLoad.utilization`.
 UTILIZATION = "utilization"
 
 

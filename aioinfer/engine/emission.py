@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
-from aioinfer.engine.logprobs import ResultLogprobs
-from aioinfer.engine.metrics import EngineMetrics
-from aioinfer.engine.output import OutputSequence, RequestOutput
+from aioinfer.engine.open_requests import OpenRequests
+from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import EngineDeadError, GenerationError, NoTokenError
+from aioinfer.features.logprobs.planning import ResultLogprobs
+from aioinfer.features.masks.planning import constraint_of
 from aioinfer.ipc.plan import StepResult
-from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.scheduler.steps import StepOutput
 
 #: Tokens that are emitted in one go, in about 2 ms.
@@ -26,34 +24,21 @@ _PORTION = 256
 _ALL_EMITTED = object()
 
 
-class EmittingEngine(Protocol):
-    """The part of an engine that its emission uses. See `Engine`."""
-
-    metrics: EngineMetrics
-    scheduler: Scheduler
-
-    def fail(self, output: RequestOutput, error: Exception) -> None: ...
-
-    def forget(self, request: Request, outcome: str) -> None: ...
-
-    def plan_soon(self) -> None: ...
-
-    def handle_loss(self, error: Exception) -> None: ...
-
-
 class Emission:
     """The steps whose tokens the scheduler took and which are not wholly emitted.
 
     Attributes:
+        flushes: called by `emit_rest`: they emit output that is kept elsewhere.
         is_whole: whether all tokens that the scheduler took were emitted or are about to be. If
             not, the text of any request that has begun may lack some.
     """
 
-    def __init__(self, engine: EmittingEngine, sequences: Mapping[Request, OutputSequence]):
-        """`sequences` are the engine's open sequences, by request."""
+    def __init__(self, requests: OpenRequests, on_loss: Callable[[Exception], None]):
+        """`on_loss` is called with the error when tokens could not be emitted."""
         self.is_whole = True
-        self._engine = engine
-        self._sequences = sequences
+        self.flushes: list[Callable[[], None]] = []
+        self._requests = requests
+        self._on_loss = on_loss
         self._steps: deque[Iterator[None]] = deque()  # the portions of each, oldest first
 
     def add(self, output: StepOutput, result: StepResult) -> None:
@@ -72,12 +57,14 @@ class Emission:
         """Emits all that is left."""
         while self._steps:
             self._advance()
+        for flush in self.flushes:
+            flush()
 
     def _advance(self) -> bool:
         """Emits up to `_PORTION` tokens of the oldest step, and drops the step when all of its
         tokens are emitted. Returns whether more of it are left."""
         lost: EngineDeadError | None = None
-        with self._engine.metrics.timer.emit:
+        with self._requests.metrics.timer.emit:
             try:
                 if next(self._steps[0], _ALL_EMITTED) is not _ALL_EMITTED:
                     return True
@@ -86,7 +73,7 @@ class Emission:
         self._steps.popleft()
         if lost is not None:
             self.is_whole = False
-            self._engine.handle_loss(lost)  # which may emit the steps behind this one
+            self._on_loss(lost)  # which may emit the steps behind this one
         return False
 
     def _emit(self, output: StepOutput, result: StepResult) -> Iterator[None]:
@@ -96,17 +83,18 @@ class Emission:
         Yields between two portions of the tokens, so that many streams do not keep new requests
         waiting.
         """
-        engine, sequences, finished = self._engine, self._sequences, output.finished
-        logprobs = ResultLogprobs(result) if result.sections else None
+        requests, finished = self._requests, output.finished
+        sequences = requests.sequences
+        logprobs = ResultLogprobs.of_result(result) if result.sections else None
         has_stopped = False
         for place, (request, token, row) in enumerate(
             zip(output.requests, output.tokens, output.rows, strict=True)
         ):
             sequence = sequences.get(request)
-            if sequence is None:
-                continue  # it was aborted, failed, or ended in a stop string before this token
+            if sequence is None or sequence.is_beam:
+                continue  # it was aborted, failed or stopped before; or its text comes at the end
             if token < 0:
-                engine.fail(sequence.output, _without_token(sequence))
+                requests.fail(sequence.output, _without_token(sequence))
                 continue
             try:
                 finish = sequence.append(
@@ -116,23 +104,23 @@ class Emission:
                 )
             except Exception as error:  # one request's text must not end the others
                 message = f"the tokens could not be turned into text: {error!r}"
-                engine.fail(sequence.output, GenerationError(message))
+                requests.fail(sequence.output, GenerationError(message))
                 continue
             if finish is not None:
                 if place not in finished:
-                    engine.scheduler.finish(request, *finish)
+                    requests.scheduler.finish(request, *finish)
                     has_stopped = True
-                engine.forget(request, finish.reason)
+                requests.forget(request, finish.reason)
             if (place + 1) % _PORTION == 0:
                 yield
         if has_stopped:
-            engine.plan_soon()
+            requests.plan_soon()
 
 
 def _without_token(sequence: OutputSequence) -> GenerationError:
     """Returns the error of a sequence for which no token was sampled. `min_tokens` forbids end
     tokens where the logits are, behind the mask of a grammar that may allow nothing else."""
-    if sequence.constraint is None:
+    if constraint_of(sequence.request) is None:
         return GenerationError("the model's logits held NaN")
     return NoTokenError(
         "no token may come next: what the request allows and forbids excludes all (or the model's "

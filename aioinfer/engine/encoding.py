@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aioinfer.errors import RequestError
-from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
+from aioinfer.scheduler.block_pool import extend_hashes, root_hash
 from aioinfer.text.plain_content import ChatText
 from aioinfer.text.tokenizer import Tokenizer
 

@@ -19,21 +19,20 @@ from typing import Any
 from aioinfer.config import Config
 from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
-from aioinfer.engine.lockstep import Lockstep
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import KnownDelta, RequestOutput
-from aioinfer.engine.pooling import Pooling
-from aioinfer.engine.recovery import EngineState, no_progress
-from aioinfer.engine.relocation import relocate
-from aioinfer.engine.request_limits import RequestLimits
+from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
-from aioinfer.engine.router import Router
-from aioinfer.engine.sequence_maker import SequenceMaker, attach_rows
-from aioinfer.engine.served_model import ServedModel, find_model
+from aioinfer.engine.router import Router, relocate
+from aioinfer.engine.sequence_maker import RequestLimits, SequenceMaker
+from aioinfer.engine.served_model import Pooling, ServedModel, find_model
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_start_anew, make_executor
 from aioinfer.executor.torchrun import follow
+from aioinfer.features import load_halves
+from aioinfer.features.masks.planning import Planning as Masks
+from aioinfer.features.token_states.planning import check_states
 from aioinfer.ipc.anonymous_file import RendezvousFiles
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow
@@ -93,8 +92,9 @@ class Frontend:
             for number, executor in enumerate(executors)
         ]
         if config.parallel.data_parallel_attention:
-            lockstep = Lockstep(self.engines)
+            lockstep = Lockstep()
             for engine in self.engines:
+                lockstep.join(engine.recovery, engine.plan_soon)
                 engine.lockstep = lockstep
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
@@ -119,6 +119,7 @@ class Frontend:
         begin = time.perf_counter()
         on_progress("find the model", 0, 0)
         folder = await asyncio.to_thread(find_model, config)
+        await asyncio.to_thread(load_halves, "planning", tuple(config.model.features))
         resolved = time.perf_counter()
         on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
@@ -170,13 +171,16 @@ class Frontend:
             [engine.scheduler for engine in self.engines],
             self.max_model_len,
         )
-        self._sequences = SequenceMaker(self._model, self.config.model.seed)
+        features = self.engines[0].features
+        self._sequences = SequenceMaker(
+            self._model, self.config.scheduler, features, self.config.model.seed
+        )
         has_cache = self.engines[0].scheduler.kv_cache.prefix_caching
         self.make_encoder(self.engines[0].report.block_size if has_cache else None)
         self._is_started = True
         for engine in self.engines:
-            engine.masking.filler = ParallelFiller()
-            engine.begin_service()
+            engine.features.of(Masks).filler = ParallelFiller()
+            engine.recovery.begin_service()
 
     async def start_text(self, folder: Path, max_model_len: int) -> None:
         """Loads the tokenizer and the model's defaults for a process without engines: prompts can
@@ -214,7 +218,7 @@ class Frontend:
 
     def check_states(self, num_tokens: int) -> None:
         """Raises `RequestError` if a vector for each of so many tokens is too much to ask for."""
-        self._limits.check_states(num_tokens)
+        check_states(num_tokens, self.hidden_size)
 
     def require_tokenizer(self, param: str | None = None) -> Tokenizer:
         """Returns the tokenizer.
@@ -247,7 +251,7 @@ class Frontend:
         try:
             async with asyncio.timeout(timeout_s):
                 while busy := [engine for engine in self.engines if not engine.is_idle]:
-                    await busy[0].wait_idle()
+                    await busy[0].requests.wait_idle()
         except TimeoutError:
             return False
         return True
@@ -281,7 +285,7 @@ class Frontend:
         found = [
             (engine, output)
             for engine in self.engines
-            for output in engine.open_outputs()
+            for output in engine.requests.outputs()
             if is_meant(output.request_id)
         ]
         for engine, output in found:
@@ -435,26 +439,21 @@ class Frontend:
             )
         max_len = self._limits.end_of(len(prompt.tokens), params)
         self._limits.check_logprobs(len(prompt.tokens), max_len - len(prompt.tokens), params)
-        prompt_rows = self._limits.prompt_rows(prompt, params)
         self._limits.check_token_ids(params)
+        output = RequestOutput(
+            request_id or f"request-{next(self._request_numbers)}", prompt.token_ids, params
+        )
+        self._sequences.make(output, prompt, constraint, max_len, priority, flow)
+        first = output.sequences[0].request
         # no `await` from here on: the request meets the same loads by which it is routed
-        may_hit = prompt_rows is None or prompt_rows.max_prefix() > 0
+        may_hit = all(use.max_cached != 0 for use in first.uses)
         hashes = prompt.hashes if may_hit else []
         route = self._router.route(len(prompt.tokens), hashes, params.num_sequences)
         engine = self.engines[route.engine]
-        output = RequestOutput(
-            request_id or f"request-{next(self._request_numbers)}",
-            prompt.token_ids,
-            params,
-            engine.abort,
-        )
-        self._sequences.make(output, prompt, constraint, max_len, priority, flow, route.num_tokens)
-        if params.beam_search is not None:
-            self._sequences.make_beams(output)
-        if prompt_rows is not None:
-            attach_rows(prompt_rows, output)
+        first.num_expected = route.num_tokens
+        output.on_abort = engine.requests.abort
         output.restore(known)
-        self._router.promise(route, output.sequences[0].request)
+        self._router.promise(route, first)
         engine.add(output, arrived)
         self.loop_lag.watch()
         return output
@@ -484,4 +483,4 @@ class Frontend:
         if self.dead_reason is None:
             self.dead_reason = reason
         for engine in self.engines:
-            engine.end_all(self.dead_reason)
+            engine.recovery.end_all(self.dead_reason)

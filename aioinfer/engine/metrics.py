@@ -4,6 +4,10 @@ Each engine has an `EngineMetrics`, which `api.metrics` reads for each scrape. A
 share one time stamp, and most of them follow a token of the former step: these all fall into one
 bucket of the histogram, which is incremented once a step. So a streamed token costs a dictionary
 look-up and a comparison here, and nothing is kept of it.
+
+For clients that watch the engine, a `StepLog` has the last steps: how many tokens each step
+computed, and how long its phases took. The step loop feeds it only while it is watched: otherwise a
+step costs two tests of an integer. `api.page` reads it.
 """
 
 from __future__ import annotations
@@ -11,13 +15,105 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from aioinfer.engine.expert_load import ExpertLoad
-from aioinfer.engine.step_log import StepLog
+import numpy as np
+
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.request import Request
+
+#: Steps that are kept: a little more than a page shows.
+LOG_LENGTH = 128
+
+
+class StepRecord(NamedTuple):
+    """A step after its result has been handled.
+
+    Attributes:
+        step_id: the number of its plan.
+        prefill_tokens: tokens computed in rows that bring prompts (or, after a preemption, whole
+            texts) into the cache.
+        decode_tokens: rows of one token from which the next one is sampled.
+        sampled: rows that sampled a token, including rows of requests that had ended meanwhile.
+        worker_us: microseconds that the first rank spent on the step.
+        result_us, update_us, plan_us, post_us, emit_us: microseconds that the event loop spent on
+            reading the result from the ring, updating the scheduler, planning the step, posting
+            it, and emitting the text of the former step (the text of this step is emitted last, and
+            the time is not known yet when the step is recorded).
+    """
+
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    sampled: int
+    worker_us: int
+    result_us: int
+    update_us: int
+    plan_us: int
+    post_us: int
+    emit_us: int
+
+
+class StepLog:
+    """A ring of the last `LOG_LENGTH` steps, filled while `watched`."""
+
+    def __init__(self) -> None:
+        self.num_watchers = 0
+        # (step id, prefill, decode, plan and post seconds)
+        self._posted: deque[tuple[int, int, int, float, float]] = deque()
+        self._steps: deque[StepRecord] = deque(maxlen=LOG_LENGTH)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Records steps until the end of the block.
+
+        Blocks may overlap; when the last one ends, the log is emptied.
+        """
+        self.num_watchers += 1
+        try:
+            yield
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers:
+                self._posted.clear()
+                self._steps.clear()
+
+    def record_plan(self, plan: StepPlan, plan_s: float, post_s: float) -> None:
+        """Records a step that was posted."""
+        decodes = int(np.count_nonzero((plan.lengths == 1) & (plan.samples == 1)))
+        self._posted.append((plan.step_id, plan.num_tokens - decodes, decodes, plan_s, post_s))
+
+    def forget_posted(self) -> None:
+        """Forgets the posted steps: their results will not come."""
+        self._posted.clear()
+
+    def record_result(self, result: StepResult, update_s: float, emit_s: float) -> None:
+        """Records the end of a step. A step that was posted before the log was watched is left
+        out."""
+        if not self._posted or self._posted[0][0] != result.step_id:
+            return
+        step_id, prefills, decodes, plan_s, post_s = self._posted.popleft()
+        loop_us = (round(seconds * 1e6) for seconds in (update_s, plan_s, post_s, emit_s))
+        self._steps.append(
+            StepRecord(
+                step_id,
+                prefills,
+                decodes,
+                len(result.tokens),
+                result.busy_ns // 1000,
+                result.take_ns // 1000,
+                *loop_us,
+            )
+        )
+
+    def since(self, step_id: int) -> list[StepRecord]:
+        """Returns the kept steps that come after `step_id`, oldest first."""
+        return [step for step in self._steps if step.step_id > step_id]
+
 
 #: Upper bounds of buckets in seconds: for events that last about as long as a step, for a phase of
 #: a step on the event loop, for whole requests.
@@ -163,16 +259,13 @@ class EngineMetrics:
             count requests that ended by a stop or their length.
         phases: seconds that the event loop spent on each phase of a step, by the names of `PHASES`.
         timer: measures these phases.
-        constrained_rows: rows that were posted to be sampled under a mask.
-        mask_fill_time: seconds in which the masks of a step were filled, one value a step that has
-            constrained rows.
+        counts, observed: the counters and histograms of features, by name.
         is_serving: whether the workers execute steps.
         restarts: attempts to restart the workers after they died or hung.
         interrupted: requests that ran when the workers were lost.
         moved: requests that went on with another engine when this one died.
         violations: checks of the engine's records that failed.
         steps: the last steps one by one, while a client watches them.
-        expert_load: the tokens of each expert.
     """
 
     def __init__(self) -> None:
@@ -191,10 +284,9 @@ class EngineMetrics:
         self.request_generation_tokens = Histogram(_LENGTH_BOUNDS)
         self.phases = {phase: Histogram(_PHASE_BOUNDS) for phase in PHASES}
         self.timer = StepTimer()
-        self.constrained_rows = 0
-        self.mask_fill_time = Histogram(_PHASE_BOUNDS)
+        self.counts: Counter[str] = Counter()
+        self.observed: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(_PHASE_BOUNDS))
         self.steps = StepLog()
-        self.expert_load = ExpertLoad()
         self.is_serving = False
         self.restarts = 0
         self.interrupted = 0
@@ -250,6 +342,16 @@ class EngineMetrics:
         for request in list(self._open):
             self.end(request, reason)
 
+    # ---------------------------------------------------------------- features
+
+    def count(self, name: str, times: int = 1) -> None:
+        """Adds to a counter of a feature."""
+        self.counts[name] += times
+
+    def observe(self, name: str, value: float) -> None:
+        """Adds a value, in seconds, to a histogram of a feature."""
+        self.observed[name].add(value)
+
     # ---------------------------------------------------------------- steps
 
     def record_plan(self, plan: StepPlan, running: Sequence[Request]) -> None:
@@ -259,7 +361,7 @@ class EngineMetrics:
         plan_s, post_s = timer.plan.seconds, timer.post.seconds
         self.phases["plan"].add(plan_s)
         self.phases["post"].add(post_s)
-        if plan.admissions:
+        if plan.sections and plan.admissions:
             slots = plan.admissions.records["slot"].tolist()
             self.record_admissions(running, slots, timer.plan.ended)
         if self.steps.num_watchers:

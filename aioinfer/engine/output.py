@@ -15,23 +15,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from aioinfer.engine.beam_search import BeamRun
-from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.metrics import RequestTimes
+from aioinfer.features.logprobs.planning import TokenLogprob
+from aioinfer.features.masks.planning import constraint_of
+from aioinfer.features.pooled_states.planning import PromptPool
+from aioinfer.features.prompt_logprobs.planning import PromptScores
+from aioinfer.features.prompt_progress.planning import PromptProgress
+from aioinfer.features.token_states.planning import PromptStates
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.prompt_rows import (
-    PromptPool,
-    PromptProgress,
-    PromptScores,
-    PromptStates,
-)
 from aioinfer.scheduler.request import Finish, Request
-from aioinfer.text.constraints import Constraint
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.stops import StopStrings
 
@@ -123,7 +120,7 @@ class RequestOutput:
         request_id: for messages.
         prompt_token_ids: the prompt as the model sees it.
         params: the request's sampling parameters.
-        sequences: the n sequences, by index; one that stands for all beams of a beam search.
+        sequences: the n sequences, by index; of a beam search, the beams.
         stops: the search for the request's stop strings, which each sequence starts from scratch;
             None if it has none.
         on_abort: called with this object when the reader aborts the request; changes when the
@@ -135,15 +132,15 @@ class RequestOutput:
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        abort: Callable[[RequestOutput], None],
+        abort: Callable[[RequestOutput], None] | None = None,
     ):
-        """`abort` is the first `on_abort`."""
+        """`abort` is the first `on_abort`; it is set once an engine has the request."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.sequences: list[OutputSequence] = []
         self.stops = StopStrings(params.stop, params.include_stop) if params.stop else None
-        self.on_abort = abort
+        self.on_abort = abort or _not_queued
         self._queue: dict[int, Delta] = {}
         self._num_unfinished = params.n
         self._error: Exception | None = None
@@ -173,14 +170,12 @@ class RequestOutput:
     def prompt_scores(self) -> PromptScores | None:
         """The log-probabilities of the prompt's tokens, if they were requested. Complete with the
         first delta."""
-        rows = self.sequences[0].request.prompt_rows
-        return rows if isinstance(rows, PromptScores) else None
+        return self.sequences[0].request.use(PromptScores)
 
     @property
     def prompt_progress(self) -> PromptProgress | None:
         """How much of the prompt is computed, if that was requested."""
-        rows = self.sequences[0].request.prompt_rows
-        return rows if isinstance(rows, PromptProgress) else None
+        return self.sequences[0].request.use(PromptProgress)
 
     def report_progress(self) -> None:
         """Wakes the reader with a delta without tokens, since its prompt has advanced."""
@@ -190,10 +185,17 @@ class RequestOutput:
     def pooled(self) -> F32 | None:
         """The pooled hidden state of the prompt, float32 [hidden_size], or the hidden states of all
         tokens [P, hidden_size], if requested. Known with the first delta."""
-        rows = self.sequences[0].request.prompt_rows
-        if isinstance(rows, PromptStates):
-            return rows.states if rows.is_done else None
-        return rows.state if isinstance(rows, PromptPool) else None
+        request = self.sequences[0].request
+        if (states := request.use(PromptStates)) is not None:
+            return states.states if states.is_done else None
+        pool = request.use(PromptPool)
+        return None if pool is None else pool.state
+
+    def features(self, index: int) -> dict[str, Any]:
+        """Returns what features have found so far for a sequence, by the feature's name
+        (`Use.output`)."""
+        uses = self.sequences[index].request.uses
+        return {use.feature: found for use in uses if (found := use.output) is not None}
 
     @property
     def can_resume(self) -> bool:
@@ -202,8 +204,10 @@ class RequestOutput:
         return (
             params.beam_search is None
             and params.logprobs is None
+            and params.prompt_logprobs is None
+            and not params.reports_progress
             and not params.prompt_only
-            and self.sequences[0].request.prompt_rows is None
+            and not params.extra_args
         )
 
     @property
@@ -344,18 +348,21 @@ class RequestOutput:
         return self._queue.pop(next(iter(self._queue))).join()
 
 
+def _not_queued(_: RequestOutput) -> None:
+    """Aborts a request that no engine has yet."""
+
+
 class OutputSequence:
     """One sequence of a request's output: decodes its tokens, and finds stop strings.
 
     `times` has the times at which it was queued, scheduled and so on, once the engine has it.
-    `constraint` restricts its next tokens, or is None. `finish_reason` is set once it has ended:
-    "stop", "length", "abort" or "error". `search` is the beam search that it stands for, or None,
-    and `make_detokenizer` then makes one for each result, if there is text.
+    `finish_reason` is set once it has ended: "stop", "length", "abort" or "error". The tokens of a
+    beam (`is_beam`) are not emitted: the output of its search comes at the end.
     """
 
     __slots__ = (
-        "_detokenizer", "_min_tokens", "_num_output", "_stops", "constraint", "finish_reason",
-        "index", "make_detokenizer", "output", "request", "search", "times",
+        "_detokenizer", "_min_tokens", "_num_output", "_stops", "finish_reason", "index", "is_beam",
+        "output", "request", "times",
     )  # fmt: skip
 
     def __init__(
@@ -364,13 +371,10 @@ class OutputSequence:
         request: Request,
         output: RequestOutput,
         detokenizer: Detokenizer | None,
-        constraint: Constraint | None = None,
     ):
         """`request` is the scheduler's side of the sequence; without a `detokenizer` there is no
         text."""
-        self.constraint = constraint
-        self.search: BeamRun | None = None
-        self.make_detokenizer: Callable[[], Detokenizer] | None = None
+        self.is_beam = request.params.beam_search is not None
         self.index = index
         self.request = request
         self.output = output
@@ -384,13 +388,11 @@ class OutputSequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens that were passed on: the scheduler may know of more. Of a beam search, the length
-        of its beams."""
-        return self._num_output if self.search is None else self.request.num_output
+        """Tokens that were passed on: the scheduler may know of more. Of a beam, its length."""
+        return self.request.num_output if self.is_beam else self._num_output
 
     def generated(self) -> Sequence[int]:
-        """Returns the tokens that were passed on; for a beam search, the tokens of its first
-        beam."""
+        """Returns the tokens that were passed on."""
         start = self.request.prompt_len
         return self.request.tokens[start : start + self.num_output]
 
@@ -428,8 +430,8 @@ class OutputSequence:
             is_end = bool(tokens) and tokens[-1] in self.request.end_tokens
             finish = Finish(known.finish_reason, tokens[-1] if is_end else known.stop_reason)
             self.finish_reason = finish.reason
-        elif self.constraint is not None:
-            self.constraint.accept(tokens)
+        elif (constraint := constraint_of(self.request)) is not None:
+            constraint.accept(tokens)
         self.request.restore(tokens, known.num_cached or 0, finish)
         for number, token in enumerate(tokens, 1):
             self.append(token, None, finish if number == len(tokens) else None)

@@ -19,7 +19,13 @@ as its request has still to compute them: they are promised. So the requests of 
 common prefix follow the first one, until the engine has so many of them that the prefix is worth
 computing on another engine as well.
 
-`Frontend` is the only caller. Imports neither torch nor aiohttp.
+`relocate` moves the requests of a dead engine to the living ones. A request that has produced
+nothing is added there. One that has produced tokens is resumed by recompute: its tokens so far are
+recomputed, as after a preemption, and since the sampler's noise is a function of the request's seed
+and the position, its text goes on as it would have. All sequences of a request go to one engine,
+which the router picks by the tokens that are left to compute.
+
+`Frontend` is the only caller.
 """
 
 from __future__ import annotations
@@ -30,9 +36,12 @@ from dataclasses import dataclass
 from weakref import ref
 
 from aioinfer.cluster.cost import route_cost
+from aioinfer.config import SchedulerConfig
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import EngineDeadError
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.errors import EngineDeadError, OverloadedError
+from aioinfer.scheduler.request import Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
 
 #: Blocks promised by an engine; beyond that the oldest are forgotten. An entry takes about 100
@@ -160,4 +169,77 @@ def _is_void(owner: ref[Request]) -> bool:
     """Whether a request has computed its prompt (its blocks are in the pool's index then) or will
     not."""
     request = owner()
-    return request is None or request.prefill_step >= 0 or request.status is Status.FINISHED
+    return request is None or request.prefill_step >= 0 or request.status is RequestStatus.FINISHED
+
+
+def relocate(
+    dead: Engine, engines: Sequence[Engine], router: Router, limits: SchedulerConfig
+) -> tuple[int, int]:
+    """Moves the requests of `dead`, in the order in which it would have served them, as far as they
+    can be resumed and the queue of the living engines has room. Ends the other requests with an
+    error.
+
+    Returns how many requests were moved, and how many had to end.
+    """
+    num_requests = dead.num_requests
+    outputs: dict[RequestOutput, list[OutputSequence]] = {}
+    for sequence in dead.recovery.export_requests():
+        outputs.setdefault(sequence.output, []).append(sequence)
+    moved = 0
+    for output, sequences in outputs.items():
+        error = _find_obstacle(dead, engines, sequences, limits)
+        if error is not None:
+            dead.requests.fail(output, error)
+            continue
+        _move(dead, engines, router, sequences)
+        moved += 1
+    return moved, num_requests - moved
+
+
+def _move(
+    dead: Engine, engines: Sequence[Engine], router: Router, sequences: list[OutputSequence]
+) -> None:
+    """Moves the sequences of a request to the engine where they cost the least."""
+    first = sequences[0].request
+    longest = max(len(sequence.request.tokens) for sequence in sequences)
+    route = router.route(longest, first.block_hashes, len(sequences))
+    first.num_expected = min(route.num_tokens, first.prompt_len - 1)
+    dead.requests.export(sequences)
+    engines[route.engine].import_requests(sequences)
+    router.promise(route, first)
+
+
+def _find_obstacle(
+    dead: Engine,
+    engines: Sequence[Engine],
+    sequences: Sequence[OutputSequence],
+    limits: SchedulerConfig,
+) -> Exception | None:
+    """Returns why the sequences of a request cannot go to another engine, or None.
+
+    The bounds of the queue are the bounds for new requests (`api.admission`): of all living engines
+    together, with free slots as room beside `max_waiting_requests`.
+    """
+    living = [engine.scheduler for engine in engines if engine.state is not EngineState.DEAD]
+    cause = (dead.dead_reason or "").partition("\n")[0]  # without a traceback
+    first, count = sequences[0].request, len(sequences)
+    length, is_search = first.max_len, sequences[0].is_beam
+    if not all(
+        s.fits_forks(first.prompt_len, length, count) if is_search else s.fits(length)
+        for s in living
+    ):
+        return EngineDeadError(f"no engine that lives can hold the request: {cause}")
+    waiting = sum(scheduler.num_waiting for scheduler in living)
+    free_slots = sum(s.num_free_slots for s in living)
+    bound = limits.max_waiting_requests
+    if bound is not None and waiting + count > bound + free_slots:
+        return OverloadedError(f"{cause}; {waiting} requests wait on the engines that live")
+    tokens = sum(scheduler.num_waiting_tokens for scheduler in living)
+    more = count * first.prompt_len
+    if (
+        limits.max_waiting_tokens is not None
+        and tokens
+        and (tokens + more > limits.max_waiting_tokens)
+    ):
+        return OverloadedError(f"{cause}; {tokens} prompt tokens wait on the engines that live")
+    return None

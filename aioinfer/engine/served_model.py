@@ -1,23 +1,228 @@
-"""The model as the server's process sees it: tokenizer, format of messages, defaults, sizes.
+"""The model as the server's process sees it: tokenizer, format of messages, defaults, sizes, and
+how its hidden states become embeddings, scores and classes (`Pooling`).
 
 `Frontend` loads it in a thread while the workers load the weights.
+
+The workers return the pooled hidden state of a prompt, float32 and as it is; the rest is a few
+operations on one vector, done here: truncation, normalisation, the classification head.
+
+Which pooling a model was trained for stands in its folder, in the files that sentence-transformers
+writes: `modules.json`, the configuration of its pooling module (usually `1_Pooling/config.json`)
+and `config_sentence_transformers.json`. The section `[pooling]` of the configuration goes over
+them. Without any: the last token's state, normalised.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from aioinfer.checkpoint.source import resolve_model
-from aioinfer.config import Config, ModelConfig
-from aioinfer.engine.pooling import Pooling
-from aioinfer.errors import ConfigError
+from aioinfer.config import Config, ModelConfig, PoolingConfig
+from aioinfer.errors import ConfigError, RequestError
+from aioinfer.ipc.sections import F32
 from aioinfer.kernels.cpu_cache import compile_ahead
 from aioinfer.models.registry import load_model_config
+from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
+from aioinfer.text.json_file import read_json
 from aioinfer.text.message_parser import MessageFormat
 from aioinfer.text.tokenizer import Tokenizer
+
+#: The modes of sentence-transformers' pooling that are known here, by its configuration's names.
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+_NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+#: Modules that stand before pooling, or whose operations are done here.
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHead:
+    """The classification head of a checkpoint: maps the last token's state to classes.
+
+    Attributes:
+        weight: float32 [classes, hidden_size].
+        labels: the names of the classes.
+    """
+
+    weight: F32
+    labels: tuple[str, ...]
+
+    def logits(self, state: F32) -> F32:
+        """Returns float32 [classes] for a pooled state [hidden_size]."""
+        return self.weight @ state
+
+    def probabilities(self, state: F32) -> F32:
+        """Returns float32 [classes]: the softmax, or the sigmoid of a single class."""
+        logits = self.logits(state).astype(np.float64)
+        if len(logits) == 1:
+            return (1 / (1 + np.exp(-logits))).astype(np.float32)
+        powers = np.exp(logits - logits.max())
+        return (powers / powers.sum()).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a model pools.
+
+    Attributes:
+        kind: one of `sampling_params.POOLINGS`, or "all": a vector for each token.
+        normalize: whether embeddings have the length 1.
+        prompts: texts that are put before the embedded text, by name.
+        default_prompt: the name of the prompt that is used where none is named, or None.
+        obstacle: why the model cannot embed, or None.
+        head: the classification head, if the checkpoint has one.
+    """
+
+    kind: str = "last"
+    normalize: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    obstacle: str | None = None
+    head: ClassificationHead | None = None
+
+    @classmethod
+    def load(cls, folder: Path, config: PoolingConfig) -> Pooling:
+        """Reads a model's folder. Raises `ConfigError` if a file of it cannot be read."""
+        modules = _read_modules(folder)
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        kind, obstacle = _read_kind(folder, modules)
+        if unknown := [name for name in kinds if name not in _KNOWN_MODULES]:
+            obstacle = f"modules.json has modules that are not supported: {', '.join(unknown)}"
+        normalize = "Normalize" in kinds if modules else True
+        own = read_json(folder / "config_sentence_transformers.json")
+        prompts = own.get("prompts") or {}
+        return cls(
+            config.type or kind,
+            normalize if config.normalize is None else config.normalize,
+            {str(name): str(text) for name, text in prompts.items()},
+            own.get("default_prompt_name"),
+            obstacle if config.type is None else None,
+            _read_head(folder),
+        )
+
+    def params(self, kind: str | None = None, *, takes_all: bool = False) -> SamplingParams:
+        """Returns the parameters of a request that pools, in the model's way or in another.
+
+        Raises `RequestError` if the model cannot, or if there would be a vector for each token and
+        not `takes_all`.
+        """
+        if (kind or self.kind) == ALL_TOKENS and not takes_all:
+            raise RequestError(
+                "this would be a vector for each token (pooling all), which only /pooling and "
+                "/embedding return",
+                param="pooling",
+            )
+        if self.obstacle is not None and kind is None:
+            raise RequestError(
+                f"this model cannot embed: {self.obstacle}; pooling.type in the server's "
+                "configuration would set another way"
+            )
+        return SamplingParams(temperature=0, pooling=kind or self.kind)
+
+    def prompt(self, name: str | None) -> str:
+        """Returns the text that is put before the embedded text.
+
+        Raises `RequestError` for a name that the model does not have.
+        """
+        if name is None:
+            return self.prompts.get(self.default_prompt or "", "")
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise RequestError(
+                f"prompt_name is {name!r}; this model has {known}", param="prompt_name"
+            )
+        return self.prompts[name]
+
+    def prompt_of(self, *names: str) -> str:
+        """Returns the first prompt of these names that the model has, or its default."""
+        found = next((name for name in names if name in self.prompts), None)
+        return self.prompt(found)
+
+    @staticmethod
+    def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+        """Raises `RequestError` for a number of values that an embedding cannot have."""
+        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+            raise RequestError(
+                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
+            )
+
+    def embedding(
+        self, state: F32, dimensions: int | None = None, normalize: bool | None = None
+    ) -> F32:
+        """Returns the embedding of a pooled state, or of each of several [P, hidden_size]: its
+        first `dimensions` values, normalised."""
+        found = state if dimensions is None else state[..., :dimensions]
+        if self.normalize if normalize is None else normalize:
+            if found.ndim > 1:
+                lengths = np.linalg.norm(found, axis=1, keepdims=True)
+                return found / np.maximum(lengths, np.float32(1e-12))
+            return found / np.float32(max(float(np.linalg.norm(found)), 1e-12))
+        return found
+
+
+def cosine_similarity(one: F32, other: F32) -> float:
+    """Returns the cosine of the angle between two vectors."""
+    lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(one @ other) / max(lengths, 1e-12)
+
+
+def _read_modules(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Returns the list in `modules.json`; none without that file."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return ()
+    try:
+        modules = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise ConfigError(f"{file} must hold a list of modules")
+    return modules
+
+
+def _read_kind(folder: Path, modules: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """Returns how the model's pooling module pools, and why that cannot be done here, or None."""
+    path = next(
+        (str(m.get("path")) for m in modules if str(m.get("type")).endswith("Pooling")), "1_Pooling"
+    )
+    config = read_json(folder / path / "config.json")
+    wanted = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    if isinstance(mode := config.get("pooling_mode"), str):
+        wanted = [mode]
+    found = [_MODES.get(name) or _NAMES.get(name) for name in wanted]
+    if config.get("include_prompt") is False:
+        return "last", "its pooling leaves the prompt out (include_prompt)"
+    if len(found) > 1 or None in found:
+        return "last", f"its pooling is {' and '.join(wanted)}"
+    return (found[0] if found else None) or "last", None
+
+
+def _read_head(folder: Path) -> ClassificationHead | None:
+    """Returns the classification head of a checkpoint, or None if its architecture has none.
+
+    Raises `ConfigError` if its weights are not there.
+    """
+    config = read_json(folder / "config.json")
+    names = config.get("architectures") or [""]
+    if not str(names[0]).endswith("ForSequenceClassification"):
+        return None
+    from aioinfer.models.loader import read_tensor
+
+    weight = read_tensor(folder, "score.weight").float().numpy()
+    given = config.get("id2label") or {}
+    labels = (given.get(str(number), f"LABEL_{number}") for number in range(len(weight)))
+    return ClassificationHead(weight, tuple(labels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,14 +91,14 @@ class InlineExecutor:
 
     def _execute(self, plan: StepPlan) -> None:
         try:
-            result = self._worker.execute(plan, self._wait_for_masks).wait()
+            result = self._worker.runner.step(plan, self._wait_for_masks).wait()
         except Exception as error:
             self._call_on_loop(self._fail, _as_engine_error(error))
         else:
             self._call_on_loop(self._deliver, result)
 
     def _wait_for_masks(self, plan: StepPlan, count: int) -> I32:
-        """Implements `MaskSource` in the worker's thread."""
+        """Implements `worker.features.AwaitMessage` in the worker's thread."""
         step_id = self._masked.get()
         if step_id != plan.step_id:
             raise EngineDeadError(

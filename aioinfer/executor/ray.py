@@ -56,7 +56,7 @@ class RayExecutor(WorkerExecutor):
     ):
         super().__init__(config, folder, engine)
         self._find = find
-        self._placement: ray_cluster.Placement | None = None
+        self._placement: ray_cluster.RayPlacement | None = None
         self._placing: asyncio.Future[None] | None = None
         self._cancelled = threading.Event()
         self._has_joined = False

@@ -159,7 +159,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Placement:
+class RayPlacement:
     """Placement of the ranks: the resources that Ray holds for them until `release`.
 
     Attributes:
@@ -195,7 +195,7 @@ def part_sizes(group_size: int) -> list[int]:
 
 def place(
     config: Config, world_size: int, group_size: int, cancelled: threading.Event
-) -> Placement | None:
+) -> RayPlacement | None:
     """Returns a placement of all ranks, as soon as the cluster has room for it; attempts follow
     each other with growing delays. Returns None once `cancelled` is set.
 
@@ -249,7 +249,7 @@ def _reserve(count: int, size: int, resources: Mapping[str, float]) -> Placement
 
 def _start_actors(
     group: PlacementGroup, count: int, size: int, resources: Mapping[str, float]
-) -> Placement:
+) -> RayPlacement:
     """Returns the placement, with an actor in each bundle."""
     actor_class: Any = ray.remote(HostActor)
     actors = [
@@ -278,7 +278,7 @@ def _start_actors(
         node.actors.append(actor)
         if "GPU" in resources:
             node.devices += devices.split(",")
-    return Placement(group, list(nodes.values()))
+    return RayPlacement(group, list(nodes.values()))
 
 
 def _resources_text(resources: Mapping[str, float]) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from aioinfer.api.app import settle_process
 from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.server import HttpServer
-from aioinfer.cluster.reports import Load
+from aioinfer.cluster.reports import ReplicaLoad
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import EngineDeadError
@@ -65,7 +65,7 @@ class ReplicaServer:
 
     _reports: ReportServer
 
-    def load(self) -> Load:
+    def load(self) -> ReplicaLoad:
         """Returns the current load."""
         return self._reporter.load()
 

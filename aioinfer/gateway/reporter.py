@@ -2,21 +2,23 @@
 for each gateway.
 
 The reported hashes are the prefix cache's own: a block that is evicted is reported, and so is a
-block that holds generated tokens.
+block that holds generated tokens. Beside them goes the load of the schedulers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.cluster.reports import Load, Report, divided, encode
+from aioinfer.cluster.reports import ReplicaLoad, Report, divided, encode
 from aioinfer.engine.recovery import EngineState
-from aioinfer.scheduler.load import load_of, take_changes
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -45,10 +47,10 @@ class Reporter:
         self._readers: set[asyncio.Queue[bytes]] = set()
         self._pools: list[BlockPool] = []
         self._task: asyncio.Task[None] | None = None
-        self._last = Load()
+        self._last = ReplicaLoad()
         self._beat = 0.0
 
-    def load(self) -> Load:
+    def load(self) -> ReplicaLoad:
         """Returns the current load of the engines."""
         return load_of(engine.scheduler for engine in self._living())
 
@@ -184,3 +186,37 @@ class ReportServer:
         finally:
             self._reporter.unsubscribe(queue)
         return response
+
+
+def load_of(schedulers: Iterable[Scheduler]) -> ReplicaLoad:
+    """Returns the load of some schedulers, added up."""
+    total = [0] * len(ReplicaLoad.__struct_fields__)
+    for scheduler in schedulers:
+        pool, block_size = scheduler.kv_cache.leading_pool, scheduler.limits.block_size
+        values = (
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_prefill_tokens,
+            (pool.num_blocks - pool.num_free) * block_size,
+            scheduler.num_waiting_tokens,
+            pool.num_blocks * block_size,
+            scheduler.limits.max_num_seqs,
+        )
+        total = [one + other for one, other in zip(total, values, strict=True)]
+    return ReplicaLoad(*total)
+
+
+def take_changes(pools: Sequence[BlockPool]) -> tuple[list[bytes], list[bytes]]:
+    """Returns the changes of the prefix index since the last call (see `BlockPool.changed`): of the
+    hashes that have changed, the ones that any of the pools holds, and the ones that none holds any
+    more.
+
+    The pools are asked which hashes they hold, so the order of changes does not matter.
+    """
+    changed: set[bytes] = set()
+    for pool in pools:
+        if pool.changed:
+            changed |= pool.changed
+            pool.changed = set()
+    held = [h for h in changed if any(pool.has(h) for pool in pools)]
+    return held, list(changed.difference(held))

@@ -46,26 +46,7 @@ class ConstrainedRows(Section):
             `rows[i]` has mask i of the step's buffer.
     """
 
-    kind = 3
     rows: I32 = array(np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class ForcedTokens(Section):
-    """Tokens of running requests that the workers do not have, since they were not sampled: a
-    constraint left no choice. They are entered in the slots before the rows are computed.
-
-    Attributes:
-        slots, positions, tokens: int32 [E], `tokens[i]` is at `positions[i]` of `slots[i]`.
-        counted: int32 [E], 1 where penalties have to count the token, and 0 where it has been
-            sampled.
-    """
-
-    kind = 4
-    slots: I32 = array(np.int32)
-    positions: I32 = array(np.int32)
-    tokens: I32 = array(np.int32)
-    counted: I32 = array(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ copies, and decoding is views. A request is described once, by a record among `A
 takes a slot; after that a row of four integers a step names it, and its block tables grow by (row,
 index, block) triples. Sampled tokens never travel back to the workers: they keep them in the slot.
 
-Bounds. But for forced tokens, 256 KiB at most, no plan exceeds `MAX_PLAN_BYTES`, three quarters of
-the longest message of a ring of the usual size: the scheduler counts the bytes of the requests that
-it admits, and `max_sequence_tokens` limits how long a single request may be.
+Bounds. But for appended tokens, 256 KiB at most, and for the block tables of forks, 768 KiB, no
+plan exceeds `MAX_PLAN_BYTES`, three quarters of the longest message of a ring of the usual size:
+the scheduler counts the bytes of the requests that it admits, and `max_sequence_tokens` limits how
+long a single request may be.
 """
 
 from __future__ import annotations
@@ -21,19 +22,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from aioinfer.ipc.expert_tokens import ExpertTokens
-from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
-from aioinfer.ipc.prompt_rows import (
-    PooledRows,
-    PooledStates,
-    PromptLogprobRows,
-    PromptLogprobs,
-    TokenStateRows,
-    TokenStates,
-)
 from aioinfer.ipc.request_record import NO_ADMISSIONS, RECORD, Admission, Admissions, FreedSlots
-from aioinfer.ipc.requested_logprobs import RequestedLogprobRows, RequestedLogprobs
-from aioinfer.ipc.sections import F32, I32, Reader, Section, array, as_bytes, decode_sections
+from aioinfer.ipc.sections import F32, I32, ArrayReader, Section, as_bytes, decode_sections
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS
 
 __all__ = [
@@ -42,7 +32,6 @@ __all__ = [
     "Admission",
     "Admissions",
     "FreedSlots",
-    "Logprobs",
     "StepPlan",
     "StepResult",
 ]
@@ -63,12 +52,6 @@ ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 20, 12, 12
 
 _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)
-
-#: The sections that a plan may have. A new one is entered here.
-PLAN_SECTIONS: tuple[type[Section], ...] = (
-    Admissions, FreedSlots, ConstrainedRows, ForcedTokens, PromptLogprobRows, PooledRows,
-    TokenStateRows, RequestedLogprobRows,
-)  # fmt: skip
 
 
 def find_section(sections: Sequence[Section], kind: type[S]) -> S | None:
@@ -139,7 +122,8 @@ class StepPlan:
     @property
     def admissions(self) -> Admissions:
         """The requests that take a slot in this step; may be empty."""
-        return find_section(self.sections, Admissions) or NO_ADMISSIONS
+        found = find_section(self.sections, Admissions)
+        return NO_ADMISSIONS if found is None else found
 
     def section(self, kind: type[S]) -> S | None:
         """Returns the section of a class, or None."""
@@ -169,44 +153,16 @@ class StepPlan:
         """
         version, rows, growth, copies, sections, step_id = _PLAN_HEADER.unpack_from(message)
         _check_version(version, "plan")
-        reader = Reader(message, _PLAN_HEADER.size)
+        reader = ArrayReader(message, _PLAN_HEADER.size)
         slots, starts, lengths, samples = reader.take(4 * rows).reshape(4, rows)
         table_rows, table_indices, table_blocks = reader.take(3 * growth).reshape(3, growth)
         copy_groups, copy_sources, copy_targets = reader.take(3 * copies).reshape(3, copies)
         return cls(
             step_id, slots, starts, lengths, samples, table_rows, table_indices, table_blocks,
             copy_sources, copy_targets,
-            decode_sections(reader, sections, PLAN_SECTIONS, "plan") if sections else (),
+            decode_sections(reader, sections, "plan") if sections else (),
             copy_groups,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs(Section):
-    """Log-probabilities of a result's tokens, from the logits before the sampler changes them.
-
-    Attributes:
-        sampled: float32 [sampled], of the sampled tokens; NaN where not requested.
-        top_tokens: int32 [sampled, K] the likeliest tokens, likeliest first, -1 where not
-            requested; K may be 0.
-        top_logprobs: float32 [sampled, K], of `top_tokens`.
-    """
-
-    kind = 1
-    sampled: F32 = array(np.float32)
-    top_tokens: I32 = array(np.int32, ndim=2)
-    top_logprobs: F32 = array(np.float32, ndim=2)
-
-
-#: The sections that a result may have. A new one is entered here.
-RESULT_SECTIONS: tuple[type[Section], ...] = (
-    Logprobs,
-    PromptLogprobs,
-    PooledStates,
-    TokenStates,
-    RequestedLogprobs,
-    ExpertTokens,
-)
 
 
 @dataclass(slots=True)
@@ -228,11 +184,6 @@ class StepResult:
     sections: Sequence[Section] = ()
     busy_ns: int = 0
     take_ns: int = 0
-
-    @property
-    def logprobs(self) -> Logprobs | None:
-        """The log-probabilities, if any row has them."""
-        return find_section(self.sections, Logprobs)
 
     def section(self, kind: type[S]) -> S | None:
         """Returns the section of a class, or None."""
@@ -259,9 +210,9 @@ class StepResult:
         version, sampled, sections, step_id, busy_ns = _RESULT_HEADER.unpack_from(message)
         _check_version(version, "result")
         # one copy of all: the arrays are views into it, and not into the ring
-        reader = Reader(bytes(message), _RESULT_HEADER.size)
+        reader = ArrayReader(bytes(message), _RESULT_HEADER.size)
         tokens = reader.take(sampled)
-        found = decode_sections(reader, sections, RESULT_SECTIONS, "result") if sections else ()
+        found = decode_sections(reader, sections, "result") if sections else ()
         return cls(step_id, tokens, found, busy_ns)
 
 

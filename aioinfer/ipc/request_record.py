@@ -40,7 +40,6 @@ RECORD_WORDS = RECORD.itemsize // 4
 #: The index of each field in a record of int32.
 WORD = {name: index for index, name in enumerate(RECORD.names or ())}
 
-_LOGPROBS = [each.name for each in _CROSSING].index("logprobs")
 _parameters_of = attrgetter(*(each.name for each in _CROSSING))
 
 
@@ -57,8 +56,6 @@ class Admission:
             workers.
         seed: the low 64 bits, with the position, key the noise of sampling.
         banned_until_min_tokens: the token ids that may not be sampled before `params.min_tokens`.
-        num_candidates: of the likeliest tokens, how many the results bring for a beam search; 0
-            leaves that to `params.logprobs`.
     """
 
     slot: int
@@ -67,7 +64,6 @@ class Admission:
     params: SamplingParams
     seed: int = 0
     banned_until_min_tokens: Collection[int] = ()
-    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,6 @@ class Admissions(Section):
             into.
     """
 
-    kind = 1
     records: npt.NDArray[np.void] = array(RECORD)
     tokens: I32 = array(np.int32)
     bias_ids: I32 = array(np.int32)
@@ -151,8 +146,24 @@ class FreedSlots(Section):
         slots: int32 [V].
     """
 
-    kind = 2
     slots: I32 = array(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedTokens(Section):
+    """Tokens of running requests that the workers do not have, since they were not sampled. They
+    are entered in the slots before the rows are computed.
+
+    Attributes:
+        slots, positions, tokens: int32 [E], `tokens[i]` is at `positions[i]` of `slots[i]`.
+        counted: int32 [E], 1 where penalties have to count the token, and 0 where it has been
+            sampled.
+    """
+
+    slots: I32 = array(np.int32)
+    positions: I32 = array(np.int32)
+    tokens: I32 = array(np.int32)
+    counted: I32 = array(np.int32)
 
 
 @dataclass(slots=True)
@@ -212,11 +223,6 @@ class AdmissionPacker:
         )
         banned_until = admission.prompt_len + params.min_tokens if banned else 0
         self._bias_values.add(biases, biases.values())
-        crossing = [-1 if value is None else value for value in _parameters_of(params)]
-        if admission.num_candidates:
-            crossing[_LOGPROBS] = admission.num_candidates
-        elif params.requests_tokens:  # the likeliest come by `ipc.requested_logprobs`
-            crossing[_LOGPROBS] = 0
         self._records.append(
             (
                 admission.slot,
@@ -227,7 +233,7 @@ class AdmissionPacker:
                 *self._bias_ids.add(biases, biases.keys()),
                 *self._banned.add(banned, banned),
                 banned_until,
-                *crossing,
+                *_parameters_of(params),
             )
         )
 

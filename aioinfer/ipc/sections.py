@@ -1,25 +1,25 @@
 """The optional parts of a plan or a result, and how messages are read.
 
-A feature that needs more than the fixed part of a message declares a `Section`: a dataclass of
-arrays with a number of its own, entered in the message's tuple of known sections (`ipc.plan`).
-Encoding and decoding follow from the declaration:
+A step feature (`aioinfer.features`) that needs more than the fixed part of a message declares a
+`Section`: a dataclass of arrays. Encoding and decoding follow from the declaration:
 
     @dataclass(frozen=True, slots=True)
     class Logprobs(Section):
-        kind = 1
         sampled: F32 = array(np.float32)
         top_tokens: I32 = array(np.int32, ndim=2)
         top_logprobs: F32 = array(np.float32, ndim=2)
 
 Wire form of a section, in units of 4 bytes: its kind; the shape of each array, in the order of the
 declaration; then the arrays themselves, in the same order. Every dtype is a multiple of 4 bytes.
+The kind is a hash of the class's name, so that no number has to be given out: both sides of a ring
+have imported the same features.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import zlib
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -34,7 +34,7 @@ def array(dtype: npt.DTypeLike, *, ndim: int = 1) -> Any:
     return dataclasses.field(metadata={"dtype": np.dtype(dtype), "ndim": ndim})
 
 
-class Reader:
+class ArrayReader:
     """Takes arrays one after the other from a message. They are views into it."""
 
     def __init__(self, message: bytes | bytearray | memoryview, offset: int):
@@ -57,10 +57,22 @@ class Section:
     """An optional part of a message.
 
     Attributes:
-        kind: the number of the section in a message; never used for another section.
+        kind: the number of the section in a message: 31 bits of a hash of its class's name.
     """
 
     kind: ClassVar[int]
+    _kinds: ClassVar[dict[int, type[Section]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Enters the class among the sections that messages may have. Raises TypeError if another
+        class has the same hash."""
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        cls.kind = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        other = Section._kinds.get(cls.kind)
+        # `dataclass(slots=True)` makes a second class of the same name, which counts
+        if other is not None and f"{other.__module__}.{other.__qualname__}" != name:
+            raise TypeError(f"sections {name} and {other.__qualname__} have one hash: rename one")
+        Section._kinds[cls.kind] = cls
 
     def encode(self) -> list[memoryview]:
         """Returns the buffers that make up the section, to be written one after the other."""
@@ -69,7 +81,7 @@ class Section:
         return [as_bytes(part) for part in (head, *arrays) if part.size]
 
     @classmethod
-    def decode(cls, reader: Reader) -> Self:
+    def decode(cls, reader: ArrayReader) -> Self:
         """Reads a section behind its kind; arrays are views into the message."""
         declared = [each.metadata for each in dataclasses.fields(cls)]
         sizes = iter(reader.take(sum(each["ndim"] for each in declared)).tolist())
@@ -87,24 +99,21 @@ def as_bytes(part: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 
-def decode_sections(
-    reader: Reader, count: int, known: Sequence[type[Section]], message: str
-) -> list[Section]:
+def decode_sections(reader: ArrayReader, count: int, message: str) -> list[Section]:
     """Reads `count` sections of a message.
 
     Args:
-        known: the sections that such a message may have.
         message: the name of the message, for errors.
 
     Raises:
-        ValueError: a section is of a kind that is not known.
+        ValueError: a section is of a kind that no imported class has.
     """
     found: list[Section] = []
     for _ in range(count):
         kind = int(reader.take(1)[0])
-        section = next((each for each in known if each.kind == kind), None)
+        section = Section._kinds.get(kind)
         if section is None:
-            names = ", ".join(f"{each.kind} ({each.__name__})" for each in known)
+            names = ", ".join(sorted(each.__name__ for each in Section._kinds.values()))
             raise ValueError(f"a {message} with a section of kind {kind}; known are {names}")
         found.append(section.decode(reader))
     return found

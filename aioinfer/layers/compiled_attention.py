@@ -36,7 +36,7 @@ class CompiledAttention(TorchAttention):
     """
 
     def __init__(self, shape: AttentionShape, group: int, cache: KVCache, rotary: RotaryTable):
-        from aioinfer.kernels.cpu_attention import Task, compile_kernel
+        from aioinfer.kernels.cpu_attention import AttentionTask, compile_kernel
         from aioinfer.kernels.cpu_team import process_team
 
         super().__init__(shape, group)
@@ -46,8 +46,8 @@ class CompiledAttention(TorchAttention):
         self._cos_sin = rotary.cos_sin
         self._shared = shape.num_heads // shape.num_kv_heads
         self._threads = torch.get_num_threads()
-        self._task = (ctypes.c_int64 * len(Task))()
-        self._task[Task.KEYS : Task.NEXT] = [
+        self._task = (ctypes.c_int64 * len(AttentionTask))()
+        self._task[AttentionTask.KEYS : AttentionTask.NEXT] = [
             cache.keys.data_ptr(), cache.values.data_ptr(), shape.num_kv_heads, self._shared,
             shape.head_size, cache.keys.shape[1], shape.window or 0,
             struct.unpack("i", struct.pack("f", shape.scale))[0],

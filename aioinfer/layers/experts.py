@@ -30,7 +30,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.router import Router
+from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import NamedShards, WeightShard
 from aioinfer.layers.step import Step
 
@@ -129,7 +129,7 @@ class MixtureMLP:
 
     def __init__(
         self,
-        router: Router,
+        router: ExpertRouter,
         experts: Sequence[Expert],
         placed: PlacedExperts,
         shared: SharedExpert | None,

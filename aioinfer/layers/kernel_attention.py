@@ -34,7 +34,7 @@ def supports(shape: AttentionShape, block_size: int) -> bool:
     return shape.head_size in HEAD_SIZES and block_size in BLOCK_SIZES
 
 
-class StepPlan(Protocol):
+class AttentionPlan(Protocol):
     """The plan of a step that layers of another kind of attention share."""
 
     def fill(self, step: Step) -> None:
@@ -42,7 +42,7 @@ class StepPlan(Protocol):
         ...
 
 
-_Plan = TypeVar("_Plan", bound=StepPlan)
+_Plan = TypeVar("_Plan", bound=AttentionPlan)
 
 
 class AttentionPlans:

@@ -44,7 +44,7 @@ from aioinfer.layers.mixture_shape import Routing
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.router import Router
+from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 
@@ -72,7 +72,7 @@ class KernelMixtureMLP(MixtureMLP):
 
     def __init__(
         self,
-        router: Router,
+        router: ExpertRouter,
         stacked: StackedExperts,
         placed: PlacedExperts,
         shared: SharedExpert | None,

@@ -15,8 +15,8 @@ from aioinfer.kernels.decode_plan import plan_decode
 from aioinfer.kernels.latent_attention import latent_decode, make_latent_workspace
 from aioinfer.kernels.latent_cache import latent_cache
 from aioinfer.kernels.latent_prefill import (
+    ContextSegment,
     PrefillState,
-    Segment,
     latent_prefill,
     plan_segments,
     tile_config,
@@ -70,13 +70,13 @@ class LatentPlans:
             shape.num_heads, shape.latent_size, cache, programs=programs
         )
         self.state = PrefillState.empty(tokens, shape.num_heads, shape.value_size, device)
-        self.segments: list[Segment] = []
+        self.segments: list[ContextSegment] = []
         self.config = tile_config(cache.element_size())
         numbers = shape.num_heads * (shape.plain_size + shape.value_size)
         self.expanded = torch.empty(segment_size(shape), numbers, dtype=dtype, device=device)
 
     def fill(self, step: Step) -> None:
-        """See `StepPlan`."""
+        """See `AttentionPlan`."""
         num_decodes, host = step.num_decodes, step.host
         assert num_decodes is not None
         plan_decode(self.workspace, step.inputs.seq_lens[:num_decodes])
@@ -181,7 +181,12 @@ class KernelLatentAttention:
         expansion.values_of(sums, out)
 
     def _attend_segment(
-        self, queries: torch.Tensor, step: Step, number: int, segment: Segment, out: torch.Tensor
+        self,
+        queries: torch.Tensor,
+        step: Step,
+        number: int,
+        segment: ContextSegment,
+        out: torch.Tensor,
     ) -> None:
         """Expands the latents of a segment of the longer rows' context, and attends to it."""
         shape, plans = self._shape, self._plans
@@ -193,7 +198,7 @@ class KernelLatentAttention:
             plain_size=shape.plain_size, scale=shape.scale, config=plans.config, pdl=self._pdl,
         )  # fmt: skip
 
-    def _slots(self, step: Step, number: int, segment: Segment) -> torch.Tensor:
+    def _slots(self, step: Step, number: int, segment: ContextSegment) -> torch.Tensor:
         """Returns where in the cache the tokens of a segment are, int64 [S]; computed once for all
         layers of the KV group."""
         memo = KernelLatentAttention, self._group, number

@@ -19,7 +19,7 @@ from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.part_maker import PartMaker
 from aioinfer.layers.placed_experts import PlacedExperts
-from aioinfer.layers.router import Router
+from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard, Source, StackIndex
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def make_mixture(
     if _takes_stacked(make.backend, routing, placed.channels, activation):
         stacked = _stacked_experts(make, here, placed.channels)
         return _kernel_mixture(make, f"{name}.gate", routing, stacked, placed, of_all, norm)
-    router = Router(f"{name}.gate", routing, make.hidden_size, make.backend)
+    router = ExpertRouter(f"{name}.gate", routing, make.hidden_size, make.backend)
     experts = [_make_expert(make, modules, placed.channels, activation) for modules in here]
     return make.made.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
 
@@ -90,7 +90,7 @@ def make_biased_mixture(
     if takes_stacked:
         stacked = _stacked_biased_experts(make, here, channels, swiglu)
         return _kernel_mixture(make, f"{name}.router", routing, stacked, placed, None, norm)
-    router = Router(f"{name}.router", routing, make.hidden_size, make.backend)
+    router = ExpertRouter(f"{name}.router", routing, make.hidden_size, make.backend)
     experts = [_make_biased_expert(make, places, channels, swiglu) for places in here]
     return make.made.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
 
@@ -208,6 +208,6 @@ def _kernel_mixture(
     from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
     backend = make.backend
-    router = Router(router_name, routing, make.hidden_size, backend, backend.dtype)
+    router = ExpertRouter(router_name, routing, make.hidden_size, backend, backend.dtype)
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
     return make.made.keep(kind(router, stacked, placed, shared, norm, backend))

@@ -46,7 +46,7 @@ class ExpertCounter:
 
     Attributes:
         layer: the number of the layer in the model.
-        experts, ranks: of each place; see `ipc.expert_tokens.ExpertTokens`.
+        experts, ranks: of each place; see `features.expert_load.sections.ExpertTokens`.
         tokens: int32 [places], since they were last reported; modulo 2 ** 32.
     """
 

@@ -33,7 +33,7 @@ def router_skew(routing: Routing) -> tuple[int, float] | None:
     return preferred, normal.inv_cdf(half / others) / normal.inv_cdf(half / preferred)
 
 
-class Router:
+class ExpertRouter:
     """Selects the experts of each token, in float32; the same on every rank. Of equal scores the
     expert with the lower number is taken.
 

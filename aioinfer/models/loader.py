@@ -25,7 +25,7 @@ _CACHE_SCALES = (
     ".v_proj.output_scale", ".q_proj.output_scale", ".prob_output_scale",
 )  # fmt: skip
 #: Tensors that not every model needs which may have them: a head that is tied, and a classification
-#: head (see `engine.pooling`).
+#: head (see `engine.served_model`).
 _OTHERS = ("lm_head.weight", "score.weight")
 _COMPUTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The types of tensors that are taken as they are, by their names in safetensors files.

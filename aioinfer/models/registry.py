@@ -51,7 +51,7 @@ FAMILIES = {
 }
 
 
-class ModelConfig(Protocol):
+class CausalLMConfig(Protocol):
     """Fields of a model's configuration that the engine and the worker read; see
     `DecoderConfig`."""
 
@@ -74,7 +74,7 @@ class ModelConfig(Protocol):
 
 def load_model_config(
     folder: Path, *, trust_remote_code: bool = False, quantization: str = "auto"
-) -> ModelConfig:
+) -> CausalLMConfig:
     """Reads `config.json` of a model folder.
 
     Args:

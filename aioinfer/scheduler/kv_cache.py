@@ -34,8 +34,7 @@ from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
-from aioinfer.scheduler.block_pool import BlockPool
-from aioinfer.scheduler.prefix_cache import MIN_COPIED_TOKENS, PartialBlocks, extend_hashes
+from aioinfer.scheduler.block_pool import MIN_COPIED_TOKENS, BlockPool, PartialBlocks, extend_hashes
 from aioinfer.scheduler.request import NULL_BLOCK, Request
 
 
@@ -164,16 +163,15 @@ class KVCacheManager:
         """Whether a request's block tables can get `count` more blocks."""
         return all(pool.num_free >= count for pool in self.pools)
 
-    def fits_beams(self, prompt_len: int, num_tokens: int, width: int) -> bool:
-        """Whether `width` beams of `num_tokens` tokens could run if they were alone."""
+    def fits_forks(self, prompt_len: int, num_tokens: int, count: int) -> bool:
+        """Whether `count` sequences of one prompt, each of `num_tokens` tokens, could run if they
+        were alone. They share the full blocks of the prompt, unless some of these may be gone
+        behind a window."""
+        shared = 0 if self._windows else prompt_len // self._block_size
+        peaks = self._peaks(num_tokens)
         return all(
-            own + beside <= pool.num_blocks
-            for pool, own, beside in zip(
-                self.pools,
-                self._peaks(num_tokens),
-                self._peaks_beside(prompt_len, num_tokens, width - 1),
-                strict=True,
-            )
+            peak + (count - 1) * (peak - shared) <= pool.num_blocks
+            for pool, peak in zip(self.pools, peaks, strict=True)
         )
 
     def can_admit(self, prefix: Prefix, num_tokens: int) -> bool:
@@ -188,29 +186,10 @@ class KVCacheManager:
             for pool, taken in zip(self.pools, self._taken(prefix, num_tokens), strict=True)
         )
 
-    def can_admit_beams(self, prefix: Prefix, leader: Request, num_others: int) -> bool:
-        """Whether the leader of a search, which begins with `prefix`, and its other beams find free
-        blocks, including the blocks of their next token."""
-        num_tokens = min(leader.total + 1, leader.max_len - 1)
-        beside = self._peaks_beside(leader.prompt_len, num_tokens, num_others)
-        return all(
-            taken + more <= pool.num_free
-            for pool, taken, more in zip(
-                self.pools, self._taken(prefix, leader.total), beside, strict=True
-            )
-        )
-
     def _peaks(self, num_tokens: int) -> list[int]:
         """Returns the most blocks of each group that a request owns at once."""
         size, chunk = self._block_size, self._max_chunk
         return [group.max_blocks(num_tokens, size, chunk) for group in self.groups]
-
-    def _peaks_beside(self, prompt_len: int, num_tokens: int, num_others: int) -> list[int]:
-        """Returns the most blocks of each group that the other beams of a search own at once,
-        beside the leader's blocks. They share the full blocks of the prompt, unless some of these
-        may be gone behind a window."""
-        shared = 0 if self._windows else prompt_len // self._block_size
-        return [num_others * (peak - shared) for peak in self._peaks(num_tokens)]
 
     def _taken(self, prefix: Prefix, num_tokens: int) -> list[int]:
         """Returns how many free blocks of each group a request that begins with `prefix` takes."""
@@ -334,15 +313,16 @@ class KVCacheManager:
         """Returns the longest prefix of a request's known tokens that all groups have cached.
 
         It leaves at least one token to compute, since that token's logits are needed, and all
-        tokens that have requested outputs of their prompt rows.
+        tokens whose rows a feature needs.
         """
         if not self.prefix_caching:
             return self.no_prefix()
         hashes = request.block_hashes
         extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
         longest = request.total - 1
-        if request.prompt_rows is not None:
-            longest = min(longest, request.prompt_rows.max_prefix())
+        for use in request.uses:
+            if use.max_cached is not None:
+                longest = min(longest, use.max_cached)
         length = self._hit_length(hashes[: longest // self._block_size])
         blocks = []
         for group, pool in zip(self.groups, self.pools, strict=True):

@@ -6,35 +6,33 @@ budget, the bytes of admissions by `admitted_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 
-from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
-from aioinfer.ipc.prompt_rows import (
-    MAX_STATE_BYTES,
-    PooledRows,
-    PromptLogprobRows,
-    TokenStateRows,
+from aioinfer.ipc.request_record import (
+    RECORD,
+    Admission,
+    AdmissionPacker,
+    AppendedTokens,
+    FreedSlots,
 )
-from aioinfer.ipc.request_record import RECORD, Admission, AdmissionPacker, FreedSlots
-from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance
-from aioinfer.scheduler.prompt_rows import (
-    PromptPool,
-    PromptProgress,
-    PromptScores,
-    PromptStates,
-)
 from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
 from aioinfer.scheduler.step_time import StepWork
+from aioinfer.scheduler.steps import Row
+
+_place = attrgetter("place")
 
 #: A request is sent whole when it is admitted. A plan takes admissions up to so many bytes (one
 #: admission at least), and the next request waits for the next plan: encoding and copying a plan is
 #: not to delay the step.
 MAX_ADMITTED_BYTES = 4 * 2**20
+#: The place of a row that samples no token, while a plan is built.
+UNSAMPLED = -(2**31)
 
 
 class PlanBuilder:
@@ -47,12 +45,8 @@ class PlanBuilder:
         budget_left: tokens that the step may still compute.
         admitted_bytes: bytes that admissions take so far, the growth of their block tables
             included.
-        has_beams: whether there are rows of beams.
-        scored: of each row in `PromptLogprobRows`, its request, its first token, and how many
-            tokens are scored.
-        pooled: the requests that the step brings pooled states for, in the order of its result.
-        stated: of each row in `TokenStateRows`, as `scored`.
-        advanced: the requests that progress is reported for, each with the end of its row.
+        rows: the rows that concern features, by the feature's name; complete by
+            `feature_rows`.
     """
 
     def __init__(self, step_id: int, budget: int, prefill: PrefillAllowance, max_num_seqs: int):
@@ -60,24 +54,17 @@ class PlanBuilder:
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.admitted_bytes = 0
-        self.has_beams = False
+        self.rows: dict[str, list[Row]] = {}
         self._prefill = prefill
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
         self._prefills: list[Request] = []
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
+        self._num_sampled = 0  # of the prefills
         self._growth: list[tuple[int, int, int]] = []
         self._copies: list[tuple[int, int, int]] = []
-        self._forced: list[tuple[int, int, int, int]] = []
-        self._packer = AdmissionPacker()
-        self.scored: list[tuple[PromptScores, int, int]] = []
-        self.pooled: list[PromptPool] = []
-        self.stated: list[tuple[PromptStates, int, int]] = []
-        self.advanced: list[tuple[PromptProgress, int]] = []
-        self._state_bytes_left = MAX_STATE_BYTES
-        self._scored_rows: list[tuple[int, int, int]] = []
-        self._stated_rows: list[tuple[int, int]] = []
-        self._pooled_rows: list[tuple[int, int, int]] = []
+        self._appended: list[tuple[int, int, int, int]] = []
+        self._packer: AdmissionPacker | None = None
         self._tokens_of_group: dict[ForkGroup, I32] = {}
 
     @property
@@ -106,14 +93,6 @@ class PlanBuilder:
         self.budget_left -= granted
         return granted
 
-    def bounded(self, request: Request, wanted: int) -> int:
-        """Returns how many of `wanted` tokens of a request the step may compute: hidden states of
-        its tokens must fit into the result."""
-        rows = request.prompt_rows
-        if not isinstance(rows, PromptStates):
-            return wanted
-        return min(wanted, self._state_bytes_left // rows.token_bytes)
-
     def add_row(self, request: Request, start: int, length: int, samples: bool) -> None:
         """Adds the row of a request: `length` tokens from position `start`."""
         if length == 1 and samples:
@@ -122,26 +101,32 @@ class PlanBuilder:
         else:
             self._prefills.append(request)
             self._prefill_rows.append((start, length, int(samples)))
+            self._num_sampled += samples
 
-    def add_prompt_row(self, request: Request, start: int, end: int) -> None:
-        """Notes that a row which was added has outputs of its own: see `Request.prompt_rows`."""
-        rows = request.prompt_rows
-        if isinstance(rows, PromptScores):
-            if (count := rows.count(start, end)) > 0:
-                self.scored.append((rows, start, count))
-                self._scored_rows.append((request.slot, count, rows.num_top))
-        elif isinstance(rows, PromptStates):
-            if (count := rows.count(start, end)) > 0:
-                self.stated.append((rows, start, count))
-                self._stated_rows.append((request.slot, count))
-                self._state_bytes_left -= count * rows.token_bytes
-        elif isinstance(rows, PromptProgress):
-            self.advanced.append((rows, end))
-        elif rows is not None and rows.wants(end):
-            ends = end >= rows.prompt_len
-            self._pooled_rows.append((request.slot, rows.number, int(ends)))
-            if ends:
-                self.pooled.append(rows)
+    def add_uses(self, request: Request, start: int, end: int, samples: bool) -> None:
+        """Notes the features that the row which was added last concerns."""
+        if end - start == 1 and samples:
+            place = len(self._decodes) - 1
+        else:  # sampled rows come behind all decodes, and are counted from -1 downwards
+            place = -self._num_sampled if samples else UNSAMPLED
+        for use in request.uses:
+            if use.covers(start, end, samples):
+                row = Row(request, use, start, end, place)
+                self.rows.setdefault(use.feature, []).append(row)
+
+    def feature_rows(self) -> Mapping[str, Sequence[Row]]:
+        """Returns the rows that concern features by the feature's name, each feature's in the
+        order of their places. Called once all rows are planned."""
+        if not self._prefills:
+            return self.rows
+        first = len(self._decodes) - 1
+        for rows in self.rows.values():
+            for index, row in enumerate(rows):
+                if row.place < 0:
+                    place = -1 if row.place == UNSAMPLED else first - row.place
+                    rows[index] = row._replace(place=place)
+            rows.sort(key=_place)
+        return self.rows
 
     def work(self) -> StepWork:
         """Returns the work of the step: counts of its tokens and keys."""
@@ -159,6 +144,8 @@ class PlanBuilder:
     def admission_bytes(self, request: Request, table_entries: int) -> int:
         """Returns the bytes that the admission of a request adds to the plan, if its block tables
         have `table_entries` entries in all."""
+        if self._packer is None:
+            self._packer = AdmissionPacker()
         size = RECORD.itemsize + GROWTH_BYTES * table_entries
         size += self._packer.bytes_of_lists(request.params, _banned_tokens(request))
         shared = request.group in self._tokens_of_group and not request.num_output
@@ -177,11 +164,11 @@ class PlanBuilder:
         else:
             tokens = np.array(memoryview(request.tokens), np.int32)
             self._tokens_of_group[request.group] = tokens
-        candidates = 0 if request.beams is None else request.beams.num_candidates
+        assert self._packer is not None, "`admission_bytes` comes first"
         self._packer.add(
             Admission(
                 request.slot, tokens, request.prompt_len, request.params, request.seed,
-                _banned_tokens(request), candidates,
+                _banned_tokens(request),
             )
         )  # fmt: skip
 
@@ -201,26 +188,23 @@ class PlanBuilder:
         """Sends one entry of a request's block table in a group."""
         self._growth.append((group * self._max_num_seqs + request.slot, index, block))
 
-    def force(self, request: Request, first: int, count: int, num_sampled: int) -> None:
+    def append(self, request: Request, first: int, count: int, num_sampled: int) -> None:
         """Sends `count` known tokens of a running request from position `first` on; the first
         `num_sampled` of them have been sampled as well."""
         tokens = request.tokens[first : first + count]
         for place, token in enumerate(tokens):
             counted = int(place >= num_sampled)
-            self._forced.append((request.slot, first + place, token, counted))
+            self._appended.append((request.slot, first + place, token, counted))
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Adds the copy of a KV block of a group, made before the step computes anything."""
         self._copies.append((group, source, target))
 
     def to_plan(
-        self,
-        freed_slots: Sequence[int] = (),
-        constrained: Sequence[int] = (),
-        requested: RequestedLogprobRows | None = None,
+        self, freed_slots: Sequence[int] = (), sections: Sequence[Section] = ()
     ) -> StepPlan:
-        """Returns the plan as flat arrays. `freed_slots`, `constrained`: see `FreedSlots` and
-        `ConstrainedRows`."""
+        """Returns the plan as flat arrays. `freed_slots`: see `FreedSlots`; `sections`: of
+        features."""
         decodes, prefills = len(self._decodes), len(self._prefills)
         rows = np.ones((4, decodes + prefills), np.int32)
         rows[0] = [r.slot for r in self._decodes] + [r.slot for r in self._prefills]
@@ -229,36 +213,17 @@ class PlanBuilder:
             rows[1:, decodes:] = np.array(self._prefill_rows, np.int32).T
         table_rows, table_indices, table_blocks = _columns(self._growth, 3)
         copy_groups, copy_sources, copy_targets = _columns(self._copies, 3)
+        core: list[Section] = []
+        if freed_slots:
+            core.append(FreedSlots(np.array(freed_slots, np.int32)))
+        if self._packer is not None and len(self._packer):
+            core.append(self._packer.pack())
+        if self._appended:
+            core.append(AppendedTokens(*_columns(self._appended, 4)))
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
-            table_blocks, copy_sources, copy_targets,
-            self._sections(freed_slots, constrained, requested), copy_groups,
+            table_blocks, copy_sources, copy_targets, [*core, *sections], copy_groups,
         )  # fmt: skip
-
-    def _sections(
-        self,
-        freed_slots: Sequence[int],
-        constrained: Sequence[int],
-        requested: RequestedLogprobRows | None,
-    ) -> Sequence[Section]:
-        sections: list[Section] = []
-        if freed_slots:
-            sections.append(FreedSlots(np.array(freed_slots, np.int32)))
-        if self._packer:
-            sections.append(self._packer.pack())
-        if self._forced:
-            sections.append(ForcedTokens(*_columns(self._forced, 4)))
-        if constrained:
-            sections.append(ConstrainedRows(np.array(constrained, np.int32)))
-        if self._scored_rows:
-            sections.append(PromptLogprobRows(*_columns(self._scored_rows, 3)))
-        if self._pooled_rows:
-            sections.append(PooledRows(*_columns(self._pooled_rows, 3)))
-        if self._stated_rows:
-            sections.append(TokenStateRows(*_columns(self._stated_rows, 2)))
-        if requested is not None:
-            sections.append(requested)
-        return sections
 
 
 def _banned_tokens(request: Request) -> frozenset[int]:

@@ -104,6 +104,10 @@ class PrefillAllowance:
         return wanted
 
 
+#: Of a step without prompts; it has nothing to be taken, and never changes.
+NO_PREFILL = PrefillAllowance(0)
+
+
 class PrefillPacing:
     """Learns how long the steps of one scheduler take, and bounds their prefill by it.
 

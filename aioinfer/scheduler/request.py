@@ -7,19 +7,20 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
-from aioinfer.scheduler.prefix_cache import root_hash
-from aioinfer.scheduler.prompt_rows import PromptRows
-from aioinfer.scheduler.requested_tokens import RequestedTokens
+from aioinfer.scheduler.block_pool import root_hash
 
 #: Stands in a block table where no block is needed any more: all tokens that read it are computed.
 NULL_BLOCK = -1
 
 
-class Status(enum.Enum):
+U = TypeVar("U", bound="Use")
+
+
+class RequestStatus(enum.Enum):
     """The state of a request.
 
     WAITING: for a slot and blocks; a preempted request is WAITING again. RUNNING: it has a slot.
@@ -54,75 +55,52 @@ class Flow(NamedTuple):
 ONE_FLOW = Flow()
 
 
+class Use:
+    """What one sequence asks of a feature. Features derive from it."""
+
+    __slots__ = ()
+
+    #: The name of the feature: `StepFeature.name`.
+    feature: ClassVar[str]
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes that any result may carry for the request while it runs."""
+        return 0
+
+    @property
+    def output(self) -> Any:
+        """What has come for the reader of the request (`Completion.features`), or None."""
+        return None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that the other sequences of its prompt wait for has come."""
+        return True
+
+    @property
+    def max_cached(self) -> int | None:
+        """How many tokens may be taken from the prefix cache, since the feature does not need
+        their rows; None without a limit."""
+        return None
+
+    def covers(self, start: int, end: int, samples: bool) -> bool:
+        """Whether a row that computes the tokens `start` to `end` concerns the feature; `samples`:
+        whether the next token is sampled from it. By default all rows that do."""
+        return samples
+
+
 @dataclass(slots=True, eq=False)
 class ForkGroup:
     """The n sequences of one prompt.
 
-    The leader computes the prompt; the others share its blocks. Where outputs of the prompt's rows
-    are requested, the first sequence's `prompt_rows` stand here, and the other sequences wait for
-    them.
+    Attributes:
+        leader: the sequence that computes the prompt; the others share its blocks.
+        awaited: the uses of the first sequence that the others wait for (see `Use.is_done`).
     """
 
     leader: Request | None = None
-    prompt_rows: PromptRows | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Beam:
-    """A beam as the scheduler sees it.
-
-    Attributes:
-        request: its tokens, slot and blocks.
-        is_admitted: whether a plan has brought its record to the workers.
-        is_placed: whether its blocks hold its first `num_computed` tokens; until then it has none.
-        copied: (group, block) of the blocks that hold the tokens after its shared blocks; they are
-            copied by the plan that has its next row.
-        first_unsent: the index from which on the workers do not know its block tables.
-        has_unsent_token: whether the workers do not know its last token.
-    """
-
-    request: Request
-    is_admitted: bool = False
-    is_placed: bool = False
-    copied: list[tuple[int, int]] = field(default_factory=list)
-    first_unsent: int = 0
-    has_unsent_token: bool = False
-
-    def detach(self) -> None:
-        """Forgets the beam's state at the workers."""
-        self.is_admitted = self.is_placed = self.has_unsent_token = False
-        self.copied = []
-        self.first_unsent = 0
-
-
-@dataclass(slots=True, eq=False)
-class BeamGroup:
-    """The beams of a beam search: sequences of one prompt that are admitted, preempted and ended
-    together, and are of one length (see `scheduler.beams`).
-
-    Attributes:
-        beams: all of them. The first one's request is the leader: it computes the prompt, and is
-            the only one in the queues.
-        num_candidates: how many of the likeliest tokens the result of a row brings.
-        num_detached: how often the beams were preempted or lost their workers; results of rows
-            that were posted before are of no use.
-    """
-
-    beams: list[Beam]
-    num_candidates: int
-    num_detached: int = 0
-
-    @property
-    def leader(self) -> Request:
-        """The request that stands for all beams in the queues."""
-        return self.beams[0].request
-
-    def detach(self) -> None:
-        """Forgets the state of all beams at the workers; see `Request.detach`."""
-        self.num_detached += 1
-        for beam in self.beams:
-            beam.detach()
-            beam.request.clear_place()
+    awaited: Sequence[Use] = ()
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -143,18 +121,15 @@ class Request:
         group: the fork group, if there are siblings.
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
-        prompt_rows: the requested outputs of its prompt's rows, or None.
-        requested: the tokens that its sampled rows bring log-probabilities of, or None.
-        is_constrained: whether its tokens are sampled under a mask, for which its rows wait (see
-            `ipc.masks`).
-        beams: the beams of its search, if it is one of them.
+        uses: what it asks of step features.
+        plan_limit: the `total` up to which its tokens are planned: `max_len`, or less where
+            `Scheduler.fork` decides on each token.
 
     Kept by the scheduler:
         key: its place in the order of all requests: priority, start tag, arrival.
         finish_tag: the tag at which it ends (see `fair_queuing`).
         total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
-        plan_limit: the `total` up to which tokens are planned without a look at pending tokens.
         sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
@@ -184,13 +159,10 @@ class Request:
     hash_root: bytes = field(default_factory=root_hash)
     group: ForkGroup | None = None
     num_expected: int = 0
-    prompt_rows: PromptRows | None = None
-    requested: RequestedTokens | None = None
+    uses: tuple[Use, ...] = ()
     flow: Flow = ONE_FLOW
-    is_constrained: bool = False
-    beams: BeamGroup | None = None
 
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)
     finish_tag: float = 0.0
     total: int = 0
@@ -234,17 +206,22 @@ class Request:
         """Tokens sampled in posted steps whose results have not come yet."""
         return self.total - len(self.tokens)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that it may add to each result beside its tokens, while it runs."""
-        held = 0 if self.prompt_rows is None else self.prompt_rows.held_bytes
-        return held if self.requested is None else held + self.requested.held_bytes
+    def use(self, kind: type[U]) -> U | None:
+        """Returns its use of a class, or None."""
+        for use in self.uses:
+            if isinstance(use, kind):
+                return use
+        return None
 
     @property
-    def num_slots(self) -> int:
-        """Slots that the request takes when it runs: for the leader of a search, the slots of all
-        beams."""
-        return 1 if self.beams is None else len(self.beams.beams)
+    def result_bytes(self) -> int:
+        """Bytes that it may add to each result beside its tokens, while it runs."""
+        return sum(use.result_bytes for use in self.uses)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its tokens may be planned before `Scheduler.fork` says so."""
+        return self.total >= self.plan_limit
 
     def restore(self, tokens: Sequence[int], num_cached: int, finish: Finish | None) -> None:
         """Makes a request that no scheduler has go on behind output that another server generated.
@@ -258,24 +235,16 @@ class Request:
         self.num_cached = max(self.num_cached, num_cached)
         if finish is not None:
             self.end(finish)
-        self.clear_place()
+        self.detach()
 
     def end(self, finish: Finish) -> None:
         """Marks the request as ended."""
-        self.status = Status.FINISHED
+        self.status = RequestStatus.FINISHED
         self.finish_reason, self.stop_reason = finish
 
     def detach(self) -> None:
         """Takes the slot and the blocks away from the request, since they no longer exist, and
-        forgets the tokens whose results have not come: all of it is recomputed. The other beams of
-        a search are detached with their leader."""
-        if self.beams is not None:
-            self.beams.detach()
-        else:
-            self.clear_place()
-
-    def clear_place(self) -> None:
-        """Detaches this sequence alone; see `detach`."""
+        forgets the tokens whose results have not come: all of it is recomputed."""
         self.total = len(self.tokens)
         self.num_computed = 0
         self.blocks = []

@@ -1,25 +1,41 @@
 """The running requests: their slots and KV blocks, how far they are computed, and which request is
 preempted when blocks run out.
 
-`StepPlanner` admits requests to them and plans their rows, `BeamPlanner` the rows of beams, and
-`Scheduler` ends them.
+`StepPlanner` admits requests to them and plans their rows, and `Scheduler` ends them.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Request, RequestStatus
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 
-#: Forced tokens that a plan takes: 16 bytes each.
-MAX_FORCED_TOKENS = 16_384
+#: Appended tokens that a plan takes: 16 bytes each.
+MAX_APPENDED_TOKENS = 16_384
+#: Block table entries that forks change in a plan: 12 bytes each.
+MAX_FORKED_ENTRIES = 65_536
+
+
+@dataclass(slots=True)
+class _Changes:
+    """The changes of a running request that the next plan brings to the workers.
+
+    Attributes:
+        appended: (first position, tokens, how many of them were sampled) of appended tokens.
+        copied: (group, source, target) of blocks to copy.
+        first_entry: from which entry on the block tables have changed, or None.
+    """
+
+    appended: list[tuple[int, int, int]] = field(default_factory=list)
+    copied: list[tuple[int, int, int]] = field(default_factory=list)
+    first_entry: int | None = None
 
 
 @dataclass(slots=True)
@@ -34,17 +50,14 @@ class SchedulerStats:
 
 
 class RunningRequests:
-    """The requests that have slots. Of the beams of a search only the leader is among them; the
-    other beams take and lose their slots together with it.
+    """The requests that have slots.
 
     Attributes:
         requests: sorted by key: the request that is served first is preempted last.
         kv_cache: which blocks they have.
         free_slots: slots that no request has.
-        num_prefill: prompt tokens that they, and all beams, have to compute.
-        num_constrained: requests with rows that wait for masks.
-        num_requesting: requests with `Request.requested`.
-        held_bytes: bytes that the requests may add to a result beside their tokens.
+        num_prefill: prompt tokens that they have to compute.
+        result_bytes: bytes that they may add to a result beside their tokens.
         freed_slots: slots that the next plan names in its `FreedSlots`.
     """
 
@@ -58,35 +71,28 @@ class RunningRequests:
             prefix_caching=limits.prefix_caching,
         )
         self._max_num_seqs = limits.max_num_seqs
-        self._has_stages = limits.num_stages > 1
         self._waiting = waiting
         self._stats = stats
         self.requests: list[Request] = []
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.num_prefill = 0
-        self.num_constrained = 0
-        self.num_requesting = 0
-        self.held_bytes = 0
+        self.result_bytes = 0
         self.freed_slots: list[int] = []
         # requests with a prompt chunk in the last plan: blocks may be behind a window now
         self._advanced: list[Request] = []
-        # for the next plan: (request, first position, forced tokens, how many of them were sampled)
-        self._forced: list[tuple[Request, int, int, int]] = []
-        self._num_forced = 0
+        self._changes: dict[Request, _Changes] = {}
+        self._num_appended = self._num_forked_entries = 0
 
     # ---------------------------------------------------------------- requests come and go
 
     def enter(self, request: Request, num_computed: int) -> None:
         """Makes a request RUNNING with `num_computed` tokens in the cache."""
-        request.status = Status.RUNNING
-        if self._has_stages:
-            request.plan_limit = 0  # each of its rows is up to `MicroBatches`
+        request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
         request.num_computed = num_computed
         self.num_prefill += request.num_uncomputed
-        self.num_constrained += request.is_constrained
-        self.num_requesting += request.requested is not None
-        self.held_bytes += request.held_bytes
+        if request.uses:
+            self.result_bytes += request.result_bytes
         insort(self.requests, request)
 
     def remove(self, request: Request) -> None:
@@ -96,17 +102,15 @@ class RunningRequests:
 
     def remove_ended(self) -> None:
         """Removes the requests that have ended, after `free`."""
-        self.requests = [r for r in self.requests if r.status is Status.RUNNING]
+        self.requests = [r for r in self.requests if r.status is RequestStatus.RUNNING]
 
     def free(self, request: Request) -> None:
-        """Frees the slot and the blocks of a request, and of the beams that it leads. The caller
-        removes it from `requests`."""
+        """Frees the slot and the blocks of a request. The caller removes it from `requests`."""
         self.num_prefill -= request.num_uncomputed
-        self.num_constrained -= request.is_constrained
-        if self._forced:  # if it is admitted again, then with all of its tokens
-            self._forced = [forced for forced in self._forced if forced[0] is not request]
-        self.num_requesting -= request.requested is not None
-        self.held_bytes -= request.held_bytes
+        if self._changes:  # if it is admitted again, then with all of its tokens
+            self._changes.pop(request, None)
+        if request.uses:
+            self.result_bytes -= request.result_bytes
         self.kv_cache.free(request)
         self.free_slots.append(request.slot)
         if request.params.has_penalties:
@@ -114,21 +118,13 @@ class RunningRequests:
         request.slot = -1
         request.num_computed = 0
         request.prefill_step = -1
-        if request.beams is not None:
-            self._free_beams(request)
 
-    def _free_beams(self, leader: Request) -> None:
-        """Frees the slots and blocks of all other beams, once their leader has lost its own."""
-        group = leader.beams
-        assert group is not None
-        for beam in group.beams[1:]:
-            request = beam.request
-            request.status = Status.WAITING
-            self.free_slots.append(request.slot)
-            if beam.is_placed:
-                self.num_prefill -= request.num_uncomputed
-                self.kv_cache.free(request)
-        group.detach()
+    def preempt(self, request: Request) -> None:
+        """Takes a request's slot and blocks away; it waits again, with all tokens known so far."""
+        self.remove(request)
+        request.num_preemptions += 1
+        self._stats.preemptions += 1
+        self._waiting.add(request)
 
     def preempt_for(self, request: Request, num_blocks: int) -> bool:
         """Preempts from the back until `request` can get `num_blocks` more blocks.
@@ -136,11 +132,8 @@ class RunningRequests:
         False if `request` itself had to go.
         """
         while not self.kv_cache.can_grow(num_blocks):
-            victim = self.requests.pop()
-            self.free(victim)
-            victim.num_preemptions += 1
-            self._stats.preemptions += 1
-            self._waiting.add(victim)
+            victim = self.requests[-1]
+            self.preempt(victim)
             if victim is request:
                 return False
         return True
@@ -162,8 +155,8 @@ class RunningRequests:
                 self._advanced.append(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
-            if request.prompt_rows is not None:
-                builder.add_prompt_row(request, start, end)
+        if request.uses:
+            builder.add_uses(request, start, end, samples)
         if samples:
             request.total += 1
 
@@ -178,62 +171,75 @@ class RunningRequests:
                 self.kv_cache.free_behind_windows(request, request.num_computed)
         self._advanced.clear()
 
-    def can_force(self, count: int) -> bool:
-        """Whether the next plan has room for so many more forced tokens."""
-        return self._num_forced + count <= MAX_FORCED_TOKENS
+    def can_append(self, count: int) -> bool:
+        """Whether the next plan has room for so many more appended tokens."""
+        return self._num_appended + count <= MAX_APPENDED_TOKENS
 
-    def force(self, request: Request, first: int, count: int, num_sampled: int) -> None:
-        """Queues `count` tokens of a request from position `first` on for the next plan; see
-        `PlanBuilder.force`."""
-        self._forced.append((request, first, count, num_sampled))
-        self._num_forced += count
+    def append(self, request: Request, first: int, count: int, num_sampled: int) -> None:
+        """Has the next plan bring `count` tokens of a request from position `first` on; see
+        `PlanBuilder.append`."""
+        changes = self._changes.setdefault(request, _Changes())
+        changes.appended.append((first, count, num_sampled))
+        self._num_appended += count
+
+    def fork(self, request: Request, source: Request, num_tokens: int) -> None:
+        """Gives a request the blocks of the first `num_tokens` tokens of `source`, which may be
+        itself, in the place of its own: full blocks are shared, the block behind them is copied by
+        the next plan. Where that cannot be, the request is preempted."""
+        kv_cache = self.kv_cache
+        prefix = kv_cache.fork(source, num_tokens)
+        if prefix is None:
+            self.preempt(request)
+            return
+        self.num_prefill -= request.num_uncomputed
+        first = kv_cache.replace(request, prefix)
+        self.num_prefill += request.num_uncomputed
+        # a block of the source may itself be a copy that the next plan makes
+        of_source = self._changes[source].copied if source in self._changes else ()
+        origins = {(group, target): block for group, block, target in of_source}
+        self._changes[request] = changes = _Changes(first_entry=first)
+        self._num_forked_entries += (request.num_blocks - first) * len(request.blocks)
+        if self._num_forked_entries > MAX_FORKED_ENTRIES:
+            self.preempt(request)
+            return
+        if not prefix.copied:
+            return
+        if not kv_cache.can_grow(1) and not self.preempt_for(request, 1):
+            return
+        kv_cache.grow(request, 1)
+        changes.copied = [
+            (group, origins.get((group, block), block), request.blocks[group][prefix.num_blocks])
+            for group, block in prefix.copied
+        ]
 
     def send_changes(self, builder: PlanBuilder) -> None:
-        """Adds the changes beside rows to a plan that will be posted: forced tokens, and the
-        replacement blocks of tables with blocks behind windows."""
+        """Adds the changes beside rows to a plan that will be posted: of forked and appended
+        tokens, and the replacement blocks of tables with blocks behind windows."""
         for request, group, table_index, block in self.kv_cache.take_replacement_blocks():
             builder.set_entry(request, group, table_index, block)
-        for forced in self._forced:
-            builder.force(*forced)
-        self._forced.clear()
-        self._num_forced = 0
+        for request, changes in self._changes.items():
+            for copy in changes.copied:
+                builder.copy_block(*copy)
+            if changes.first_entry is not None:
+                builder.grow_tables(request, changes.first_entry)
+            for appended in changes.appended:
+                builder.append(request, *appended)
+        self._changes.clear()
+        self._num_appended = self._num_forked_entries = 0
 
     # ---------------------------------------------------------------- checks
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless blocks, slots and counts agree with the requests."""
-        beams = self._check_beams()
-        placed = self.requests + [beam for beam in beams if beam.blocks]
-        self.kv_cache.check_integrity(placed)
-        slots = [r.slot for r in self.requests + beams] + self.free_slots
+        self.kv_cache.check_integrity(self.requests)
+        slots = [r.slot for r in self.requests] + self.free_slots
         if sorted(slots) != list(range(self._max_num_seqs)):
             raise IntegrityError("a slot was lost or given twice")
         if any(later < earlier for earlier, later in pairwise(self.requests)):
             raise IntegrityError("the running requests are out of order")
-        if any(r.status is not Status.RUNNING for r in self.requests):
+        if any(r.status is not RequestStatus.RUNNING for r in self.requests):
             raise IntegrityError("a request that ended still runs")
-        if sum(request.num_uncomputed for request in placed) != self.num_prefill:
+        if sum(request.num_uncomputed for request in self.requests) != self.num_prefill:
             raise IntegrityError("the tokens to prefill are miscounted")
-        if sum(request.is_constrained for request in self.requests) != self.num_constrained:
-            raise IntegrityError("the constrained requests are miscounted")
-
-    def _check_beams(self) -> list[Request]:
-        """Raises IntegrityError unless the beams of the running groups go with their leaders.
-        Returns the beams that are no leaders."""
-        followers: list[Request] = []
-        for leader in self.requests:
-            group = leader.beams
-            if group is None:
-                continue
-            if group.leader is not leader or not group.beams[0].is_placed:
-                raise IntegrityError("a beam stands among the running requests")
-            for beam in group.beams:
-                request = beam.request
-                if request.slot < 0 or request.status is not Status.RUNNING:
-                    raise IntegrityError("a beam runs without its slot")
-                if len(request.tokens) != len(leader.tokens):
-                    raise IntegrityError("the beams of a search differ in length")
-                if beam.is_placed != bool(request.blocks):
-                    raise IntegrityError("a beam has blocks without tokens in them")
-            followers += (beam.request for beam in group.beams[1:])
-        return followers
+        if sum(request.result_bytes for request in self.requests) != self.result_bytes:
+            raise IntegrityError("the bytes that requests may add to a result are miscounted")

@@ -22,59 +22,58 @@ never write into an indexed one. It may be shared in the very step that fills it
 keys of a layer before they attend to any.
 
 The parts. `WaitingQueue` has the requests without a slot, `RunningRequests` the requests with one,
-`StepPlanner` divides a step's budget among them, `BeamPlanner` plans beam searches, `PostedSteps`
-has the steps whose results have not come. `Scheduler` itself begins and ends requests and takes
-results.
+`StepPlanner` divides a step's budget among them, `StepFeatures` has what requests ask of a step
+beside tokens, `PostedSteps` the steps whose results have not come. `Scheduler` itself begins and
+ends requests and takes results.
 
-The engine is the only caller: `add`, `schedule`, `update`, `finish`.
+The engine is the only caller: `add`, `schedule`, `update`, `finish`; and features, which may
+`append` tokens, `fork` requests and `finish` them.
 Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
-from aioinfer.scheduler.beams import BeamPlanner
-from aioinfer.scheduler.fair_queuing import FairQueuing
+from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
-from aioinfer.scheduler.prompt_rows import (
-    PromptPool,
-    PromptProgress,
-    PromptScores,
-    PromptStates,
-)
-from aioinfer.scheduler.request import BeamGroup, Finish, Request, Status
-from aioinfer.scheduler.requested_tokens import section_of
+from aioinfer.scheduler.request import Finish, Request, RequestStatus
 from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
-from aioinfer.scheduler.steps import PostedSteps, StepOutput
-from aioinfer.scheduler.waiting_queue import WaitingQueue
+from aioinfer.scheduler.steps import PostedSteps, Row, StepOutput
+from aioinfer.scheduler.waiting_queue import FairQueuing, WaitingQueue
 
 
 class Scheduler:
     """First come, first served, or by priority, and fairly between flows; preempts from the
     back."""
 
-    def __init__(self, limits: SchedulerLimits, clock: Callable[[], float] = time.perf_counter):
-        """Makes a scheduler without requests; `clock` returns seconds."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        clock: Callable[[], float] = time.perf_counter,
+        features: StepFeatures | None = None,
+    ):
+        """Makes a scheduler without requests.
+
+        Args:
+            limits: of slots, blocks and steps.
+            clock: returns seconds.
+            features: all that requests may use.
+        """
         self.stats = SchedulerStats()
+        self.features = features or StepFeatures()
         self.pacing = PrefillPacing(limits)
         self._clock = clock
         self._posted = PostedSteps()
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
-        # outputs of the last plan beside tokens: see `PlanBuilder`
-        self.last_scored: Sequence[tuple[PromptScores, int, int]] = ()
-        self.last_pooled: Sequence[PromptPool] = ()
-        self.last_stated: Sequence[tuple[PromptStates, int, int]] = ()
-        self.last_advanced: Sequence[tuple[PromptProgress, int]] = ()
-        self.last_sampled: Sequence[Request] = ()
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_replacement_blocks)
 
@@ -84,12 +83,11 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = RunningRequests(limits, self._waiting, self.stats)
         self.kv_cache = self._running.kv_cache
-        self._beams = BeamPlanner(limits, self._running)
         self._planner = StepPlanner(
             limits,
             self._running,
             self._waiting,
-            self._beams,
+            self.features,
             self._fair_queuing,
             self.pacing,
             self.stats,
@@ -108,9 +106,8 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that have slots. A beam search counts as many times as it has beams, here and
-        among the waiting requests."""
-        return self.limits.max_num_seqs - len(self._running.free_slots)
+        """Sequences that have slots."""
+        return len(self._running.requests)
 
     @property
     def num_waiting(self) -> int:
@@ -168,24 +165,19 @@ class Scheduler:
         sendable = max_sequence_tokens(limits.block_size, len(limits.groups))
         return max_len <= sendable and self.kv_cache.fits(max_len - 1)
 
-    def fits_beams(self, prompt_len: int, max_len: int, width: int) -> bool:
-        """Whether a beam search of this width could ever run, with beams of this length."""
-        if width > self.limits.max_num_seqs or not self.fits(max_len):
+    def fits_forks(self, prompt_len: int, max_len: int, count: int) -> bool:
+        """Whether `count` sequences of one prompt, each of `max_len` tokens, could run at the same
+        time."""
+        if count > self.limits.max_num_seqs or not self.fits(max_len):
             return False
-        return self.kv_cache.fits_beams(prompt_len, max_len - 1, width)
-
-    def fits_request(self, request: Request) -> bool:
-        """Whether a request could ever run, with the other beams of its search if it has any."""
-        if request.beams is None:
-            return self.fits(request.max_len)
-        return self.fits_beams(request.prompt_len, request.max_len, len(request.beams.beams))
+        return self.kv_cache.fits_forks(prompt_len, max_len - 1, count)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a request now: its slot and blocks are free for the next plan.
 
         Does nothing if it has ended.
         """
-        if request.status is Status.FINISHED:
+        if request.status is RequestStatus.FINISHED:
             return
         self._end(request, Finish(reason, stop_reason))
         if request.slot < 0:
@@ -214,8 +206,11 @@ class Scheduler:
             ended: all others, which end with an error.
         """
         for request in ended:
+            has_ended = request.status is RequestStatus.FINISHED
             request.detach()
             request.end(Finish("error"))
+            if not has_ended:
+                self.features.drop(request)
         self._requeue(self.limits, kept)
         self._running.freed_slots = list(range(self.limits.max_num_seqs))
 
@@ -228,7 +223,7 @@ class Scheduler:
             request.detach()
             self._waiting.add(request)
 
-    def force(self, request: Request, tokens: Sequence[int]) -> tuple[int, Finish | None]:
+    def append(self, request: Request, tokens: Sequence[int]) -> tuple[int, Finish | None]:
         """Appends tokens to a running request that need not be sampled, as if a result had brought
         them; the next plan sends them and computes them in one row.
 
@@ -237,7 +232,7 @@ class Scheduler:
 
         If a posted step samples the first of them, that row's result is dropped.
         """
-        if request.slot < 0 or not self._running.can_force(len(tokens)):
+        if request.slot < 0 or not self._running.can_append(len(tokens)):
             return 0, None
         first, num_sampled = len(request.tokens), request.num_pending
         if num_sampled:
@@ -248,8 +243,36 @@ class Scheduler:
             if (finish := self._take_token(request, token)) is not None:
                 self._running.remove_ended()
                 return number, finish
-        self._running.force(request, first, len(tokens), num_sampled)
+        self._running.append(request, first, len(tokens), num_sampled)
         return len(tokens), None
+
+    def fork(self, request: Request, source: Request, num_tokens: int, token: int) -> None:
+        """Makes a request go on with `token` behind the first `num_tokens` tokens of `source`,
+        which may be itself, and lets one more token of it be sampled (as in a beam search).
+
+        The request shares the full KV blocks of these tokens, and the block behind them is copied
+        before the next step computes anything (copy-on-write). What cannot be shared is recomputed.
+        Neither of the two has a pending token, and both have these tokens of output, computed or
+        not. A request is forked once between two steps; the source may have been forked before.
+        """
+        full = num_tokens // self.limits.block_size
+        if source is request:
+            del request.tokens[num_tokens:], request.block_hashes[full:]
+        else:
+            request.tokens, request.block_hashes = (
+                source.tokens[:num_tokens],
+                source.block_hashes[:full],
+            )
+        request.tokens.append(token)
+        request.total = len(request.tokens)
+        request.plan_limit = min(request.max_len, request.total + 1)
+        if request.slot >= 0 and (source is not request or request.num_computed > num_tokens):
+            if source.slot >= 0 and source.num_computed >= num_tokens:
+                self._running.fork(request, source, num_tokens)
+            else:
+                self._running.preempt(request)
+        if request.slot >= 0:
+            self._running.append(request, num_tokens, 1, 0)
 
     # ---------------------------------------------------------------- steps
 
@@ -260,46 +283,41 @@ class Scheduler:
         if builder.is_empty:
             return None
         running.send_changes(builder)
-        sampled = builder.sampled_requests
-        self._posted.add(self._step_id, sampled, has_beams=builder.has_beams)
-        self.last_sampled = sampled
-        if self.pacing.is_active:
-            self.pacing.post(builder.work(), self._clock())
-        self._step_id += 1
-        self.stats.steps += 1
-        self.last_scored, self.last_pooled = builder.scored, builder.pooled
-        self.last_stated, self.last_advanced = builder.stated, builder.advanced
-        constrained: list[int] = []
-        if running.num_constrained:
-            constrained = [row for row, r in enumerate(sampled) if r.is_constrained]
-        requested = None
-        if running.num_requesting:
-            requested = section_of(
-                (row, r.requested) for row, r in enumerate(sampled) if r.requested is not None
-            )
-        plan = builder.to_plan(running.freed_slots, constrained, requested)
+        rows = builder.feature_rows()
+        plan = builder.to_plan(running.freed_slots, self.features.plan(rows))
         running.freed_slots.clear()
+        self._record(builder, rows)
+        self.stats.steps += 1
         return plan
 
     def schedule_nothing(self) -> StepPlan:
         """Plans a step without rows, which the workers of other engines wait for. It must be
         posted, like any other."""
         builder = PlanBuilder(self._step_id, 0, PrefillAllowance(0), self.limits.max_num_seqs)
-        self._posted.add(self._step_id, [], has_beams=False)
+        self._record(builder, {})
+        return builder.to_plan()
+
+    def _record(self, builder: PlanBuilder, rows: Mapping[str, Sequence[Row]]) -> None:
+        """Records a step that will be posted."""
+        self._posted.add(builder.step_id, builder.sampled_requests, rows)
         if self.pacing.is_active:
             self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
-        self.last_scored, self.last_pooled = builder.scored, builder.pooled
-        self.last_stated, self.last_advanced = builder.stated, builder.advanced
-        return builder.to_plan()
+
+    def confirm_post(self) -> None:
+        """Notes that the last plan has been posted."""
+        step = self._posted.last
+        if step.rows:
+            self.features.confirm_post(step.step_id, step.rows)
 
     def update(self, result: StepResult, came: float | None = None) -> StepOutput:
-        """Takes the result of the oldest posted step: appends its tokens and ends the requests that
-        are done. `came` is when it came by the scheduler's clock, if not now."""
+        """Takes the result of the oldest posted step: appends its tokens, ends the requests that
+        are done, and hands the result to the features. `came` is when it came by the scheduler's
+        clock, if not now."""
         step = self._posted.take(result.step_id)
         if self.pacing.is_active:
             self.pacing.finish(self._clock() if came is None else came)
-        self.stats.wasted_rows += step.num_forced
+        self.stats.wasted_rows += step.num_dropped
         requests: list[Request] = []
         tokens: list[int] = []
         rows: list[int] = []
@@ -308,7 +326,7 @@ class Scheduler:
         for row, (request, token) in enumerate(sampled):
             if request is None:
                 continue
-            if request.status is Status.FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 self.stats.wasted_rows += 1
                 continue
             if (finish := self._take_token(request, token)) is not None:
@@ -318,12 +336,10 @@ class Scheduler:
             rows.append(row)
         if finished:
             self._running.remove_ended()
-        return StepOutput(requests, tokens, rows, finished, step.beam_rows())
-
-    def advance(self, beams: BeamGroup, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        """Appends the tokens that a search has decided on to its beams; see
-        `BeamPlanner.advance`."""
-        self._beams.advance(beams, parents, tokens)
+        output = StepOutput(requests, tokens, rows, finished)
+        if step.rows or result.sections:
+            output = self.features.take(step.rows, result, output)
+        return output
 
     def _take_token(self, request: Request, token: int) -> Finish | None:
         """Appends a token. Returns why the request ended with it, if it did."""
@@ -355,6 +371,8 @@ class Scheduler:
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.end(finish)
+        if request.uses:
+            self.features.drop(request)
         if request.num_cached < 0:
             self._fair_queuing.drop(request)
         else:
@@ -372,5 +390,5 @@ class Scheduler:
         self._running.check_integrity()
         self._waiting.check_integrity()
         self._fair_queuing.check_integrity(
-            sum(request.num_slots for request in self.requests() if request.num_cached < 0)
+            sum(request.num_cached < 0 for request in self.requests())
         )

@@ -7,18 +7,21 @@ blocks. `Scheduler` owns a `StepPlanner`. Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
-from aioinfer.ipc.prompt_rows import MAX_POOLED_BYTES
-from aioinfer.scheduler.beams import BeamPlanner
-from aioinfer.scheduler.fair_queuing import FairQueuing
+from aioinfer.scheduler.features import MAX_RESULT_BYTES, StepFeatures
 from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
-from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing, fill_tiles
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.prefill_pacing import (
+    NO_PREFILL,
+    PrefillAllowance,
+    PrefillPacing,
+    fill_tiles,
+)
+from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_time import StepWork
-from aioinfer.scheduler.waiting_queue import WaitingQueue
+from aioinfer.scheduler.waiting_queue import FairQueuing, WaitingQueue
 
 
 class StepPlanner:
@@ -29,7 +32,7 @@ class StepPlanner:
         limits: SchedulerLimits,
         running: RunningRequests,
         waiting: WaitingQueue,
-        beams: BeamPlanner,
+        features: StepFeatures,
         fair_queuing: FairQueuing,
         pacing: PrefillPacing,
         stats: SchedulerStats,
@@ -38,7 +41,7 @@ class StepPlanner:
         self._running = running
         self._kv_cache = running.kv_cache
         self._waiting = waiting
-        self._beams = beams
+        self._features = features
         self._fair_queuing = fair_queuing
         self._pacing = pacing
         self._stats = stats
@@ -64,21 +67,46 @@ class StepPlanner:
         return builder
 
     def _plan(self, step_id: int) -> PlanBuilder:
-        limits = self._limits
-        builder = PlanBuilder(
-            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
-        )
+        builder = self._new_builder(step_id)
         self._running.free_behind_windows()
         self._kv_cache.publish_tokens()
-        preempted = self._plan_running(builder)
         # a request that was preempted here must not come back before its posted results have
+        preempted = self._plan_running(builder)
+        if preempted and builder.is_empty:
+            # the request that took the budget has gone beside idle ones: it may come back, since
+            # there may be no result on its way that has the next step planned
+            builder, preempted = self._new_builder(step_id), False
         if not preempted:
             self._plan_waiting(builder)
+            while builder.is_empty and self._preempt_idle():
+                self._plan_waiting(builder)
         return builder
+
+    def _new_builder(self, step_id: int) -> PlanBuilder:
+        limits = self._limits
+        return PlanBuilder(
+            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
+        )
+
+    def _preempt_idle(self) -> bool:
+        """Preempts the last request if requests wait and all running ones are idle: sequences that
+        are forked from each other then hold the slots or blocks that another one of them needs, or
+        a request that goes before it. Returns whether one was preempted."""
+        running, first = self._running.requests, self._waiting.first()
+        if not running or first is None or first.num_pending:
+            return False
+        if not all(request.is_idle and not request.num_pending for request in running):
+            return False
+        if all(request.is_idle for request in self._waiting):
+            return False
+        self._running.preempt(running[-1])
+        return True
 
     def _prefill_allowance(self) -> PrefillAllowance:
         """Returns the prefill allowance of this step: decodes have the first call on the budget."""
         num_decodes = self._num_decodes()
+        if num_decodes == len(self._running.requests) and not self._waiting.num_requests:
+            return NO_PREFILL
         left = min(max(0, self._limits.token_budget - num_decodes), self._max_prefill)
         if not num_decodes:
             return PrefillAllowance(left)
@@ -86,7 +114,7 @@ class StepPlanner:
             in_step = -(-num_decodes // self._limits.num_stages)
             return PrefillAllowance(fill_tiles(min(left, self._limits.prefill_cap), in_step))
         running = self._running.requests
-        keys = [r.total for r in running if r.total - r.num_computed == 1 and r.total < r.max_len]
+        keys = [r.total for r in running if r.total - r.num_computed == 1 and not r.is_idle]
         free_slots = len(self._running.free_slots)
         num_prompts = len(running) - num_decodes + min(self._waiting.num_requests, free_slots)
         return self._pacing.allow(left, StepWork(num_decodes, sum(keys)), num_prompts)
@@ -94,7 +122,7 @@ class StepPlanner:
     def _num_decodes(self) -> int:
         """Returns how many running requests have one token to compute."""
         running = self._running.requests
-        return sum(r.total - r.num_computed == 1 and r.total < r.max_len for r in running)
+        return sum(r.total - r.num_computed == 1 and r.total < r.plan_limit for r in running)
 
     def _plan_running(self, builder: PlanBuilder) -> bool:
         """Plans the next tokens of the running requests, oldest first.
@@ -110,14 +138,13 @@ class StepPlanner:
             index += 1
             start, total = request.num_computed, request.total
             if total >= request.plan_limit:
-                if request.beams is not None:
-                    preempted |= self._beams.plan(builder, request)
-                    continue
-                if total >= request.max_len:
-                    continue  # its last token is known or on its way
-                if micro_batches is not None and not micro_batches.takes(request):
-                    continue
-            tokens = builder.grant(builder.bounded(request, total - start), start)
+                continue  # its last token is known or on its way
+            if micro_batches is not None and not micro_batches.takes(request):
+                continue
+            wanted = total - start
+            if request.uses:
+                wanted = self._features.limit(request, wanted, builder.rows)
+            tokens = builder.grant(wanted, start)
             if not tokens:
                 continue
             missing = -((request.num_blocks * block_size - start - tokens) // block_size)
@@ -139,11 +166,12 @@ class StepPlanner:
         No request overtakes the first that does not fit.
         """
         held_back = []
-        while self._running.free_slots and builder.prefill_left > 0:
-            request = self._waiting.first()
+        waiting = self._waiting
+        while waiting.num_requests and self._running.free_slots and builder.prefill_left > 0:
+            request = waiting.first()
             if request is None:
-                break
-            if self._awaits_leader(request, builder.step_id):
+                break  # all that wait were set aside
+            if request.is_idle or self._awaits_leader(request, builder.step_id):
                 held_back.append(self._waiting.set_aside())
             elif not self._fits_plan(builder, request) or not self._admit(builder, request):
                 break
@@ -153,11 +181,12 @@ class StepPlanner:
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the plan and later results have the bytes for a request; the first always fits
         (see `fits`)."""
-        more = request.held_bytes
-        if more and 0 < self._running.held_bytes > MAX_POOLED_BYTES - more:
-            return False
-        if not builder.bounded(request, 1):
-            return False
+        if request.uses:
+            more = request.result_bytes
+            if more and 0 < self._running.result_bytes > MAX_RESULT_BYTES - more:
+                return False
+            if not self._features.limit(request, 1, builder.rows):
+                return False
         return builder.has_bytes(self._admission_bytes(builder, request))
 
     def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:
@@ -166,15 +195,16 @@ class StepPlanner:
 
     def _awaits_leader(self, request: Request, step_id: int) -> bool:
         """Whether a sibling is computing the prompt; this request then shares the blocks one step
-        later, or once the outputs of the prompt's rows have come."""
-        if request.group and request.prompt_rows is None:
-            rows = request.group.prompt_rows
-            if rows is not None and not rows.is_done:
-                return True
-        leader = request.group.leader if request.group else None
+        later, or once the features that it has to wait for are done."""
+        group = request.group
+        if group is None:
+            return False
+        if any(not use.is_done and use not in request.uses for use in group.awaited):
+            return True
+        leader = group.leader
         return (
             leader is not None
-            and leader.status is Status.RUNNING
+            and leader.status is RequestStatus.RUNNING
             and not 0 <= leader.prefill_step < step_id
         )
 
@@ -186,11 +216,11 @@ class StepPlanner:
         prefix = self._find_prefix(request)
         if not self._kv_cache.can_admit(prefix, request.total):
             return False
-        if request.beams is not None and not self._beams.can_admit(request, prefix):
-            return False
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
-        wanted = builder.bounded(request, request.total - prefix.num_tokens)
+        wanted = request.total - prefix.num_tokens
+        if request.uses:
+            wanted = self._features.limit(request, wanted, builder.rows)
         tokens = builder.grant(wanted, prefix.num_tokens, prefill=True)
         self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
         self._running.enter(request, prefix.num_tokens)
@@ -201,8 +231,6 @@ class StepPlanner:
         for group, block in prefix.copied:
             builder.copy_block(group, block, request.blocks[group][prefix.num_blocks])
         self._running.plan_row(builder, request, tokens)
-        if request.beams is not None:
-            self._beams.enter(builder, request)
         return True
 
     def _count_first(self, request: Request) -> None:
@@ -219,11 +247,24 @@ class StepPlanner:
         to its end gives up its last block, and a fork computes the last token of the prompt in its
         copy of that block.
         """
-        if request.group and not request.num_output:
-            leader = request.group.leader
-            if leader is not None and leader.status is Status.RUNNING and leader.prefill_step >= 0:
-                prefix = self._kv_cache.fork(leader, request.prompt_len - 1)
+        group, kv_cache = request.group, self._kv_cache
+        if group is not None and not (request.num_output and kv_cache.prefix_caching):
+            source, num_tokens = group.leader, request.prompt_len - 1
+            if request.num_output:  # the tokens behind the prompt differ
+                source = self._find_sibling(group)
+                num_tokens -= num_tokens % self._limits.block_size
+            if source is not None and _has_prompt(source):
+                prefix = kv_cache.fork(source, num_tokens)
                 if prefix is not None:
                     return prefix
-            request.group.leader = request
-        return self._kv_cache.find_prefix(request)
+            group.leader = request
+        return kv_cache.find_prefix(request)
+
+    def _find_sibling(self, group: ForkGroup) -> Request | None:
+        """Returns a running sequence that has the keys of its group's whole prompt, or None."""
+        siblings = (request for request in self._running.requests if request.group is group)
+        return next(filter(_has_prompt, siblings), None)
+
+
+def _has_prompt(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING and request.prefill_step >= 0

@@ -8,34 +8,53 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.request import Finish, Request
 
-#: (place among the result's rows, its request, `BeamGroup.num_detached` when it was posted)
-_BeamRow = tuple[int, Request, int]
+
+class Row(NamedTuple):
+    """A row of a step that concerns a feature.
+
+    Attributes:
+        request, use: whose row it is.
+        start, end: the tokens that it computes.
+        place: its place among the sampled rows, in the order of the result; -1 if it samples none.
+    """
+
+    request: Request
+    use: Any
+    start: int
+    end: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The tokens of a step: `requests[i]` got `tokens[i]`.
 
-    A request may be there several times, its tokens behind each other, where a constraint forced
+    A request may be there several times, its tokens behind each other, where a feature appended
     some.
 
     Attributes:
         requests, tokens: of each new token; -1 in the place of a token that could not be sampled.
         rows: the row of the result that each token stands at, and which has its log-probabilities;
-            for a forced token, the row of the token before it.
+            for an appended token, the row of the token before it.
         finished: why the request at a place ended with its token there.
-        beam_rows: (row, request) of the rows of beams, whose tokens are not among the others.
     """
 
     requests: Sequence[Request]
     tokens: Sequence[int]
     rows: Sequence[int]
     finished: Mapping[int, Finish] = field(default_factory=dict)
-    beam_rows: Sequence[tuple[int, Request]] = ()
+
+    def places(self, rows: Sequence[Row]) -> list[int]:
+        """Returns the places among `tokens` of the tokens that these rows sampled; -1 for a row
+        that sampled none, or whose token was dropped, since its request had ended or was given
+        another token in its place."""
+        place_of = {row: place for place, row in reversed([*enumerate(self.rows)])}
+        return [place_of.get(row.place, -1) for row in rows]
 
 
 @dataclass(slots=True)
@@ -46,24 +65,14 @@ class PostedStep:
         step_id: the number of its plan.
         sampled: the requests that it samples a token for, in the order of its result's rows; None
             where the token is dropped.
-        num_forced: tokens that are dropped because a forced token took their place.
+        rows: the rows that concern features, by the feature's name.
+        num_dropped: tokens that are dropped because an appended token took their place.
     """
 
     step_id: int
     sampled: list[Request | None]
-    num_forced: int = 0
-    _beams: Sequence[_BeamRow] = ()
-
-    def beam_rows(self) -> Sequence[tuple[int, Request]]:
-        """Returns the rows of beams: the place of each among the result's rows, and its request.
-
-        Rows of groups that were preempted or have ended since are left out.
-        """
-        return [
-            (row, request)
-            for row, request, number in self._beams
-            if request.beams is not None and request.beams.num_detached == number
-        ]
+    rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    num_dropped: int = 0
 
 
 class PostedSteps:
@@ -75,15 +84,16 @@ class PostedSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step_id: int, sampled: Sequence[Request], *, has_beams: bool) -> None:
-        """Records that a step is posted. The tokens of beams will be dropped."""
-        step = PostedStep(step_id, list(sampled))
-        if has_beams:
-            rows = [(row, r, r.beams.num_detached) for row, r in enumerate(sampled) if r.beams]
-            for row, _, _ in rows:
-                step.sampled[row] = None
-            step._beams = rows
-        self._steps.append(step)
+    @property
+    def last(self) -> PostedStep:
+        """The step that was posted last."""
+        return self._steps[-1]
+
+    def add(
+        self, step_id: int, sampled: Sequence[Request], rows: Mapping[str, Sequence[Row]]
+    ) -> None:
+        """Records that a step is posted."""
+        self._steps.append(PostedStep(step_id, list(sampled), rows))
 
     def take(self, step_id: int) -> PostedStep:
         """Removes and returns the oldest step, as its result has come.
@@ -99,7 +109,7 @@ class PostedSteps:
         """Drops the token that the oldest step with a row of this request samples for it."""
         step = next(step for step in self._steps if request in step.sampled)
         step.sampled[step.sampled.index(request)] = None
-        step.num_forced += 1
+        step.num_dropped += 1
 
     def clear(self) -> None:
         """Forgets all steps: their results will not come."""

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from aioinfer.ipc.masks import ConstrainedRows, mask_words
+from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
-from aioinfer.ipc.prompt_rows import MEAN, PooledRows, PromptLogprobRows
 from aioinfer.ipc.sections import Section
-from aioinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ EVERYTHING = SamplingParams(
     top_p=0.9,
     repetition_penalty=1.1,
     logit_bias={0: 1.0},
-    logprobs=MAX_LOGPROBS,
     min_tokens=9,
 )
 
@@ -46,11 +44,11 @@ def dummy_plan(
     num_groups: int = 1,
     max_num_seqs: int = 0,
     admissions: Sequence[Admission] = (),
-    num_masked: int = 0,
+    features: Sequence[Section] = (),
     num_blocks: int | None = None,
 ) -> StepPlan:
     """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
-    one, the last `num_masked` of them under a mask.
+    one, with the sections `features`.
 
     Admitted requests get their KV blocks one after the other from block 0 on, in each of
     `num_groups` groups; after `num_blocks` of them from block 0 on again, so that requests write
@@ -65,9 +63,7 @@ def dummy_plan(
     if num_blocks is not None:
         blocks %= num_blocks
     firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
-    sections: list[Section] = [Admissions.of(admissions)] if admissions else []
-    if num_masked:
-        sections.append(ConstrainedRows(np.arange(rows - num_masked, rows, dtype=np.int32)))
+    sections = [*([Admissions.of(admissions)] if admissions else []), *features]
     return StepPlan(
         -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
         (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
@@ -94,35 +90,21 @@ class DummySteps:
     vocab_size: int
     fewest_blocks: int
 
-    def run_sampling(self) -> None:
-        """Executes a prefill and a decode step in which requests use all of the sampler, with and
-        without masks, and forgets them."""
+    def run_all(self) -> None:
+        """Executes prefill steps and a decode step in which requests use all of the sampler, one of
+        them with all features, and forgets them."""
         runner, slots = self.runner, self.runner.slots
         rows = min(2, len(slots.tokens), self.fewest_blocks)
         prompt_len = self._short_prompt()
         greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
         admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
-        for num_masked in (0, 1):
-            self.run(self._admit([prompt_len] * rows, admissions, num_masked))
+        lengths = [prompt_len] * rows
+        for features in ((), self._features(lengths)):
+            self.run(self._admit(lengths, admissions, features))
         if prompt_len < min(self.block_size, slots.max_model_len):
             self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
         slots.reset()
         runner.kv.zero(rows)
-
-    def run_prompt_rows(self) -> None:
-        """Executes a prefill step with log-probabilities of the prompt and one that pools, so that
-        their kernels are compiled, and forgets them."""
-        prompt_len = self._short_prompt()
-        admission = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
-        one, count = np.ones(1, np.int32), np.full(1, prompt_len, np.int32)
-        slot, top = np.zeros(1, np.int32), np.full(1, MAX_LOGPROBS, np.int32)
-        scored, pooled = PromptLogprobRows(slot, count, top), PooledRows(slot, MEAN * one, one)
-        for section in (scored, pooled):
-            plan = self._admit([prompt_len], [admission])
-            plan.sections = [*plan.sections, section]
-            self.runner.step(plan).wait()
-        self.runner.slots.reset()
-        self.runner.kv.zero(1)
 
     def run_prompt(self, tokens: I32) -> None:
         """Executes a prefill step of one prompt, and forgets the request; its keys and values in
@@ -134,17 +116,21 @@ class DummySteps:
 
     def largest_plan(self, lengths: list[int]) -> StepPlan:
         """Returns the plan that computes prompts of these lengths, of requests that use all of the
-        sampler: float32 logits, counts of tokens, log-probabilities. They have `fewest_blocks` KV
+        sampler (float32 logits, counts of tokens) and of the features. They have `fewest_blocks` KV
         blocks together: their results are never read."""
         admissions = [
             dummy_admission(slot, length, EVERYTHING, banned=(1,))
             for slot, length in enumerate(lengths)
         ]
-        return self._admit(lengths, admissions, len(lengths), self.fewest_blocks)
+        return self._admit(lengths, admissions, self._features(lengths), self.fewest_blocks)
 
     def run(self, plan: StepPlan) -> None:
-        """Executes a plan; its constrained rows may sample every token."""
-        self.runner.step(plan, self._allow_all).wait()
+        """Executes a plan; a message that late rows wait for has all bits set."""
+        self.runner.step(plan, self._all_bits).wait()
+
+    def _features(self, lengths: Sequence[int]) -> list[Section]:
+        """Returns the sections of all features, for prompts of these lengths in the first slots."""
+        return self.runner.works.dummy_sections(range(len(lengths)), lengths)
 
     def _short_prompt(self) -> int:
         """Returns a number of tokens after which a decode step needs no further KV block, unless
@@ -155,15 +141,15 @@ class DummySteps:
         self,
         lengths: list[int],
         admissions: list[Admission],
-        num_masked: int = 0,
+        features: Sequence[Section] = (),
         num_blocks: int | None = None,
     ) -> StepPlan:
         """Returns a `dummy_plan` from the first token on."""
         slots = len(self.runner.slots.tokens)
         return dummy_plan(
-            lengths, 0, self.block_size, self.num_groups, slots, admissions, num_masked, num_blocks
+            lengths, 0, self.block_size, self.num_groups, slots, admissions, features, num_blocks
         )
 
-    def _allow_all(self, plan: StepPlan, count: int) -> I32:
-        """Implements `MaskSource` for dummy steps: every token is allowed."""
+    def _all_bits(self, plan: StepPlan, count: int) -> I32:
+        """Implements `features.AwaitMessage` for dummy steps: as masks, every token is allowed."""
         return np.full((count, mask_words(self.vocab_size)), -1, np.int32)

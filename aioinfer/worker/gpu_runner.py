@@ -8,13 +8,13 @@ without use.
 
 A step that only decodes is one CUDA graph, from the growth of block tables to the sampled tokens,
 replayed for the next larger captured number of rows; `step_graphs` has these and the other graphs.
-Constrained rows are sampled after the replay, from the graph's logits, once their masks have come;
-the tokens that the graph sampled for them are overwritten. (A graph without sampling would save
-some 50 us of such a step, and take a second set of graphs.) Of a step with prompts the layers are a
-graph, all but the last, for the next larger captured number of tokens: launched one by one, their
-kernels cost the host more time than a small model's cost the GPU. The host waits for nothing but
-masks: it stages a plan in pinned memory (`staging`), launches, and has the tokens copied back on a
-stream of their own, so that the next step can be launched behind this one.
+Late rows (of constrained requests) are sampled after the replay, once their message has come; the
+tokens that the graph sampled for them are overwritten. (A graph without sampling would save some 50
+us of such a step, and take a second set of graphs.) Of a step with prompts the layers are a graph,
+all but the last, for the next larger captured number of tokens: launched one by one, their kernels
+cost the host more time than a small model's cost the GPU. The host waits for nothing but such
+messages: it stages a plan in pinned memory (`staging`), launches, and has the tokens copied back on
+a stream of their own, so that the next step can be launched behind this one.
 """
 
 from __future__ import annotations
@@ -26,31 +26,28 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
-from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.kernels.cascade_attention import MIN_ROWS
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.formats.dense import SKINNY_ROWS
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import HostRows, SampledRows, Step
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.expert_report import ExpertReport
-from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows, StepLogprobs
-from aioinfer.worker.kv_tensors import KVTensors, sort_copies
-from aioinfer.worker.mask_uploads import MaskUploads
-from aioinfer.worker.masks import MaskSource, await_masks, constrained_rows
-from aioinfer.worker.prompt_rows import (
+from aioinfer.worker.features import (
+    AwaitMessage,
     PendingSection,
-    PromptOutputs,
-    has_prompt_rows,
+    StepCalls,
+    StepWorks,
     sections_of,
 )
-from aioinfer.worker.requested_logprobs import requested_logprobs
+from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.model_runner import count_decodes
+from aioinfer.worker.sampling.adjustments import Adjust
+from aioinfer.worker.sampling.gpu_sampler import GpuSampler, SamplingRows
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.staging import Staging
+from aioinfer.worker.staging import Staging, upload
 from aioinfer.worker.step_buffers import PlanBuffer, StepBuffers, Tensors
 from aioinfer.worker.step_graphs import StepGraphs
-from aioinfer.worker.step_inputs import count_decodes
 from aioinfer.worker.stopwatch import TimedLayers, cold_bytes
 
 #: The longest row of a mixed step counts as at least so long in input preparation, so that there
@@ -74,42 +71,35 @@ class PendingGpuResult:
     Attributes:
         step_id: the plan's.
         tokens: int32 [S], pinned; valid after `arrived`.
-        logprobs: float32 [S], int32 [S, K] and float32 [S, K] in pinned memory, or nothing.
         arrived: recorded behind the copy to the host.
-        busy_ns: nanoseconds that the host spent on the step, less those spent waiting for masks.
-        outputs: further sections, valid after `arrived`.
+        busy_ns: nanoseconds that the host spent on the step, less those spent waiting for a
+            message.
+        pending: its sections, valid after `arrived`.
     """
 
     step_id: int
     tokens: torch.Tensor
-    logprobs: tuple[torch.Tensor, ...]
     arrived: torch.cuda.Event
     busy_ns: int
-    outputs: Sequence[PendingSection] = ()
+    pending: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result once it has reached the host."""
         self.arrived.synchronize()
-        result = StepResult(self.step_id, self.tokens.numpy().copy(), busy_ns=self.busy_ns)
-        if self.logprobs:
-            result.sections = [Logprobs(*(part.numpy() for part in self.logprobs))]
-        if self.outputs:
-            result.sections = [*result.sections, *sections_of(self.outputs)]
-        return result
+        tokens = self.tokens.numpy().copy()
+        return StepResult(self.step_id, tokens, sections_of(self.pending), self.busy_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that has been launched, all but the sampling of its constrained rows.
+    """A step that has been launched, all but the sampling of its late rows.
 
     Attributes:
         logits: [S, local_size] of the sampled rows; None without any.
-        logprobs: of the sampled rows.
         index_there: int32 [1] on the device, the number of the result buffer.
     """
 
     logits: torch.Tensor | None
-    logprobs: StepLogprobs
     index_there: torch.Tensor
 
 
@@ -120,11 +110,12 @@ class GpuModelRunner:
         model: the rank's part of the model.
         kv: keys and values of all layers.
         slots: the running requests.
+        works: the worker halves of the features; by default none.
         graphs: the captured steps; none before `capture`.
-        expert_report: of the tokens that experts were given.
     """
 
-    #: Whether the runner samples: all do but the runners of a pipeline's first stages.
+    #: Whether the runner samples, and calls the features of a plan: all do but the runners of a
+    #: pipeline's first stages.
     _samples = True
 
     def __init__(
@@ -133,6 +124,7 @@ class GpuModelRunner:
         kv: KVTensors,
         slots: Slots,
         max_tokens: int,
+        works: StepWorks | None = None,
         *,
         use_graphs: bool = True,
     ):
@@ -146,6 +138,7 @@ class GpuModelRunner:
         self.model = model
         self.kv = kv
         self.slots = slots
+        self.works = works or StepWorks()
         device, rows, groups = slots.device, len(slots.tokens), len(slots.tables_by_group)
         self._max_tokens = max(max_tokens, rows)
         self._use_graphs = use_graphs and model.supports_graphs
@@ -153,13 +146,8 @@ class GpuModelRunner:
         self._plan = PlanBuffer(rows, rows * groups, device)
         self._buffers = StepBuffers(slots, rows, self._max_tokens)
         self._sampler = GpuSampler(slots, model.vocabulary, rows)
-        self._mask_uploads = MaskUploads(device)
         dtype = model.backend.dtype
         self._logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
-        self.expert_report = ExpertReport.of(model)
-        self._prompt_rows = PromptOutputs(model, slots)
-        # of the step that is being launched
-        self._outputs: Sequence[PendingSection] = ()
         self._copies = torch.cuda.Stream(device)
         # whether other engines' ranks wait for steps without rows
         self._takes_part = model.backend.expert_group is not None
@@ -170,40 +158,45 @@ class GpuModelRunner:
     # ---------------------------------------------------------------- steps
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingGpuResult:
+    def step(self, plan: StepPlan, await_message: AwaitMessage | None = None) -> PendingGpuResult:
         """Launches a plan: applies it to slots and KV blocks, computes its rows, and samples a
-        token for each sampled row. If any row is constrained, waits for the masks before their
+        token for each sampled row. If there are late rows, waits for their message before their
         sampling is launched; the device computes meanwhile."""
         began = time.perf_counter_ns()
         index = self._staging.begin()
         staged = self.slots.stage(plan)
         self.graphs.update(plan)
-        if self.graphs.has_decode(plan):
-            launched = self._replay(plan, index)
+        calls = self.works.of(plan) if self._samples else StepCalls(plan)
+        if self.graphs.has_decode(plan) and calls.suit_graphs:
+            launched = self._replay(plan, index, calls)
         else:
-            launched = self._launch(plan, index, staged)
-        logprobs, waited_ns = self._sample_masked(plan, launched, masks)
-        self._find_requested(plan, launched)
-        count = 0 if launched.logits is None else len(launched.logits)
-        outputs = [*self._outputs, *self.expert_report.take()]
-        self._outputs = ()
-        tokens, logprobs, arrived = self._fetch(index, count, logprobs)
+            launched = self._launch(plan, index, staged, calls)
+        logits, count, waited_ns = launched.logits, 0, 0
+        if logits is not None:
+            count = len(logits)
+            waited_ns = self._sample_late(plan, calls, logits, launched.index_there, await_message)
+            if calls:
+                calls.read_tokens(logits, self._sampler.results(index, count)[0])
+        if self._samples:
+            calls.pending += self.works.read_step(plan.step_id)
+        tokens, pending, arrived = self._fetch(index, count, calls.pending)
         self._staging.end(arrived)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        return PendingGpuResult(plan.step_id, tokens, logprobs, arrived, busy_ns, outputs)
+        return PendingGpuResult(plan.step_id, tokens, arrived, busy_ns, pending)
 
-    def _replay(self, plan: StepPlan, index: int) -> _Launched:
-        """Replays the graph of a step. Rows with penalties, biases or log-probabilities are
+    def _replay(self, plan: StepPlan, index: int, calls: StepCalls) -> _Launched:
+        """Replays the graph of a step. Rows with penalties, biases or logits processors are
         re-sampled after the replay, from the graph's logits."""
-        rows, buffer = len(plan.slots), self._plan
-        buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)))
+        rows, buffer, late = len(plan.slots), self._plan, calls.late
+        buffer.fill(plan, index, self._staging.host_buffer(len(buffer.values)), late)
         self.graphs.replay_decode(plan)
         if not self._samples:
-            return _Launched(None, (), buffer.buffer_index)
+            return _Launched(None, buffer.buffer_index)
         logits = self._logits[:rows, : self.model.vocabulary.local_size]
-        positions, constrained = plan.starts + plan.lengths, constrained_rows(plan)
-        if not self._sampler.needs_resampling(plan.slots, positions, constrained):
-            return _Launched(logits, (), buffer.buffer_index)
+        positions = plan.starts + plan.lengths
+        adjust = _adjuster_of_others(calls, rows)
+        if adjust is None and not self._sampler.needs_resampling(plan.slots, positions, late):
+            return _Launched(logits, buffer.buffer_index)
         sampling = SamplingRows(
             buffer.row_section(0, rows),
             self._buffers.whole.seq_lens[:rows],
@@ -211,19 +204,19 @@ class GpuModelRunner:
             plan.slots,
             positions,
         )
-        logprobs = self._sampler.sample(logits, sampling, buffer.buffer_index, constrained)
-        return _Launched(logits, logprobs, buffer.buffer_index)
+        self._sampler.sample(logits, sampling, buffer.buffer_index, late=late, adjust=adjust)
+        return _Launched(logits, buffer.buffer_index)
 
-    def _launch(self, plan: StepPlan, index: int, staged: list[I32]) -> _Launched:
+    def _launch(self, plan: StepPlan, index: int, staged: list[I32], calls: StepCalls) -> _Launched:
         """Launches any other step: the layers from a graph if there is one for so many tokens, the
         rest kernel by kernel. `staged`: what `Slots.stage` returned."""
         sampled = np.flatnonzero(plan.samples).astype(np.int32)
         ends = np.cumsum(plan.lengths, dtype=np.int32)
         sampled_slots = plan.slots[sampled]
         sampled_positions = (plan.starts + plan.lengths)[sampled]
-        constrained, is_real = constrained_rows(plan), np.ones_like(sampled)
-        if constrained is not None:
-            is_real[constrained] = 0
+        late, is_real = calls.late, np.ones_like(sampled)
+        if late is not None:
+            is_real[late] = 0
         copy_counts, copies = sort_copies(plan, len(self.kv.groups))
         rows, growth, copies_there, sampling, places, index_there, *admitted = self._staging.upload(
             [
@@ -242,18 +235,19 @@ class GpuModelRunner:
         if not len(plan.slots):
             if self._takes_part:
                 self._take_part()
-            return _Launched(None, (), index_there)
-        hidden = self._compute(plan, rows, places)
+            return _Launched(None, index_there)
+        hidden = self._compute(plan, calls, rows, places)
         if not len(sampled) or not self._samples:
-            return _Launched(None, (), index_there)
+            return _Launched(None, index_there)
         logits = self.model.logits(hidden, self._logits[: len(sampled)])
-        if constrained is not None and len(constrained) == len(sampled):
-            return _Launched(logits, (), index_there)
+        if late is not None and len(late) == len(sampled):
+            return _Launched(logits, index_there)
         sampling_rows = SamplingRows(
             sampling[0], sampling[1], sampling[2], sampled_slots, sampled_positions
         )
-        logprobs = self._sampler.sample(logits, sampling_rows, index_there, constrained)
-        return _Launched(logits, logprobs, index_there)
+        adjust = _adjuster_of_others(calls, len(sampled))
+        self._sampler.sample(logits, sampling_rows, index_there, late=late, adjust=adjust)
+        return _Launched(logits, index_there)
 
     def _take_part(self) -> None:
         """Launches the part of a step without rows that the ranks of other engines wait for."""
@@ -262,66 +256,56 @@ class GpuModelRunner:
         else:
             self.model.take_part()
 
-    def _sample_masked(
-        self, plan: StepPlan, launched: _Launched, masks: MaskSource | None
-    ) -> tuple[StepLogprobs, int]:
-        """Samples the constrained rows of a step once their masks have come.
+    def _sample_late(
+        self,
+        plan: StepPlan,
+        calls: StepCalls,
+        logits: torch.Tensor,
+        index_there: torch.Tensor,
+        await_message: AwaitMessage | None,
+    ) -> int:
+        """Samples the late rows of a step, once their message has come.
 
-        Returns the log-probabilities of all rows, and how many nanoseconds the masks were waited
-        for.
+        Args:
+            logits: [S, local_size] of all sampled rows.
+            index_there: see `_Launched`.
+
+        Returns:
+            Nanoseconds that the message was waited for.
         """
-        constrained = constrained_rows(plan)
-        if constrained is None or launched.logits is None:
-            return launched.logprobs, 0
-        rows = np.flatnonzero(plan.samples)[constrained]
+        late = calls.late
+        if late is None:
+            return 0
+        rows = np.flatnonzero(plan.samples)[late]
         slots, positions = plan.slots[rows], (plan.starts + plan.lengths)[rows]
-        arrays = np.stack([slots, positions, np.ones_like(slots), constrained])
-        there = self._upload(arrays).unbind()
+        arrays = np.stack([slots, positions, np.ones_like(slots), late])
+        there = upload(arrays, self.slots.device).unbind()
         sampling = SamplingRows(there[0], there[1], there[2], slots, positions, there[3])
-        masked, waited_ns = await_masks(plan, masks)
-        assert masked is not None
-        bits = self._mask_uploads.upload(masked.masks)
-        logprobs = self._sampler.sample_masked(
-            launched.logits, sampling, bits, launched.index_there, launched.logprobs
+        changed, waited_ns = calls.late_logits(logits, there[3], await_message)
+        self._sampler.sample(
+            changed, sampling, index_there, adjust=calls.adjuster(late), in_place=True
         )
-        return logprobs, waited_ns
+        return waited_ns
 
-    def _find_requested(self, plan: StepPlan, launched: _Launched) -> None:
-        """Launches the computation of the log-probabilities of tokens that requests name."""
-        wanted = plan.section(RequestedLogprobRows) if plan.sections else None
-        if wanted is not None and launched.logits is not None:
-            vocabulary = self.model.vocabulary
-            found = requested_logprobs(launched.logits, wanted, vocabulary, self._upload)
-            self._outputs = [*self._outputs, found]
-
-    def _upload(self, array: I32) -> torch.Tensor:
-        """Copies an array to the device, through pinned memory that torch keeps until it is
-        over."""
-        device = self.slots.device
-        staged = torch.from_numpy(array)
-        if device.type == "cuda":
-            staged = staged.pin_memory()
-        return staged.to(device, non_blocking=True)
-
-    def _compute(self, plan: StepPlan, rows: Tensors, places: Tensors) -> torch.Tensor:
+    def _compute(
+        self, plan: StepPlan, calls: StepCalls, rows: Tensors, places: Tensors
+    ) -> torch.Tensor:
         """Returns the hidden states [S, hidden_size] of the sampled rows.
 
         Args:
+            calls: of the plan's features, which read hidden states.
             rows: each int32 [R], slots, starts and lengths of the plan.
             places: each int32 [S], the sampled rows and the last token of each.
         """
         host = None
         if not self.model.supports_prefill_graphs:
             host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
-        longest = int(plan.lengths.max())
-        has_outputs = bool(plan.sections) and has_prompt_rows(plan) and self._samples
-        every = has_outputs and self._prompt_rows.needs_all_tokens(plan)
+        longest, every = int(plan.lengths.max()), calls.need_all_tokens
         hidden = self._mix(
             rows, plan.num_tokens, count_decodes(plan), places, longest=longest, host=host,
             every_token=every,
         )  # fmt: skip
-        if has_outputs:
-            self._outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        calls.read_hidden(hidden, has_all_tokens=every)
         if not every:
             return hidden
         hidden = hidden.index_select(0, places[1])
@@ -353,18 +337,16 @@ class GpuModelRunner:
         return self.model.begin(step, out)
 
     def _fetch(
-        self, index: int, count: int, logprobs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.cuda.Event]:
-        """Starts the copy of the first `count` results to the host, on a stream that no step waits
-        for."""
+        self, index: int, count: int, pending: Sequence[PendingSection]
+    ) -> tuple[torch.Tensor, Sequence[PendingSection], torch.cuda.Event]:
+        """Starts the copy of the first `count` tokens and of the sections to the host, on a stream
+        that no step waits for."""
         source, target = self._sampler.results(index, count)
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
-            fetched = tuple(part.to("cpu", non_blocking=True) for part in logprobs)
+            fetched = [each.fetch(self._copies) for each in pending]
             arrived = self._copies.record_event()
-        for part in logprobs:
-            part.record_stream(self._copies)
         return target, fetched, arrived
 
     # ---------------------------------------------------------------- graphs
@@ -472,3 +454,14 @@ class GpuModelRunner:
         slot_ids, is_real = buffer.row_section(0, rows), buffer.row_section(3, rows)
         positions = self._buffers.whole.seq_lens[:rows]
         self._sampler.sample_plain(logits, slot_ids, positions, is_real, buffer.buffer_index)
+
+
+def _adjuster_of_others(calls: StepCalls, rows: int) -> Adjust | None:
+    """Returns what changes the logits of the rows of a step that are not late, of `rows` sampled
+    ones; None if no feature does."""
+    if not calls:
+        return None
+    others = np.arange(rows)
+    if calls.late is not None:
+        others = np.delete(others, calls.late)
+    return calls.adjuster(others) if len(others) else None

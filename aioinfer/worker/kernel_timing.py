@@ -28,7 +28,7 @@ from aioinfer.layers.formats.base import TimedWeight
 from aioinfer.layers.kernel_choices import Candidate, KernelChoices, ProductChoices
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.worker.cuda_graphs import decode_sizes
-from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, MAX_ROWS, Costs, Stopwatch, TimedLayers
+from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, MAX_ROWS, Costs, KernelTimer, TimedLayers
 from aioinfer.worker.stored_choices import StoredChoices, Texts, machine_of
 
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class KernelTiming:
         sizes: Sequence[int],
         stored: StoredChoices,
         group: ParallelGroup,
-        stopwatch: Stopwatch,
+        stopwatch: KernelTimer,
     ):
         self._choices, self._sizes, self._stored = choices, sizes, stored
         self._group, self._stopwatch = group, stopwatch
@@ -152,12 +152,12 @@ class KernelTiming:
     @classmethod
     def of(cls, backend: Backend, layers: TimedLayers | None) -> KernelTiming:
         """Returns the choice of kernels for a rank's products on its GPU; `layers` as for
-        `Stopwatch`."""
+        `KernelTimer`."""
         import triton
 
         stored = StoredChoices(Path(triton.knobs.cache.dir), machine_of(backend.device))
         sizes = decode_sizes(MAX_ROWS)
-        stopwatch = Stopwatch(backend, layers)
+        stopwatch = KernelTimer(backend, layers)
         return cls(backend.choices, sizes, stored, backend.group, stopwatch)
 
     def prepare(self) -> None:

@@ -2,7 +2,9 @@
 
 The worker calls `ModelRunner.step` for each plan, in order. The sampled tokens are written back
 into the slots, where the next step finds them: the host sends no token twice and none that a step
-sampled.
+sampled. `prepare_step` derives the inputs of a step from a plan and the slots in plain torch
+(`aioinfer.kernels.prepare` does it on GPUs); `rows_of` and `first_tokens` find the rows and tokens
+of slots in a plan, for features whose sections name slots.
 """
 
 from __future__ import annotations
@@ -12,26 +14,98 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from aioinfer.ipc.plan import I32, Logprobs, StepPlan, StepResult
-from aioinfer.ipc.requested_logprobs import RequestedLogprobRows
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.step import Step
+from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.expert_report import ExpertReport
-from aioinfer.worker.kv_tensors import KVTensors, sort_copies
-from aioinfer.worker.masks import MaskedRows, MaskSource, await_masks
-from aioinfer.worker.prompt_rows import (
+from aioinfer.worker.features import (
+    AwaitMessage,
     PendingSection,
-    PromptOutputs,
-    has_prompt_rows,
+    StepCalls,
+    StepWorks,
     sections_of,
 )
-from aioinfer.worker.requested_logprobs import requested_logprobs
-from aioinfer.worker.sampler import Sampled, sample
+from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.sampling.sampler import sample
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.step_inputs import prepare_step
+from aioinfer.worker.staging import upload
+
+
+def prepare_step(plan: StepPlan, slots: Slots) -> Step:
+    """Returns the step of a plan with at least one row, derived from the slots on their device by a
+    few tensor operations, whatever the number of rows."""
+    device, block_size = slots.device, slots.block_size
+    rows = np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)
+    slot_ids, starts, lengths = torch.from_numpy(rows).to(device)
+    ends = lengths.cumsum(0)
+    num_rows, num_tokens = len(plan.slots), plan.num_tokens
+    if num_tokens == num_rows:
+        token_slots, positions = slot_ids, starts
+    else:
+        row_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
+        token_slots = slot_ids[row_of_token]
+        offsets = (starts - ends + lengths)[row_of_token]
+        positions = torch.arange(num_tokens, device=device) + offsets
+    seq_lens = plan.starts + plan.lengths
+    num_blocks = -(-int(seq_lens.max()) // block_size)
+    groups = []
+    for tables in slots.tables_by_group:
+        block_ids = tables[token_slots, positions // block_size].long()
+        slot_mapping = block_ids * block_size + positions % block_size
+        groups.append(GroupInputs(slot_mapping, tables[:, :num_blocks][slot_ids]))
+    inputs = StepInputs(
+        input_ids=slots.tokens[token_slots, positions],
+        positions=positions.int(),
+        query_starts=torch.nn.functional.pad(ends, (1, 0)).int(),
+        seq_lens=(starts + lengths).int(),
+        groups=tuple(groups),
+    )
+    host = HostRows(plan.lengths.tolist(), seq_lens.tolist())
+    return Step(inputs, count_decodes(plan), _sampled_rows(plan, inputs), host)
+
+
+def count_decodes(plan: StepPlan) -> int:
+    """Returns how many of the first rows compute one token and sample the next."""
+    others = np.flatnonzero((plan.lengths > 1) | (plan.samples == 0))
+    return int(others[0]) if len(others) else len(plan.slots)
+
+
+def _sampled_rows(plan: StepPlan, inputs: StepInputs) -> SampledRows | None:
+    """Returns the sampled rows, or None if every token is the last of one."""
+    rows = np.flatnonzero(plan.samples).astype(np.int32)
+    if len(rows) == len(inputs.input_ids):
+        return None
+    device = inputs.input_ids.device
+    last = np.cumsum(plan.lengths, dtype=np.int32)[rows] - 1
+    return SampledRows.of(
+        inputs, torch.from_numpy(rows).to(device), torch.from_numpy(last).to(device)
+    )
+
+
+def rows_of(plan: StepPlan, slots: I32) -> npt.NDArray[np.intp]:
+    """Returns the rows of these slots in a plan: of n slots, [n]."""
+    order = np.argsort(plan.slots)
+    return order[np.searchsorted(plan.slots, slots, sorter=order)]
+
+
+def first_tokens(plan: StepPlan, slots: I32) -> npt.NDArray[np.int64]:
+    """Returns which of a step's tokens is the first one of the row of each slot: of n slots,
+    [n]."""
+    firsts = np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths
+    return firsts[rows_of(plan, slots)]
+
+
+def spread(values: npt.NDArray[np.integer], counts: I32, step: int) -> npt.NDArray[np.int64]:
+    """Returns each value `counts[i]` times, growing by `step` from one to the next: of n values,
+    [sum of counts]."""
+    repeated = np.repeat(values.astype(np.int64), counts)
+    if step:
+        starts = np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
+        repeated += np.arange(len(repeated)) - starts
+    return repeated
 
 
 @dataclass(slots=True)
@@ -40,26 +114,20 @@ class PendingResult:
 
     Attributes:
         step_id: the plan's.
-        sampled: the outcome of sampling.
-        busy_ns: nanoseconds that the step took, less those spent waiting for masks.
-        outputs: further sections.
+        tokens: int32 [S] on the device, the sampled tokens.
+        busy_ns: nanoseconds that the step took, less those spent waiting for a message.
+        pending: its sections.
     """
 
     step_id: int
-    sampled: Sampled
+    tokens: torch.Tensor
     busy_ns: int
-    outputs: Sequence[PendingSection] = ()
+    pending: Sequence[PendingSection] = ()
 
     def wait(self) -> StepResult:
         """Returns the result."""
-        sampled = self.sampled
-        result = StepResult(self.step_id, sampled.tokens.cpu().numpy(), busy_ns=self.busy_ns)
-        if len(sampled.logprobs):
-            parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
-            result.sections = [Logprobs(*(part.cpu().numpy() for part in parts))]
-        if self.outputs:
-            result.sections = [*result.sections, *sections_of(self.outputs)]
-        return result
+        tokens = self.tokens.cpu().numpy()
+        return StepResult(self.step_id, tokens, sections_of(self.pending), self.busy_ns)
 
 
 class ModelRunner:
@@ -69,31 +137,33 @@ class ModelRunner:
         model: the rank's part of the model, bound to `kv`.
         kv: keys and values of all layers.
         slots: the running requests.
-        expert_report: of the tokens that experts were given.
+        works: the worker halves of the features; by default none.
     """
 
-    def __init__(self, model: CausalLM, kv: KVTensors, slots: Slots):
+    def __init__(
+        self, model: CausalLM, kv: KVTensors, slots: Slots, works: StepWorks | None = None
+    ):
         self.model = model
         self.kv = kv
         self.slots = slots
-        self.expert_report = ExpertReport.of(model)
-        self._prompt_rows = PromptOutputs(model, slots)
-        # of the step that is being computed
-        self._outputs: Sequence[PendingSection] = ()
+        self.works = works or StepWorks()
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, masks: MaskSource | None = None) -> PendingResult:
-        """Executes a plan: applies it to slots and KV blocks, computes its rows, waits for the
-        masks if any row is constrained, and samples a token for each sampled row."""
+    def step(self, plan: StepPlan, await_message: AwaitMessage | None = None) -> PendingResult:
+        """Executes a plan: applies it to slots and KV blocks, computes its rows, and samples a
+        token for each sampled row, late rows last."""
         began = time.perf_counter_ns()
         self._apply(plan)
-        logits = self._compute(plan)
-        masked, waited_ns = await_masks(plan, masks)
-        sampled = self._sample(plan, logits, masked)
+        calls = self.works.of(plan)
+        logits, waited_ns = self._compute(plan, calls), 0
+        if logits is None:
+            tokens = torch.empty(0, dtype=torch.int32, device=self.slots.device)
+        else:
+            tokens, waited_ns = self._sample(plan, calls, logits, await_message)
+            calls.read_tokens(logits, tokens)
         busy_ns = time.perf_counter_ns() - began - waited_ns
-        outputs = [*self._outputs, *self.expert_report.take()]
-        self._outputs = ()
-        return PendingResult(plan.step_id, sampled, busy_ns, outputs)
+        calls.pending += self.works.read_step(plan.step_id)
+        return PendingResult(plan.step_id, tokens, busy_ns, calls.pending)
 
     def _apply(self, plan: StepPlan) -> None:
         """Applies a plan to slots and KV blocks."""
@@ -106,28 +176,19 @@ class ModelRunner:
         """Computes all layers but the model's last."""
         return self.model.begin(step)
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor | None:
+    def _compute(self, plan: StepPlan, calls: StepCalls) -> torch.Tensor | None:
         """Returns the logits [S, local_size] of the sampled rows; None if there is none."""
         if not len(plan.slots):
             self.model.take_part()
             return None
-        step = prepare_step(plan, self.slots)
-        if plan.sections and has_prompt_rows(plan):
-            return self._compute_prompt_rows(plan, step)
-        self.model.plan(step)
-        hidden = self.model.finish(step, self._begin(step))
-        return self.model.logits(hidden) if plan.samples.any() else None
-
-    def _compute_prompt_rows(self, plan: StepPlan, step: Step) -> torch.Tensor | None:
-        """Computes a step in which prompt rows have outputs of their own. Returns the
-        logits of the sampled rows; None if there is none."""
-        model, every = self.model, self._prompt_rows.needs_all_tokens(plan)
+        model, step = self.model, prepare_step(plan, self.slots)
+        every = calls.need_all_tokens
         if every:
             step.sampled = None
         model.plan(step)
         finish = model.finish_all if every else model.finish
         hidden = finish(step, self._begin(step))
-        self._outputs = self._prompt_rows.compute(plan, hidden, has_all_tokens=every)
+        calls.read_hidden(hidden, has_all_tokens=every)
         if not plan.samples.any():
             return None
         if not every:
@@ -136,24 +197,56 @@ class ModelRunner:
         return model.logits_of(hidden.index_select(0, last.to(hidden.device)))
 
     def _sample(
-        self, plan: StepPlan, logits: torch.Tensor | None, masked: MaskedRows | None
-    ) -> Sampled:
-        """Samples a token for each row of `logits` [S, local_size], and enters them in the
-        slots."""
-        if logits is None:
-            return Sampled.plain(torch.empty(0, dtype=torch.int32, device=self.slots.device))
-        rows = np.flatnonzero(plan.samples)
-        slot_ids = plan.slots[rows]
-        positions = plan.starts[rows] + plan.lengths[rows]
-        vocabulary = self.model.vocabulary
-        wanted = plan.section(RequestedLogprobRows)
-        if wanted is not None:  # before the sampler changes the logits
-            found = requested_logprobs(logits, wanted, vocabulary, self._upload)
-            self._outputs = [*self._outputs, found]
-        sampled = sample(logits, self.slots, slot_ids, positions, vocabulary, masked)
-        self.slots.append(slot_ids, positions, sampled.tokens)
-        return sampled
+        self,
+        plan: StepPlan,
+        calls: StepCalls,
+        logits: torch.Tensor,
+        await_message: AwaitMessage | None,
+    ) -> tuple[torch.Tensor, int]:
+        """Samples a token for each row of `logits` [S, local_size], and enters it in its slot.
 
-    def _upload(self, array: I32) -> torch.Tensor:
-        """Copies an array, which may be a view into the ring, to the device."""
-        return torch.tensor(array, device=self.slots.device)
+        Returns the tokens, int32 [S], and how many nanoseconds a message was waited for.
+        """
+        rows = np.flatnonzero(plan.samples)
+        slot_ids, positions = plan.slots[rows], plan.starts[rows] + plan.lengths[rows]
+        vocabulary, waited_ns = self.model.vocabulary, 0
+        if calls.late is not None:
+            tokens, waited_ns = self._sample_late_rows(
+                calls, logits, slot_ids, positions, await_message
+            )
+        elif calls:  # which read the logits afterwards
+            adjust = calls.adjuster(np.arange(len(rows)))
+            tokens = sample(logits, self.slots, slot_ids, positions, vocabulary, adjust)
+        else:
+            tokens = sample(logits, self.slots, slot_ids, positions, vocabulary, in_place=True)
+        self.slots.append(slot_ids, positions, tokens)
+        return tokens, waited_ns
+
+    def _sample_late_rows(
+        self,
+        calls: StepCalls,
+        logits: torch.Tensor,
+        slot_ids: I32,
+        positions: I32,
+        await_message: AwaitMessage | None,
+    ) -> tuple[torch.Tensor, int]:
+        """Samples a token for each row of `logits` [S, local_size], late rows after all others;
+        returns the same as `_sample`. `slot_ids`, `positions`: int32 [S]."""
+        late = calls.late
+        assert late is not None
+        tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+
+        def sample_some(some: npt.NDArray[np.integer], of_some: torch.Tensor) -> None:
+            at = upload(some, logits.device).long()
+            tokens[at] = sample(
+                of_some, self.slots, slot_ids[some], positions[some], self.model.vocabulary,
+                calls.adjuster(some), in_place=True,
+            )  # fmt: skip
+
+        others = np.delete(np.arange(len(logits)), late)
+        if len(others):
+            sample_some(others, logits.index_select(0, upload(others, logits.device)))
+        places = upload(late, logits.device)
+        changed, waited_ns = calls.late_logits(logits, places, await_message)
+        sample_some(late, changed)
+        return tokens, waited_ns

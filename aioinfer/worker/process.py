@@ -57,6 +57,8 @@ class WorkerSpec:
         engine: the number of the engine that the rank belongs to.
         visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
             None for the GPUs that its parent sees.
+        rank, reader: the number of the rank in its engine, and among the readers of its host's
+            ring of plans.
         sends_results, is_staged: whether the rank writes results, and whether there are several
             stages.
     """
@@ -74,22 +76,15 @@ class WorkerSpec:
     masks: MaskMemory
     engine: int = 0
     visible_devices: str | None = None
+    rank: int = field(init=False)
+    reader: int = field(init=False)
     sends_results: bool = field(init=False)
     is_staged: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rank, self.reader = self.place.engine_rank, self.place.local_rank
         self.sends_results = self.place.sends_results
         self.is_staged = self.place.size_of("pp") > 1
-
-    @property
-    def rank(self) -> int:
-        """The number of the rank in its engine."""
-        return self.place.engine_rank
-
-    @property
-    def reader(self) -> int:
-        """This rank's number among the readers of its host's ring of plans."""
-        return self.place.local_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +199,14 @@ def _serve(spec: WorkerSpec, worker: Worker) -> None:
     """Executes plans in order until the parent closes the control connection."""
     finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
     is_last = spec.place.stage == spec.place.size_of("pp") - 1
+    runner, launches = worker.runner, worker.device.type != "cpu"
     inbox = _Inbox(spec, worker.vocab_size, samples=is_last)
     with contextlib.suppress(_EndOfPlansError):
         while True:
             plan = inbox.next_plan()
             spec.heartbeat.begin(spec.rank, plan.step_id)
-            pending = worker.execute(plan, inbox.wait_for_masks)
-            if worker.device.type != "cpu":
+            pending = runner.step(plan, inbox.wait_for_masks)
+            if launches:
                 spec.heartbeat.launch(spec.rank, plan.step_id)
             inbox.release_plan()
             finish(spec, pending)
@@ -257,7 +253,7 @@ class _Inbox:
             self._spec.plans.release(self._spec.reader)
 
     def wait_for_masks(self, plan: StepPlan, count: int) -> I32:
-        """Implements `MaskSource`. Raises `_EndOfPlansError`."""
+        """Implements `features.AwaitMessage`. Raises `_EndOfPlansError`."""
         spec = self._spec
         notice = MaskNotice.decode(self._read())
         spec.plans.release(spec.reader)

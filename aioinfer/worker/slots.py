@@ -10,8 +10,8 @@ Two ways lead from a plan to the slots, with the same effect. On a CPU `apply` d
 torch. On a GPU the runner uploads what `stage` gives it together with the other arrays of the step,
 and `apply_staged` launches kernels on that: no copy of its own, and nothing that waits for the GPU.
 
-The host has only the values that decide which work a step has: `sampling_flags`, `num_logprobs` and
-a copy of `banned_until`.
+The host has only the values that decide which work a step has: `sampling_flags` and a copy of
+`banned_until`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, StepPlan
-from aioinfer.ipc.request_record import RECORD, RECORD_WORDS, WORD, Admissions, FreedSlots
-from aioinfer.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
-from aioinfer.worker.occurrences import Occurrences
+from aioinfer.ipc.request_record import (
+    RECORD,
+    RECORD_WORDS,
+    WORD,
+    Admissions,
+    AppendedTokens,
+    FreedSlots,
+)
+from aioinfer.sampling_params import FILTERS, GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
+from aioinfer.worker.sampling.occurrences import Occurrences
 
 # What a request needs from the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
 RANDOM = 1  # a temperature above 0
-FILTERED = 2  # top-k, top-p or min-p, at a temperature above 0
+FILTERED = 2  # one of `FILTERS` at least, at a temperature above 0
 BIASED = 4  # a logit bias
 PENALIZED = 8  # a repetition, presence or frequency penalty
 BANNED = 16  # tokens that are banned at this position, before min_tokens
-LOGPROBS = 32  # log-probabilities
 
 
 class Slots:
@@ -56,7 +61,6 @@ class Slots:
         banned_ids: int32 [S, MAX_END_TOKENS]; "num_banned" of a row count.
         occurrences: the counts for penalties.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
-        num_logprobs: int32 [S] on the host, how many of the likeliest tokens to report.
     """
 
     def __init__(
@@ -88,7 +92,6 @@ class Slots:
         self.occurrences = Occurrences(max_num_seqs, vocab_size, device)
         self.sampling_flags = np.zeros(max_num_seqs, np.uint8)
         self._banned_until = np.zeros(max_num_seqs, np.int32)
-        self.num_logprobs = np.zeros(max_num_seqs, np.int32)
 
     @staticmethod
     def max_sampling_bytes(max_num_seqs: int, vocab_size: int) -> int:
@@ -108,9 +111,9 @@ class Slots:
             return
         self._account(plan)
         self._admit(plan.admissions)
-        forced = plan.section(ForcedTokens)
-        if forced is not None:
-            self._force(*(self._upload(part) for part in _columns_of(forced)))
+        appended = plan.section(AppendedTokens)
+        if appended is not None:
+            self._enter(*(self._upload(part) for part in _columns_of(appended)))
 
     def _admit(self, admissions: Admissions) -> None:
         if not admissions:
@@ -132,13 +135,13 @@ class Slots:
 
     def stage(self, plan: StepPlan) -> list[I32]:
         """Applies the host's part of a plan, and returns the arrays that `apply_staged` needs on
-        the device: none for a plan without admissions and forced tokens. Once for each plan, in
+        the device: none for a plan without admissions and appended tokens. Once for each plan, in
         order."""
         if not plan.sections:
             return []
         self._account(plan)
-        admissions, forced = plan.admissions, plan.section(ForcedTokens)
-        behind = [] if forced is None else [np.stack(_columns_of(forced))]
+        admissions, appended = plan.admissions, plan.section(AppendedTokens)
+        behind = [] if appended is None else [np.stack(_columns_of(appended))]
         if not admissions:
             return behind
         rows = self.occurrences.host_rows[admissions.records["slot"]]
@@ -148,7 +151,7 @@ class Slots:
         ]  # fmt: skip
 
     def apply_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
-        """Lets the requests that a plan admits take their slots, with kernels, and enters forced
+        """Lets the requests that a plan admits take their slots, with kernels, and enters appended
         tokens.
 
         Args:
@@ -159,8 +162,8 @@ class Slots:
             return
         if plan.admissions:
             self._admit_staged(plan, staged[:6])
-        if plan.section(ForcedTokens) is not None:
-            self._force(*staged[-1].unbind())
+        if plan.section(AppendedTokens) is not None:
+            self._enter(*staged[-1].unbind())
 
     def _admit_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
         from aioinfer.kernels.penalties import count_occurrences
@@ -177,7 +180,7 @@ class Slots:
             row = occurrences.rows[occurrences.host_rows[slot]]
             count_occurrences(self.tokens[slot, :length], prompt_len, row)
 
-    def _force(
+    def _enter(
         self,
         slots: torch.Tensor,
         positions: torch.Tensor,
@@ -204,7 +207,6 @@ class Slots:
         self.occurrences.fit()
         self.sampling_flags[slots] = flags
         self._banned_until[slots] = records["banned_until"]
-        self.num_logprobs[slots] = np.maximum(records["logprobs"], 0)
 
     def _penalized(self, admissions: Admissions) -> Iterator[tuple[int, int, int]]:
         """Yields (slot, tokens, prompt tokens) of the requests with penalties."""
@@ -238,7 +240,7 @@ class Slots:
             self.bias_values, self.banned_ids,
         ):  # fmt: skip
             tensor.zero_()
-        for array in (self.sampling_flags, self._banned_until, self.num_logprobs):
+        for array in (self.sampling_flags, self._banned_until):
             array.fill(0)
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]
         self.occurrences = Occurrences(slots, vocab_size, self.device)
@@ -248,10 +250,10 @@ class Slots:
         return torch.tensor(array, device=self.device)
 
 
-def _columns_of(forced: ForcedTokens) -> tuple[I32, I32, I32, I32]:
+def _columns_of(appended: AppendedTokens) -> tuple[I32, I32, I32, I32]:
     """Returns slots, positions, tokens, and the tokens that count for penalties, or -1."""
-    counted = np.where(forced.counted == 1, forced.tokens, np.int32(-1))
-    return forced.slots, forced.positions, forced.tokens, counted
+    counted = np.where(appended.counted == 1, appended.tokens, np.int32(-1))
+    return appended.slots, appended.positions, appended.tokens, counted
 
 
 def _words_of(admissions: Admissions) -> I32:
@@ -270,7 +272,7 @@ def _fields_of(records: torch.Tensor) -> dict[str, torch.Tensor]:
 def _flags_of(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
     """Returns the sampling flags (uint8 [A]) of records."""
     random = records["temperature"] >= np.float32(GREEDY_TEMPERATURE)
-    filtered = (records["top_k"] > 0) | (records["top_p"] < 1) | (records["min_p"] > 0)
+    filtered = np.logical_or.reduce([records[name] != none for name, none in FILTERS.items()])
     penalized = (
         (records["repetition_penalty"] != 1)
         | (records["presence_penalty"] != 0)
@@ -282,6 +284,5 @@ def _flags_of(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
         | BIASED * (records["num_bias"] > 0)
         | PENALIZED * penalized
         | BANNED * (records["num_banned"] > 0)
-        | LOGPROBS * (records["logprobs"] >= 0)
     )
     return flags.astype(np.uint8)

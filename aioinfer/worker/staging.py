@@ -1,15 +1,17 @@
 """Pinned memory through which the arrays of a step reach the GPU: packed into one copy that the
 host does not wait for.
 
-The GPU model runner owns one. Buffers are used one after the other; a buffer is written again only
-when the step that read it is over.
+The GPU model runner owns a `Staging`. Buffers are used one after the other; a buffer is written
+again only when the step that read it is over. `upload` is for further arrays, which few steps have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioinfer.ipc.plan import I32
@@ -72,3 +74,13 @@ class Staging:
 
     def _make(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Returns a copy of an array, which may be a view into the ring, on a device; a GPU's
+    computation is not waited for. Torch keeps the pinned memory until the copy is over."""
+    if device.type != "cuda":
+        return torch.tensor(array, device=device)
+    # torch warns of arrays that may not be written to, as those of a plan that was copied
+    source = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(source).pin_memory().to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Buffers on a GPU that CUDA graphs refer to: the plan of a decode step (`PlanBuffer`), and the
-inputs of a step, which kernels fill from the slots (`StepBuffers`). `step_inputs` makes the inputs
-of a step on a CPU.
+inputs of a step, which kernels fill from the slots (`StepBuffers`). `model_runner.prepare_step`
+makes the inputs of a step on a CPU.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
 from aioinfer.layers.step import GroupInputs, StepInputs
-from aioinfer.worker.masks import constrained_rows
 from aioinfer.worker.slots import Slots
 
 #: Tensors of equal length: of a list, or the rows of one.
@@ -67,7 +66,7 @@ class StepBuffers:
         """
         slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
         for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
-            filled = prepare.StepInputs(
+            filled = prepare.PreparedInputs(
                 inputs.input_ids, inputs.positions, group.slot_mapping, inputs.query_starts,
                 inputs.seq_lens, group.block_tables,
             )  # fmt: skip
@@ -119,19 +118,20 @@ class PlanBuffer:
         """Makes all entries of the growth padding."""
         self.growth_sections()[0].fill_(-1)
 
-    def fill(self, plan: StepPlan, buffer_index: int, host: torch.Tensor) -> None:
+    def fill(
+        self, plan: StepPlan, buffer_index: int, host: torch.Tensor, late: I32 | None = None
+    ) -> None:
         """Writes a plan into pinned memory (int32 like `values`) and starts its copy; entries
-        beyond the plan's rows and growth become padding. Constrained rows do not count as sampled:
-        their tokens come later."""
+        beyond the plan's rows and growth become padding. The rows `late` (int32 [M]) do not count
+        as sampled: their tokens come later."""
         array = host.numpy()
         growth_start = 4 * self.rows
         array[:growth_start] = 0
         array[growth_start : growth_start + self.growth] = -1
         for number, field in enumerate((plan.slots, plan.starts, plan.lengths, plan.samples)):
             array[number * self.rows : number * self.rows + len(field)] = field
-        constrained = constrained_rows(plan)
-        if constrained is not None:
-            array[3 * self.rows + constrained] = 0
+        if late is not None:
+            array[3 * self.rows + late] = 0
         for number, field in enumerate((plan.table_rows, plan.table_indices, plan.table_blocks)):
             start = growth_start + number * self.growth
             array[start : start + len(field)] = field

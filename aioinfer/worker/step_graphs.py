@@ -14,12 +14,11 @@ from typing import Any, Protocol
 
 import torch
 
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
 from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
 from aioinfer.worker.first_blocks import SharedPrefixes
-from aioinfer.worker.prompt_rows import has_prompt_rows
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_buffers import PlanBuffer
 
@@ -112,17 +111,17 @@ class StepGraphs:
             self._prefixes.update(plan)
 
     def has_decode(self, plan: StepPlan) -> bool:
-        """Whether the step does nothing but decode, and is captured."""
+        """Whether the step does nothing but decode, and is captured, if its features suit graphs
+        (`WorkerFeature.suits_graphs`)."""
         rows = len(plan.slots)
         return (
             0 < rows <= self.decode.fit(rows)
             and not plan.admissions
-            and plan.section(ForcedTokens) is None
+            and plan.section(AppendedTokens) is None
             and not len(plan.copy_sources)
             and len(plan.table_rows) <= self._plan.growth
             and plan.num_tokens == rows
             and bool(plan.samples.all())
-            and not (plan.sections and has_prompt_rows(plan))
         )
 
     def replay_decode(self, plan: StepPlan) -> None:

@@ -80,7 +80,7 @@ def cold_bytes(device: torch.device) -> int:
     return 2 * cached
 
 
-class Stopwatch:
+class KernelTimer:
     """Launches products on a GPU, and times them.
 
     The launches of a candidate are a CUDA graph, as in the steps that it is chosen for. They go

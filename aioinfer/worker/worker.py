@@ -1,8 +1,8 @@
 """A worker: one rank's part of the model, KV cache and request slots on one device.
 
 An executor makes it, in a process of its own or in a thread of the server's, and calls `load`,
-`allocate` (with numbers that every rank can keep), `warm_up`, and from then on `execute` for each
-plan, in order.
+`allocate` (with numbers that every rank can keep) and `warm_up`. From then on `runner.step`
+executes each plan, in order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import numpy as np
 from aioinfer.config import Config
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
-from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.devices import select_cache_dtype, select_device, select_dtype, set_up_device
 from aioinfer.worker.dummy_steps import DummySteps
+from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.masks import MaskSource
 from aioinfer.worker.memory import (
     available_bytes,
     check_weights,
@@ -35,9 +34,9 @@ from aioinfer.worker.memory import (
     report_shortage,
 )
 from aioinfer.worker.model_runner import ModelRunner, PendingResult
-from aioinfer.worker.peers import Peers
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.stage_runner import StageRunner
+from aioinfer.worker.stages.peers import Peers
+from aioinfer.worker.stages.runner import StageRunner
 
 if TYPE_CHECKING:
     from aioinfer.worker.compilation import CompilationWatch
@@ -238,7 +237,7 @@ class Worker:
         self._fewest_blocks = min(num_blocks)
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
-            self._runner = self._make_runner(
+            self.runner = self._make_runner(
                 num_blocks, self._config.scheduler.max_num_seqs, max_model_len
             )
 
@@ -249,32 +248,30 @@ class Worker:
         On a GPU all kernels are compiled first, then the kernels of products are timed, and at last
         CUDA graphs are captured.
         """
-        runner, steps = self._runner, self._dummy_steps(self._runner)
+        runner, steps = self.runner, self._dummy_steps(self.runner)
         if isinstance(runner, ModelRunner):
             keep_freed_memory()
-            steps.run_sampling()
+            steps.run_all()
             self._calibrate()
-            runner.expert_report.begin()
+            runner.works.begin_service()
             return
         from aioinfer.worker.compilation import CompilationWatch, compile_only
 
         timing = self._make_kernel_timing(runner)
         with compile_only():
-            steps.run_sampling()
-            steps.run_prompt_rows()
+            steps.run_all()
             runner.warm_up()
             if timing is not None:
                 timing.prepare()
             self._peers.drain_stages()
         with self._peers.together("warming up", self.on_stuck):
-            steps.run_sampling()
-            steps.run_prompt_rows()
+            steps.run_all()
             if timing is not None:
                 self.timed_choices = timing.run()
                 runner.kv.zero(1)  # the timed layers have written there
             self._calibrate()
             runner.capture()
-        runner.expert_report.begin()
+        runner.works.begin_service()
         self.graph_bytes = runner.graphs.nbytes
         self.compilations = CompilationWatch()
 
@@ -291,7 +288,7 @@ class Worker:
         """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""
         if not self._is_calibrated:
             return
-        runner, size, peers = self._runner, self.block_size, self._peers
+        runner, size, peers = self.runner, self.block_size, self._peers
         max_len = runner.slots.max_model_len
         most = size * self._fewest_blocks
         budget = self._config.scheduler.max_num_batched_tokens
@@ -309,14 +306,6 @@ class Worker:
     ) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
         return DummySteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
-
-    def execute(self, plan: StepPlan, masks: MaskSource | None = None) -> Pending:
-        """Starts a plan; the result can be waited for.
-
-        Plans are executed in the order of the calls. `masks` is called if it has constrained rows,
-        when all else is computed or launched.
-        """
-        return self._runner.step(plan, masks)
 
     def _make_runner(
         self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
@@ -338,20 +327,22 @@ class Worker:
         self._peers.connect_all_reduce(self._backend, hidden_size)
         self._model.bind(self._own_groups, kv.tensors, max_num_seqs, tokens)
         links = self._peers.link_stages(hidden_size, self._backend.dtype)
+        rank = Rank(self._model, slots, links, uses_kernels=self.device.type != "cpu")
+        works = StepWorks.load(rank, config.model.features)
         if self.device.type == "cpu":
             if links is not None:
-                return StageRunner(self._model, kv, slots, links)
-            return ModelRunner(self._model, kv, slots)
+                return StageRunner(self._model, kv, slots, links, works)
+            return ModelRunner(self._model, kv, slots, works)
         use_graphs = config.parallel.cuda_graphs
         if links is not None:
-            from aioinfer.worker.gpu_stage_runner import GpuStageRunner
+            from aioinfer.worker.stages.gpu_runner import GpuStageRunner
 
             return GpuStageRunner(
-                self._model, kv, slots, tokens, use_graphs=use_graphs, links=links
+                self._model, kv, slots, tokens, works, use_graphs=use_graphs, links=links
             )
         from aioinfer.worker.gpu_runner import GpuModelRunner
 
-        return GpuModelRunner(self._model, kv, slots, tokens, use_graphs=use_graphs)
+        return GpuModelRunner(self._model, kv, slots, tokens, works, use_graphs=use_graphs)
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
@@ -364,8 +355,8 @@ class Worker:
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and samples as many, as a step may, of requests that use all of
-        the sampler. They share the KV blocks of one: a cache of their own would count as memory
-        that a step needs beside the cache."""
+        the sampler and all features. They share the KV blocks of one: a cache of their own would
+        count as memory that a step needs beside the cache."""
         limits = self._config.scheduler
         budget = limits.max_num_batched_tokens
         rows = min(limits.max_num_seqs, budget)

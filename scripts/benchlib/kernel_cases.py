@@ -25,7 +25,7 @@ from aioinfer.kernels.norm import add_rms_norm
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
 from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
-from aioinfer.kernels.prepare import StepInputs, prepare_inputs
+from aioinfer.kernels.prepare import PreparedInputs, prepare_inputs
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 
@@ -524,7 +524,7 @@ def small_cases(tune: bool) -> Iterator[Case]:
         yield Case("small", f"qk_norm_rope_cache {rows}", "", [run], 2 * qkv.nbytes)
     slots = torch.arange(256, dtype=torch.int32, device=DEVICE)
     tokens, tables = (torch.zeros(256, n, dtype=torch.int32, device=DEVICE) for n in (8192, 128))
-    inputs, ones = StepInputs.empty(256, 256, 128, DEVICE), torch.ones_like(slots)
+    inputs, ones = PreparedInputs.empty(256, 256, 128, DEVICE), torch.ones_like(slots)
 
     def prepare() -> None:
         prepare_inputs(slots, slots, ones, tokens, tables, inputs, block_size=64, max_length=1)

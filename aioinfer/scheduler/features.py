@@ -1,0 +1,181 @@
+"""Step features as the scheduler sees them: what a request asks of one, and the planning half.
+
+A request lists its `Use`s. While a step is planned, the scheduler collects the rows of requests
+that use a feature, asks the feature for its section of the plan, and hands it the result of the
+step when that has come. A step calls only features that have rows in it; a request without uses
+costs one comparison a row. The features themselves are in `aioinfer.features`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from aioinfer.errors import ConfigError
+from aioinfer.ipc.plan import StepResult
+from aioinfer.ipc.sections import Section
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.request import Request, Use
+from aioinfer.scheduler.steps import Row, StepOutput
+
+F = TypeVar("F", bound="StepFeature")
+
+#: Bytes of a result that the running requests may hold together by `Use.result_bytes`. A message of
+#: the usual ring has 16 MiB at most.
+MAX_RESULT_BYTES = 6 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedRequest:
+    """A request before it is routed, from which features derive its uses.
+
+    Attributes:
+        params: its sampling parameters.
+        tokens: int32 array, the prompt.
+        constraint: the compiled restriction of its tokens (`text.constraints`), or None.
+        vocab_size, hidden_size: of the model.
+        token_budget: the maximum of tokens that a step computes.
+        report: wakes the reader of the request's output.
+    """
+
+    params: SamplingParams
+    tokens: Any
+    constraint: Any
+    vocab_size: int
+    hidden_size: int
+    token_budget: int
+    report: Any = None
+
+
+class StepFeature:
+    """The planning half of a feature: one object an engine. Methods are called on the event loop.
+
+    A feature overrides what it needs. `__init__` takes the `features.host.Host` of the engine.
+
+    Attributes:
+        name: by which uses name their feature.
+        extra_args: the names that it takes of `SamplingParams.extra_args`.
+        is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
+    """
+
+    name: ClassVar[str]
+    extra_args: ClassVar[tuple[str, ...]] = ()
+    is_waiting: bool = False
+
+    def __init__(self, host: Any):
+        self.host = host
+
+    @classmethod
+    def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
+        """Returns what sequence `index` of a request asks of the feature; None if nothing.
+
+        Raises `RequestError` if the request asks for something that is wrong or too much.
+        """
+        return None
+
+    def limit(self, use: Any, wanted: int, rows: Sequence[Row]) -> int:
+        """Returns how many of `wanted` tokens of a request with this use the step may compute,
+        which has `rows` of the feature so far; 0 keeps it out of the step."""
+        return wanted
+
+    def plan(self, rows: Sequence[Row]) -> Section | None:
+        """Returns the plan's section for the rows of a step, which will be posted."""
+        return None
+
+    def confirm_post(self, step_id: int, rows: Sequence[Row]) -> None:
+        """Notes that the plan with `rows` was posted."""
+
+    def take(self, rows: Sequence[Row], result: StepResult, output: StepOutput) -> StepOutput:
+        """Takes the result of a posted step with `rows`. Returns the step's output: `output`, or
+        one with further tokens or ends of requests. Requests may have ended meanwhile."""
+        return output
+
+    def take_report(self, section: Section) -> None:
+        """Takes a section that workers send on their own, in no step in particular."""
+
+    #: The section that workers send on their own, if there is one.
+    reports: ClassVar[type[Section] | None] = None
+
+    def drop(self, request: Request) -> None:
+        """Notes that a request with a use of the feature has ended."""
+
+    def lose(self) -> None:
+        """Notes that the workers were lost: results of posted steps will not come."""
+
+    def restart(self) -> None:
+        """Prepares for new workers, which serve from now on."""
+
+    def close(self) -> None:
+        """Ends the feature's threads."""
+
+
+class StepFeatures:
+    """The planning halves of an engine's features."""
+
+    def __init__(self, features: Sequence[StepFeature] = ()):
+        """Raises ConfigError if two have one name, or take one argument."""
+        names = [feature.name for feature in features]
+        arguments = [name for feature in features for name in feature.extra_args]
+        for what, given in (("are named", names), ("take the argument", arguments)):
+            if twice := [name for name in given if given.count(name) > 1]:
+                raise ConfigError(f"features: several {what} {twice[0]!r}")
+        self._by_name = {feature.name: feature for feature in features}
+        self._reporting = [feature for feature in features if feature.reports is not None]
+
+    def __iter__(self) -> Iterator[StepFeature]:
+        return iter(self._by_name.values())
+
+    def of(self, kind: type[F]) -> F:
+        """Returns the feature of a class. Raises LookupError if there is none."""
+        for feature in self:
+            if isinstance(feature, kind):
+                return feature
+        raise LookupError(f"no feature {kind.__name__}")
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a feature lets no step be planned; see `StepFeature.is_waiting`."""
+        return any(feature.is_waiting for feature in self)
+
+    def limit(self, request: Request, wanted: int, rows: Mapping[str, Sequence[Row]]) -> int:
+        """Returns how many of `wanted` tokens of a request the step may compute, which has `rows`
+        so far; see `StepFeature.limit`."""
+        for use in request.uses:
+            feature = self._by_name[use.feature]
+            wanted = feature.limit(use, wanted, rows.get(use.feature, ()))
+        return wanted
+
+    def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
+        """Returns the sections of the plan with `rows`; see `StepFeature.plan`."""
+        found = (self._by_name[name].plan(of_feature) for name, of_feature in rows.items())
+        return [section for section in found if section is not None]
+
+    def confirm_post(self, step_id: int, rows: Mapping[str, Sequence[Row]]) -> None:
+        """See `StepFeature.confirm_post`."""
+        for name, of_feature in rows.items():
+            self._by_name[name].confirm_post(step_id, of_feature)
+
+    def take(
+        self, rows: Mapping[str, Sequence[Row]], result: StepResult, output: StepOutput
+    ) -> StepOutput:
+        """Hands the result of a step with `rows` to the features, in their order. Returns the
+        step's output; see `StepFeature.take`."""
+        if rows:
+            for name, feature in self._by_name.items():
+                if name in rows:
+                    output = feature.take(rows[name], result, output)
+        for feature in self._reporting if result.sections else ():
+            if (section := result.section(_kind_of(feature))) is not None:
+                feature.take_report(section)
+        return output
+
+    def drop(self, request: Request) -> None:
+        """Notes that a request has ended."""
+        for use in request.uses:
+            self._by_name[use.feature].drop(request)
+
+
+def _kind_of(feature: StepFeature) -> type[Section]:
+    assert feature.reports is not None
+    return feature.reports

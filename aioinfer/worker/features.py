@@ -1,0 +1,354 @@
+"""Step features as the runners see them: the worker half, and which of them a step concerns.
+
+The runners call the features whose section a plan has, and no others, through the `StepCalls` of
+the plan; a plan without sections costs one comparison. The features themselves are in
+`aioinfer.features`; since imports go down only, the list there is found by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.sections import I32, Section
+from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.sampling.adjustments import Adjust
+from aioinfer.worker.slots import Slots
+from aioinfer.worker.stages.links import StageLinks
+from aioinfer.worker.staging import upload
+
+#: Waits for the message that the engine sends behind a plan whose rows it concerns (a number), and
+#: returns int32 [rows, words]: a view into memory that all processes share, valid until the step's
+#: result has been posted.
+AwaitMessage = Callable[[StepPlan, int], I32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a worker half works on.
+
+    Attributes:
+        model: the rank's part of the model.
+        slots: the running requests.
+        links: to the other stages of a pipeline, if there are any.
+        uses_kernels: whether features may launch Triton kernels, as a GPU's runner does.
+    """
+
+    model: CausalLM
+    slots: Slots
+    links: StageLinks | None = None
+    uses_kernels: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's device."""
+        return self.slots.device
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Copies an array to the device; see `staging.upload`."""
+        return upload(array, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSection:
+    """A section of a result whose arrays are still on the device, or on their way to the host.
+
+    Attributes:
+        kind: the class of the section.
+        parts: its arrays, in the order of the declaration and in their dtypes; some may be on the
+            host already.
+    """
+
+    kind: type[Section]
+    parts: tuple[torch.Tensor, ...]
+
+    def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
+        """Starts the copy of the arrays from a GPU to the host on `stream`, the current one, which
+        waits for the stream that they were computed on. Their memory is not used again before
+        that."""
+        for part in self.parts:
+            if part.is_cuda:
+                part.record_stream(stream)
+        return PendingSection(
+            self.kind, tuple(part.to("cpu", non_blocking=True) for part in self.parts)
+        )
+
+    def to_section(self) -> Section:
+        """Returns the section, once the step is over."""
+        return self.kind(*(part.cpu().numpy() for part in self.parts))
+
+
+class WorkerFeature:
+    """The worker half of a feature: one object a rank. All ranks of a model call it alike.
+
+    A feature overrides what it needs. Methods with a `section` are called in steps whose plan has
+    it. A pipeline calls them on its last stage alone. Arrays of a plan may be views into the ring,
+    which are valid until the step has been launched.
+
+    Attributes:
+        section: the plan's section that it serves; None for work of every step.
+        suits_graphs: whether the CUDA graph of a decode step may be replayed for a plan with the
+            section: the feature needs no hidden states.
+        adjusts_logits: whether `adjust` changes logits.
+        is_needed: false where the rank's model gives it nothing to do: it is never called then.
+    """
+
+    section: ClassVar[type[Section] | None] = None
+    suits_graphs: ClassVar[bool] = True
+    adjusts_logits: ClassVar[bool] = False
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+        self.is_needed = True
+
+    # ---------------------------------------------------------------- a step, in this order
+
+    def needs_all_tokens(self, plan: StepPlan, section: Any) -> bool:
+        """Whether `read_hidden` needs the hidden states of all tokens of the step, and not just
+        those of its sampled rows."""
+        return False
+
+    def read_hidden(
+        self, plan: StepPlan, section: Any, hidden: torch.Tensor, *, has_all_tokens: bool
+    ) -> PendingSection | None:
+        """Returns what goes back from the hidden states of a step.
+
+        Args:
+            hidden: before the last norm: [T, hidden_size] of all tokens if `has_all_tokens`, else
+                [S, hidden_size] of the sampled rows, if `rank.model.finishes_with_hidden_states`.
+                `rank.model` has `normed` and `logits_of` for them.
+        """
+        return None
+
+    def late_rows(self, section: Any) -> I32 | None:
+        """Returns the sampled rows (int32 [M], ascending places) that are sampled after all others,
+        because their logits are changed by a message that comes behind the plan; None for none.
+        One feature of a step has such rows at most."""
+        return None
+
+    def late_logits(
+        self, plan: StepPlan, section: Any, logits: torch.Tensor, places: torch.Tensor,
+        await_message: AwaitMessage,
+    ) -> torch.Tensor:  # fmt: skip
+        """Waits for the message, and returns the changed logits of the late rows, float32 [M,
+        local_size], a copy.
+
+        Args:
+            logits: [S, local_size] of all sampled rows; not changed.
+            places: int32 [M] on the device, the late rows.
+        """
+        raise NotImplementedError
+
+    def adjust(
+        self, plan: StepPlan, section: Any, logits: torch.Tensor, rows: npt.NDArray[np.integer]
+    ) -> None:
+        """Changes logits before a token is sampled from them, in place: the logits processor of a
+        feature. Biases, bans and penalties are applied, and late rows are masked; the temperature
+        follows. Each sampled row of the step comes once, in one of two calls if there are late
+        rows.
+
+        Args:
+            logits: float32 [n, local_size], of the token ids from `rank.model.vocabulary.start` on.
+            rows: [n] on the host, the places of these rows among the step's sampled rows.
+        """
+
+    def read_tokens(
+        self, plan: StepPlan, section: Any, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> PendingSection | None:
+        """Returns what goes back from the outcome of sampling.
+
+        Args:
+            logits: [S, local_size] of the sampled rows, as the model gave them, in its dtype or in
+                float32; not to be changed.
+            tokens: int32 [S] on the device, what was sampled; -1 where nothing could be.
+        """
+        return None
+
+    # ---------------------------------------------------------------- work of every step
+
+    def read_step(self, step_id: int) -> PendingSection | None:
+        """Returns what goes back behind a step, whatever its plan has; called for work without a
+        `section`, of a pipeline on the last stage."""
+        return None
+
+    def pass_on(self, step_id: int) -> None:
+        """Exchanges with the other stages of a pipeline (`rank.links`), behind the hidden states of
+        a step; called on every stage for work without a `section`."""
+
+    def begin_service(self) -> None:
+        """Called after the warm-up: from now on steps are of requests."""
+
+    # ---------------------------------------------------------------- warm-up
+
+    def dummy_section(self, slots: Sequence[int], lengths: Sequence[int]) -> Section | None:
+        """Returns the section of a warm-up step that computes whole prompts of `lengths` in `slots`
+        and samples a token for each, so that the feature's kernels are compiled, and its memory is
+        part of the largest step; None if it has no kernels of its own. A message that late rows
+        wait for has all bits set then."""
+        return None
+
+
+class Active(NamedTuple):
+    """A feature that a step concerns, and its section of the plan."""
+
+    work: WorkerFeature
+    section: Any
+
+
+class StepCalls:
+    """The calls of one step's features, in the order of `WorkerFeature`. Falsy if the step concerns
+    none.
+
+    Attributes:
+        late: int32 [M], the sampled rows that are sampled after all others; None without any.
+        pending: what goes back so far.
+    """
+
+    __slots__ = ("_active", "_late_one", "_plan", "late", "pending")
+
+    _late_one: Active  # the feature that has late rows
+
+    def __init__(self, plan: StepPlan, active: Sequence[Active] = ()):
+        self._plan, self._active = plan, active
+        self.late: I32 | None = None
+        self.pending: list[PendingSection] = []
+        for each in active:
+            rows = each.work.late_rows(each.section)
+            if rows is None:
+                continue
+            if self.late is not None:
+                raise ValueError("two features of a plan have rows that wait for a message")
+            self.late, self._late_one = rows, each
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    @property
+    def suit_graphs(self) -> bool:
+        """Whether the CUDA graph of a decode step may be replayed for the plan."""
+        return all(each.work.suits_graphs for each in self._active)
+
+    @property
+    def need_all_tokens(self) -> bool:
+        """Whether a feature needs the hidden states of all tokens of the step."""
+        return any(each.work.needs_all_tokens(self._plan, each.section) for each in self._active)
+
+    def read_hidden(self, hidden: torch.Tensor, *, has_all_tokens: bool) -> None:
+        """Calls `WorkerFeature.read_hidden`."""
+        for work, section in self._active:
+            self._add(work.read_hidden(self._plan, section, hidden, has_all_tokens=has_all_tokens))
+
+    def late_logits(
+        self, logits: torch.Tensor, places: torch.Tensor, await_message: AwaitMessage | None
+    ) -> tuple[torch.Tensor, int]:
+        """Returns the changed logits of the late rows, as `WorkerFeature.late_logits` does, and how
+        many nanoseconds the message was waited for.
+
+        Raises ValueError without a source of messages.
+        """
+        if await_message is None:
+            raise ValueError("a plan with rows that wait for a message, and no source of messages")
+        wait, (work, section) = _TimedWait(await_message), self._late_one
+        return work.late_logits(self._plan, section, logits, places, wait), wait.waited_ns
+
+    def adjuster(self, rows: npt.NDArray[np.integer]) -> Adjust | None:
+        """Returns what changes float32 logits [n, local_size] of `rows` in place by all
+        `WorkerFeature.adjust`; None if no feature of the step does."""
+        adjusting = [each for each in self._active if each.work.adjusts_logits]
+        return partial(self._adjust, adjusting, rows) if adjusting else None
+
+    def _adjust(
+        self, adjusting: Sequence[Active], rows: npt.NDArray[np.integer], logits: torch.Tensor
+    ) -> None:
+        for work, section in adjusting:
+            work.adjust(self._plan, section, logits, rows)
+
+    def read_tokens(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Calls `WorkerFeature.read_tokens`."""
+        for work, section in self._active:
+            self._add(work.read_tokens(self._plan, section, logits, tokens))
+
+    def _add(self, found: PendingSection | None) -> None:
+        if found is not None:
+            self.pending.append(found)
+
+
+class _TimedWait:
+    """Waits for a message as `await_message` does, and notes how long.
+
+    Attributes:
+        waited_ns: nanoseconds.
+    """
+
+    def __init__(self, await_message: AwaitMessage):
+        self.waited_ns = 0
+        self._await_message = await_message
+
+    def __call__(self, plan: StepPlan, rows: int) -> I32:
+        began = time.perf_counter_ns()
+        try:
+            return self._await_message(plan, rows)
+        finally:
+            self.waited_ns += time.perf_counter_ns() - began
+
+
+class StepWorks:
+    """The worker halves of all features of one rank; none by default.
+
+    Attributes:
+        all: the worker halves, each of another section.
+    """
+
+    def __init__(self, works: Iterable[WorkerFeature] = ()):
+        self.all = [work for work in works if work.is_needed]
+        self._of_every_step = [work for work in self.all if work.section is None]
+        self._by_section = {work.section: work for work in self.all if work.section is not None}
+
+    @classmethod
+    def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:
+        """Returns the worker halves of the package's features, and of the features of other
+        packages by their `names`. Raises ConfigError."""
+        features = importlib.import_module("aioinfer.features")
+        return cls(module.Work(rank) for module in features.load_halves("worker", tuple(names)))
+
+    def of(self, plan: StepPlan) -> StepCalls:
+        """Returns the calls of the features that a plan concerns. Raises ValueError if two of them
+        have late rows."""
+        if not plan.sections:
+            return StepCalls(plan)
+        found = ((self._by_section.get(type(section)), section) for section in plan.sections)
+        return StepCalls(plan, [Active(work, part) for work, part in found if work is not None])
+
+    def read_step(self, step_id: int) -> list[PendingSection]:
+        """Returns what goes back behind a step, whatever its plan has."""
+        found = [work.read_step(step_id) for work in self._of_every_step]
+        return [each for each in found if each is not None]
+
+    def pass_on(self, step_id: int) -> None:
+        """Calls `WorkerFeature.pass_on` of work of every step."""
+        for work in self._of_every_step:
+            work.pass_on(step_id)
+
+    def begin_service(self) -> None:
+        """Calls `WorkerFeature.begin_service`."""
+        for work in self.all:
+            work.begin_service()
+
+    def dummy_sections(self, slots: Sequence[int], lengths: Sequence[int]) -> list[Section]:
+        """Returns the sections of a warm-up step; see `WorkerFeature.dummy_section`."""
+        found = [work.dummy_section(slots, lengths) for work in self.all]
+        return [each for each in found if each is not None]
+
+
+def sections_of(pending: Iterable[PendingSection]) -> list[Section]:
+    """Returns the sections of a result, once its step is over."""
+    return [each.to_section() for each in pending]

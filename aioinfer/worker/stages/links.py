@@ -1,0 +1,218 @@
+"""Links between pipeline stages: hidden states go to the next stage, and sampled tokens from the
+last stage back to the first, where the next step embeds them. Now and then counts of the experts'
+tokens follow hidden states (`features.expert_load`).
+
+Everything goes point to point between ranks of the same tensor-parallel number, over two channels
+of `channels`: GPUs of one host write into each other's memory, others use NCCL, CPUs gloo.
+Both sides know every plan, so nothing but numbers is sent: the receiver knows how many there will
+be, and of which rows.
+
+The first stage notes the tokens of each step that it will get, and waits for them when a plan comes
+that has a row of one of their slots. Tokens for a slot that another request has taken meanwhile, or
+for which a plan brings others, are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.request_record import AppendedTokens
+from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.worker.slots import Slots
+from aioinfer.worker.stages.channels import GroupChannel, MemoryChannel, Receive, StageChannel
+
+_log = logging.getLogger(__name__)
+
+#: Steps of hidden states that fit into a receiver's memory. One is read as its step begins; the
+#: stage before may end the next one meanwhile, and then waits.
+_HIDDEN_SLOTS = 2
+#: A slot is at least so large: counts of experts' tokens go through it, too.
+_MIN_SLOT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpectedTokens:
+    """The tokens of a step that the last stage samples: `receive` returns them, int32 [S].
+
+    `is_wanted` (bool [S]) becomes false where slot and position belong to another token by now.
+    """
+
+    slots: I32
+    positions: I32
+    is_wanted: npt.NDArray[np.bool_]
+    receive: Receive
+
+
+class StageLinks:
+    """A rank's links to the stages before and behind.
+
+    Attributes:
+        is_first, is_last: which stage the rank belongs to.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+    ):
+        """`hidden_size` and `dtype`: of the residual stream. `max_tokens`: of a step."""
+        stage, size = groups.pp.rank, groups.pp.size
+        self.is_first, self.is_last = stage == 0, stage == size - 1
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        # the steps in flight, and one to spare
+        self._depth = size + 2
+        self._expected: deque[_ExpectedTokens] = deque()
+        self._hidden, self._tokens = self._open_channels(groups, max_tokens)
+        self._connect()
+
+    def _open_channels(
+        self, groups: ProcessGroups, max_tokens: int
+    ) -> tuple[StageChannel, StageChannel]:
+        """Returns the channels of hidden states and of tokens. All ranks take the same kind."""
+        size = groups.pp.size
+        before, after = (groups.pp.rank - 1) % size, (groups.pp.rank + 1) % size
+        if self._device.type == "cuda" and groups.spec.is_local:
+            try:
+                return self._open_memory(groups, max_tokens, before, after)
+            except ConfigError as error:
+                _log.warning("pipeline stages use NCCL, since memory cannot be shared: %s", error)
+        column = next(ranks for ranks in groups.spec.members("pp") if groups.spec.rank in ranks)
+        hidden, tokens = (
+            GroupChannel(group, column[source], column[target], self._depth, self._device)
+            for group, source, target in ((groups.pp, before, after), (groups.tokens, -1, 0))
+        )
+        return hidden, tokens
+
+    def _open_memory(
+        self, groups: ProcessGroups, max_tokens: int, before: int, after: int
+    ) -> tuple[StageChannel, StageChannel]:
+        from aioinfer.kernels.peer_messages import ChannelLayout, PeerChannel
+
+        row = self._hidden_size * self._dtype.itemsize
+        hidden = ChannelLayout.of(0, _HIDDEN_SLOTS, max(max_tokens * row, _MIN_SLOT_BYTES))
+        # the first stage takes tokens when it needs them, and `_depth` steps later at the latest
+        tokens = ChannelLayout.of(hidden.end, self._depth + 2, max_tokens * 4)
+        memory = groups.pp.symmetric_buffer(tokens.end)
+        ends = (hidden, before, after), (tokens, groups.pp.size - 1, 0)
+        channels = [
+            MemoryChannel(*(PeerChannel(memory, layout, peer) for peer in (source, target)))
+            for layout, source, target in ends
+        ]
+        return channels[0], channels[1]
+
+    def _connect(self) -> None:
+        """Sends a message over every link, in the same order on all stages.
+
+        NCCL connects two ranks in their first message, and the host waits until both have posted
+        it. In a first step the first stage would post a receive for tokens before it sends hidden
+        states, and the last one a receive for hidden states: each would wait for the other. Where
+        messages go through memory, the first one compiles the kernels that send and receive.
+        """
+        nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
+        if not self.is_first:
+            self.receive_counts(1)
+        if not self.is_last:
+            self.send_counts(nothing)
+        if self.is_last:
+            self.return_tokens(nothing)
+        if self.is_first:
+            self._tokens.expect((1,), torch.int32)()
+
+    @property
+    def waited_ns(self) -> int:
+        """Nanoseconds that the host has waited for other stages; stays 0 on a GPU."""
+        return self._hidden.waited_ns + self._tokens.waited_ns
+
+    # ---------------------------------------------------------------- hidden states
+
+    def receive(self, num_tokens: int) -> torch.Tensor:
+        """Returns the hidden states [T, hidden_size] of the stage before."""
+        return self._hidden.expect((num_tokens, self._hidden_size), self._dtype)()
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Sends the hidden states [T, hidden_size] to the next stage; they may be written to as
+        soon as this returns."""
+        self._hidden.send(hidden)
+
+    # ---------------------------------------------------------------- tokens of experts
+
+    def receive_counts(self, size: int) -> torch.Tensor:
+        """Returns the int32 [size] that the stage before has sent behind its last hidden states."""
+        return self._hidden.expect((size,), torch.int32)()
+
+    def send_counts(self, counts: torch.Tensor) -> None:
+        """Sends int32 [size] to the next stage, behind the last hidden states."""
+        self._hidden.send(counts)
+
+    # ---------------------------------------------------------------- tokens
+
+    def return_tokens(self, tokens: torch.Tensor) -> None:
+        """Sends the tokens that the last stage has sampled in a step, int32 [S] with S > 0, to the
+        first."""
+        self._tokens.send(tokens)
+
+    def expect_tokens(self, plan: StepPlan) -> None:
+        """Makes the first stage receive the tokens that the last one will sample for a plan."""
+        rows = np.flatnonzero(plan.samples)
+        if not len(rows):
+            return
+        receive = self._tokens.expect((len(rows),), torch.int32)
+        positions = (plan.starts + plan.lengths)[rows]
+        is_wanted = np.ones(len(rows), np.bool_)
+        self._expected.append(_ExpectedTokens(plan.slots[rows], positions, is_wanted, receive))
+
+    def enter_tokens(self, plan: StepPlan, slots: Slots) -> None:
+        """Enters in the slots of the first stage the tokens that a plan's rows begin with, and the
+        tokens that have come before these; waits for them if it must. Called before the plan is
+        applied."""
+        if not self._expected:
+            return
+        self._drop_replaced(plan)
+        num_needed = len(self._expected) - self._depth
+        for number, expected in enumerate(self._expected, 1):
+            wanted = expected.slots[expected.is_wanted]
+            if number > num_needed and np.isin(wanted, plan.slots).any():
+                num_needed = number
+        for _ in range(num_needed):
+            self._enter(self._expected.popleft(), slots)
+
+    def _enter(self, expected: _ExpectedTokens, slots: Slots) -> None:
+        tokens = expected.receive()
+        rows = np.flatnonzero(expected.is_wanted)
+        if not len(rows):
+            return
+        where = np.stack([rows, expected.slots[rows], expected.positions[rows]]).astype(np.int64)
+        uploaded = torch.from_numpy(where)
+        if self._device.type == "cuda":
+            uploaded = uploaded.pin_memory()
+        row, slot, position = uploaded.to(self._device, non_blocking=True)
+        # a row that failed must still leave an id that can be embedded
+        slots.tokens[slot, position] = tokens[row].clamp(min=0)
+
+    def _drop_replaced(self, plan: StepPlan) -> None:
+        """Drops tokens of slots that the plan gives to other requests, and tokens that the plan
+        brings itself."""
+        admitted, appended = plan.admissions.records["slot"], plan.section(AppendedTokens)
+        for expected in self._expected if len(admitted) or appended is not None else ():
+            expected.is_wanted[np.isin(expected.slots, admitted)] = False
+            if appended is not None:
+                same = expected.slots[:, None] == appended.slots
+                same &= expected.positions[:, None] == appended.positions
+                expected.is_wanted[same.any(1)] = False
+
+    def drain(self) -> None:
+        """Waits for all tokens that are expected, and drops them: the slots are made again from
+        scratch."""
+        while self._expected:
+            self._expected.popleft().receive()
