@@ -10,6 +10,7 @@ import numpy as np
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import GenerationError
+from aioinfer.features.masks.planning import Constrained
 from aioinfer.text.constraints import Constraint, Mask, mask_words
 
 
@@ -116,7 +117,9 @@ def constrain(
     def make_and_constrain(*arguments: Any) -> None:
         make(*arguments)
         for sequence in arguments[0].sequences:
-            sequence.constraint = choose(sequence)
+            constraint = choose(sequence)
+            if constraint is not None:
+                sequence.request.uses += (Constrained(constraint),)
 
     def undo() -> None:
         del sequences.make  # type: ignore[method-assign]

@@ -1,16 +1,25 @@
-"""Slots with requests in them, and what their rows sample: for the tests of the CPU sampler."""
+"""Slots with requests in them, and what their rows sample: for the tests of the CPU sampler and of
+the worker halves of features."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from aioinfer.ipc.plan import Admission, Admissions, StepPlan
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
+from aioinfer.ipc.sections import Section, array
+from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampler import Sampled, sample
+from aioinfer.worker.features import Rank, StepCalls, StepWorks, WorkerFeature
+from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.sampling.sampler import sample
 from aioinfer.worker.slots import Slots
 
 NONE = np.empty(0, np.int32)
@@ -48,10 +57,72 @@ def make_slots(
 
 def sample_rows(
     logits: torch.Tensor, slots: Slots, slot_ids: list[int], positions: list[int]
-) -> Sampled:
-    return sample(
-        logits.clone(), slots, np.array(slot_ids, np.int32), np.array(positions, np.int32)
-    )
+) -> torch.Tensor:
+    return sample(logits, slots, np.array(slot_ids, np.int32), np.array(positions, np.int32))
+
+
+def rank_of(
+    slots: Slots, vocabulary: Vocabulary | None = None, *, uses_kernels: bool = False
+) -> Rank:
+    """A rank whose model has a vocabulary, by default a whole one, and nothing else."""
+    if vocabulary is None:
+        vocabulary = Vocabulary(slots.occurrences.rows.shape[1], ParallelGroup.single())
+    model: Any = SimpleNamespace(vocabulary=vocabulary)
+    return Rank(model, slots, uses_kernels=uses_kernels)
+
+
+def rows_plan(
+    slot_ids: Sequence[int] | I32, positions: Sequence[int] | I32, *sections: Section
+) -> StepPlan:
+    """A plan whose rows each sample the token at a position of a slot."""
+    slots, ends = np.array(slot_ids, np.int32), np.array(positions, np.int32)
+    ones, growth = np.ones_like(slots), [NONE] * 5
+    return StepPlan(0, slots, ends - 1, ones, ones, *growth, sections)
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedRows(Section):
+    """The section of `Shift`: int32 [S], by how many token ids the logits of each sampled row are
+    shifted."""
+
+    offsets: I32 = array(np.int32)  # noqa: RUF009
+
+
+class Shift(WorkerFeature):
+    """A logits processor: moves each row's logits to higher token ids.
+
+    Attributes:
+        seen: the rows and logits of each call.
+    """
+
+    section = ShiftedRows
+    adjusts_logits = True
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        self.seen: list[tuple[np.ndarray, torch.Tensor]] = []
+
+    def adjust(
+        self, plan: StepPlan, section: ShiftedRows, logits: torch.Tensor, rows: np.ndarray
+    ) -> None:
+        assert logits.dtype == torch.float32
+        self.seen.append((rows, logits.clone()))
+        for of_row, row in zip(logits, rows.tolist(), strict=True):
+            of_row.copy_(of_row.roll(int(section.offsets[row])))
+
+
+class LogitsRunner(ModelRunner):
+    """A runner of given logits in place of a model, for plans that admit nobody."""
+
+    def __init__(self, rank: Rank, works: StepWorks, logits: torch.Tensor):
+        super().__init__(rank.model, None, rank.slots, works)  # type: ignore[arg-type]
+        self.logits = logits
+
+    def _apply(self, plan: StepPlan) -> None:
+        pass
+
+    def _compute(self, plan: StepPlan, calls: StepCalls) -> torch.Tensor | None:
+        return self.logits
 
 
 def assert_fits(observed: np.ndarray, expected: np.ndarray) -> None:

@@ -86,7 +86,7 @@ def generate(
     pending: deque[Any] = deque()
     while not scheduler.is_idle or pending:
         while scheduler.num_in_flight < 2 and (plan := scheduler.schedule()) is not None:
-            pending.append(worker.execute(plan))
+            pending.append(worker.runner.step(plan))
         scheduler.update(pending.popleft().wait())
     scheduler.check_integrity()
     assert scheduler.kv_cache.num_free == scheduler.kv_cache.num_blocks

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from aioinfer.ipc.kv_spec import KVGroup
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.scheduler.request import Request
 
 VOCABULARY = 50
@@ -82,15 +82,15 @@ class SymbolicWorker:
                 self.tables[row] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
-        forced = plan.section(ForcedTokens)
-        if forced is not None:
+        appended = plan.section(AppendedTokens)
+        if appended is not None:
             assert len(
-                {*zip(forced.slots.tolist(), forced.positions.tolist(), strict=True)}
-            ) == len(forced.slots), "a token is sent twice"
+                {*zip(appended.slots.tolist(), appended.positions.tolist(), strict=True)}
+            ) == len(appended.slots), "a token is sent twice"
             for slot, position, token in zip(
-                forced.slots.tolist(),
-                forced.positions.tolist(),
-                forced.tokens.tolist(),
+                appended.slots.tolist(),
+                appended.positions.tolist(),
+                appended.tokens.tolist(),
                 strict=True,
             ):
                 del self.tokens[slot][position:]

@@ -7,7 +7,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.adjustments import adjust_logits
+from aioinfer.worker.sampling.adjustments import adjust_logits
 from aioinfer.worker.slots import Slots
 from tests.filled_slots import make_slots, sample_rows
 
@@ -60,7 +60,7 @@ def test_penalties_follow_the_sampled_tokens() -> None:
     sampled = []
     for position in range(1, 21):
         at = np.array([position], np.int32)
-        tokens = sample_rows(torch.zeros(1, 10), slots, [0], [position]).tokens
+        tokens = sample_rows(torch.zeros(1, 10), slots, [0], [position])
         slots.append(np.zeros(1, np.int32), at, tokens)
         sampled.append(int(tokens))
     assert sampled == list(range(10)) * 2
@@ -97,13 +97,11 @@ def test_end_tokens_are_banned_until_min_tokens_counted_from_the_prompt() -> Non
         params, 10, [[0, 0, 0, 8, 8]], prompt_len=3, banned_until_min_tokens=(2, 5)
     )
     for slots in (fresh, resumed):
-        sampled = [
-            int(sample_rows(logits, slots, [0], [position]).tokens) for position in range(3, 9)
-        ]
+        sampled = [int(sample_rows(logits, slots, [0], [position])) for position in range(3, 9)]
         assert sampled == [8, 8, 8, 8, 2, 2]
 
 
 def test_nothing_is_sampled_where_everything_is_banned() -> None:
     params = [SamplingParams(temperature=t, min_tokens=1) for t in (0.0, 1.0)]
     slots = make_slots(params, 3, banned_until_min_tokens=(0, 1, 2))
-    assert sample_rows(torch.zeros(2, 3), slots, [0, 1], [1, 1]).tokens.tolist() == [-1, -1]
+    assert sample_rows(torch.zeros(2, 3), slots, [0, 1], [1, 1]).tolist() == [-1, -1]

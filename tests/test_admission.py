@@ -11,7 +11,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from aioinfer.api.admission import Admission, Deadline
+from aioinfer.api.admission import AdmissionControl, Deadline
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import RequestOutput
@@ -30,7 +30,7 @@ def admission(
     waiting_of: Mapping[str, int] | None = None,
     engines: int = 1,
     **limits: Any,
-) -> Admission:
+) -> AdmissionControl:
     settings = {"model.path": "none", "scheduler.max_num_seqs": slots} | {
         f"scheduler.{name}": value for name, value in limits.items()
     }
@@ -41,7 +41,7 @@ def admission(
         num_waiting_of=lambda flow: (waiting_of or {}).get(flow, 0),
     )
     engine = SimpleNamespace(scheduler=scheduler, state=EngineState.SERVING)
-    return Admission(
+    return AdmissionControl(
         cast(
             Frontend,
             SimpleNamespace(config=load_config(None, settings), engines=[engine] * engines),

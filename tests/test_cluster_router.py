@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from aioinfer.cluster.cost import REQUEST_COST, route_cost
-from aioinfer.cluster.reports import Load, Report
+from aioinfer.cluster.reports import ReplicaLoad, Report
 from aioinfer.cluster.router import PROMISE_S, Choice, ClusterRouter
 
 BLOCK = 16
@@ -42,7 +42,14 @@ class Cluster:
         usual = {"max_tokens": 100_000, "max_requests": 64}
         self.router.report(
             str(replica),
-            Report(Load(**(usual | load)), added or [], removed or [], BLOCK, is_first, is_leaving),
+            Report(
+                ReplicaLoad(**(usual | load)),
+                added or [],
+                removed or [],
+                BLOCK,
+                is_first,
+                is_leaving,
+            ),
         )
 
     def route(self, length: int, known: list[bytes] | None = None, **more: object) -> Choice:

@@ -43,7 +43,7 @@ async def test_a_step_is_posted_before_the_text_of_an_earlier_one_is_emitted(
 ) -> None:
     num_posted, posted_at_token = 0, []
     engine = frontend.engines[0]
-    post: Callable[[StepPlan], None] = engine._executor.post
+    post: Callable[[StepPlan], None] = engine._workers.executor.post
 
     def count(plan: StepPlan) -> None:
         nonlocal num_posted
@@ -55,7 +55,7 @@ async def test_a_step_is_posted_before_the_text_of_an_earlier_one_is_emitted(
             posted_at_token.append(num_posted)
             return True
 
-    monkeypatch.setattr(engine._executor, "post", count)
+    monkeypatch.setattr(engine._workers.executor, "post", count)
     (await frontend.submit(PROMPT, GREEDY)).attach(Recorder())
     await frontend.drain(5)
     # when the text of step N is emitted, steps N + 1 and N + 2 are with the workers
@@ -161,7 +161,7 @@ async def test_a_request_that_nobody_reads_is_ended(frontend: Frontend) -> None:
     engine = frontend.engines[0]
     request = (await frontend.submit([5] * 20, LONG)).sequences[0].request
     await until_generating(frontend)
-    del engine._sequences[request]
+    del engine.requests.sequences[request]
     engine.check_records()
     assert (request.finish_reason, engine.metrics.violations) == ("abort", 2)
     assert engine.metrics.open_requests == set()
@@ -189,12 +189,11 @@ async def test_wrong_records_of_blocks_end_what_runs_and_nothing_else(
 async def test_records_are_checked_while_there_are_requests(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioinfer.engine.record_check._CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("aioinfer.engine.recovery._CHECK_EVERY_S", 0.01)
     engine, seen = frontend.engines[0], []
-    check = engine.check_records
-    monkeypatch.setattr(
-        engine, "check_records", lambda: (seen.append(engine.is_idle), check()), raising=False
-    )
+    records = engine._record_check
+    check = records.check
+    monkeypatch.setattr(records, "check", lambda: (seen.append(engine.is_idle), check()))
     await asyncio.gather(
         *[
             collect(await frontend.submit([number + 5] * 20, replace(LONG, max_tokens=1900)))
@@ -231,7 +230,7 @@ async def renewed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Frontend]:
     monkeypatch.setattr("aioinfer.engine.recovery._FIRST_DELAY_S", 0.0)
     frontend = await make_frontend(2, 0.0)
     engine = frontend.engines[0]
-    first: EchoExecutor = engine._executor
+    first: EchoExecutor = engine._workers.executor
 
     def new_executor() -> EchoExecutor:
         executor = EchoExecutor(frontend.config, 0.0)
@@ -247,7 +246,7 @@ async def test_a_step_that_cannot_be_posted_is_planned_again(
     renewed: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = replace(LONG, max_tokens=50)
-    executor = renewed.engines[0]._executor
+    executor = renewed.engines[0]._workers.executor
     monkeypatch.setattr(executor, "post", Failing(10, executor.post))
     for whole in await asyncio.gather(*[complete(renewed, params) for _ in range(3)]):
         assert (whole.finish_reason, len(whole.token_ids)) == ("length", 50)
@@ -263,7 +262,7 @@ async def test_requests_whose_text_is_lost_end_and_those_that_wait_go_on(
     engine = renewed.engines[0]
     outputs = [await renewed.submit([number + 5] * 20, LONG) for number in range(4)]
     monkeypatch.setattr(engine.scheduler, "update", Failing(10, engine.scheduler.update))
-    take = engine._executor._on_result
+    take = engine._workers.executor._on_result
 
     def take_as_executors_do(result: StepResult) -> None:
         try:
@@ -272,7 +271,7 @@ async def test_requests_whose_text_is_lost_end_and_those_that_wait_go_on(
             monkeypatch.undo()
             engine.recovery.handle_loss(error)
 
-    engine._executor._on_result = take_as_executors_do
+    engine._workers.executor._on_result = take_as_executors_do
     results = await asyncio.gather(*map(collect, outputs))
     assert ["cannot be resumed: a fault" in result for result in results[:2]] == [True, True]
     assert results[2:] == ["length", "length"]
@@ -284,7 +283,7 @@ async def test_steps_are_counted_beyond_31_bits(
 ) -> None:
     """Twenty days of steps: their numbers cross real rings and the heartbeat."""
     engine, plans, results, heartbeat = frontend.engines[0], Ring(1), Ring(1), Heartbeat(1)
-    post, deliver = engine._executor.post, engine._executor._on_result
+    post, deliver = engine._workers.executor.post, engine._workers.executor._on_result
     seen = []
 
     def through_ring(plan: StepPlan) -> None:
@@ -305,8 +304,8 @@ async def test_steps_are_counted_beyond_31_bits(
         seen.append(result.step_id)
         deliver(result)
 
-    monkeypatch.setattr(engine._executor, "post", through_ring)
-    monkeypatch.setattr(engine._executor, "_on_result", back_through_ring)
+    monkeypatch.setattr(engine._workers.executor, "post", through_ring)
+    monkeypatch.setattr(engine._workers.executor, "_on_result", back_through_ring)
     engine.scheduler._step_id = 2**31 - 3
     with engine.metrics.steps.watched():
         assert (await complete(frontend, GREEDY)).finish_reason == "length"

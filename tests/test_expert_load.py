@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from aioinfer.api.page import expert_state
-from aioinfer.engine.expert_load import HALF_LIFE_S, ExpertLoad, imbalance
+from aioinfer.features.expert_load.planning import HALF_LIFE_S, ExpertLoad, Planning, imbalance
+from aioinfer.features.expert_load.sections import ExpertTokens
+from aioinfer.features.expert_load.worker import Work
 from aioinfer.ipc.expert_placement import LayerPlacement
-from aioinfer.ipc.expert_tokens import ExpertTokens
 from aioinfer.ipc.plan import StepResult
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.placed_experts import ExpertCounter
-from aioinfer.worker.expert_report import ExpertReport
+from aioinfer.worker.features import Rank
 
 CPU = torch.device("cpu")
 
@@ -64,6 +68,13 @@ def test_the_page_gets_a_report_once() -> None:
     assert expert_state(load, load.version) is None
 
 
+def work_of(counters: Sequence[ExpertCounter]) -> Work:
+    """The worker half of the first rank of a model with these counters."""
+    backend = SimpleNamespace(group=ParallelGroup(0, 2))
+    model: Any = SimpleNamespace(backend=backend, expert_counters=counters, layer_numbers=range(5))
+    return Work(Rank(model, None))  # type: ignore[arg-type]
+
+
 def test_a_worker_reports_what_was_counted_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the ring; what was counted while the rank warmed up is forgotten."""
     now = [100.0]
@@ -74,21 +85,25 @@ def test_a_worker_reports_what_was_counted_since(monkeypatch: pytest.MonkeyPatch
         ExpertCounter(layer, placement, backend)
         for layer, placement in zip((1, 4), placements, strict=True)
     ]
-    reports = ExpertReport(counters)
+    work = work_of(counters)
     for _ in range(2):
         counters[0].tokens += 9
-        reports.take()
-    reports.begin()
-    load = ExpertLoad()
+        work.read_step(0)
+    work.begin_service()
+    planning = Planning()
     for seconds, tokens in ((0.0, 1), (0.1, 2), (5.0, 3)):
         now[0] = 100.0 + seconds
         for counter in counters:
             counter.tokens += tokens
-        sections = [pending.to_section() for pending in reports.take()]
+        pending = work.read_step(0)
+        sections = [] if pending is None else [pending.to_section()]
         result = StepResult(0, np.zeros(0, np.int32), sections=sections)
         message = b"".join(bytes(part) for part in result.encode())
-        load.accept(StepResult.decode(message))
+        found = StepResult.decode(message).section(ExpertTokens)
+        if found is not None:
+            planning.take_report(found)
+    load = planning.load
     assert load.version == 2
     assert load.by_expert(load.totals).tolist() == [[6, 6, 6], [6, 12, 6]]
     assert load.by_rank(load.totals).tolist() == [[12, 6], [12, 12]]
-    assert not ExpertReport(()).take()
+    assert work_of([]).read_step(0) is None

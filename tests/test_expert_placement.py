@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.engine.expert_load import place_experts
 from aioinfer.errors import ConfigError
+from aioinfer.features.expert_load.planning import place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup

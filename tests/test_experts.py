@@ -18,7 +18,7 @@ from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.router import Router
+from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard
 from aioinfer.models.registry import build_model, load_model_config
 from tests.paged_model import CPU, PagedModel, load_model
@@ -57,7 +57,7 @@ def by_token(mixture: MixtureMLP, x: torch.Tensor) -> torch.Tensor:
 def test_a_skewed_router() -> None:
     """A tenth of the experts take half of the choices of normed tokens."""
     routing = Routing(128, 8)
-    found = Router("r", routing, 256, Backend(CPU, torch.float32, SINGLE))
+    found = ExpertRouter("r", routing, 256, Backend(CPU, torch.float32, SINGLE))
     [(_, shard)] = found.weight_shards()
     assert shard.skew is not None
     rows, factor = shard.skew
@@ -72,12 +72,14 @@ def test_a_skewed_router() -> None:
     assert abs(skewed - 0.5) < 0.02
     # an expert's logit is above 0 for half of the tokens only
     for others in (Routing(64, 8), Routing(256, 8, num_groups=8, top_groups=4)):
-        made = Router("r", others, 16, Backend(CPU, torch.float32, SINGLE))
+        made = ExpertRouter("r", others, 16, Backend(CPU, torch.float32, SINGLE))
         assert next(made.weight_shards())[1].skew is None
 
 
-def router(routing: Routing, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Router:
-    found = Router("r", routing, weight.shape[1], Backend(CPU, torch.float32, SINGLE))
+def router(
+    routing: Routing, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> ExpertRouter:
+    found = ExpertRouter("r", routing, weight.shape[1], Backend(CPU, torch.float32, SINGLE))
     found.weight.copy_(weight)
     if bias is not None:
         assert found.bias is not None

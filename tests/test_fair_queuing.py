@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.scheduler.fair_queuing import OUTPUT_COST, FairQueuing
-from aioinfer.scheduler.request import Flow, Request, Status
+from aioinfer.scheduler.request import Flow, Request, RequestStatus
+from aioinfer.scheduler.waiting_queue import OUTPUT_COST, FairQueuing
 from tests.test_scheduler import Harness, assert_complete, make_request
 
 
@@ -244,7 +244,7 @@ def test_a_newcomer_is_not_preempted_by_those_it_passed() -> None:
     one = make_request("b", [60] * 8, 20, flow=B)
     harness.add(one)
     ended = 0
-    while one.status is not Status.FINISHED:
+    while one.status is not RequestStatus.FINISHED:
         before = len(list(harness.scheduler.requests()))
         harness.step()
         ended += before - len(list(harness.scheduler.requests()))

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.filters import filter_tokens
+from aioinfer.worker.sampling.filters import filter_tokens
 
 
 def warped(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor:

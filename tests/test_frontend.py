@@ -187,23 +187,23 @@ async def test_the_requests_of_one_that_dies_go_to_another(folder: Path, config:
     await fleet.start()
     assert fleet.states() == ["serving", "serving"]
     outputs = [await fleet.frontend.submit([number + 5] * 20, GREEDY) for number in range(4)]
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [2, 2]
+    assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [2, 2]
     fleet.executors[1].fail(EngineDeadError("worker 0 hung"))
     assert not any(output.is_finished for output in outputs)
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [4, 0]
+    assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [4, 0]
     assert [len(engine.metrics.open_requests) for engine in fleet.frontend.engines] == [4, 0]
     assert [engine.metrics.moved for engine in fleet.frontend.engines] == [0, 2]
     assert fleet.frontend.stats()["waiting"] == 4
     assert fleet.frontend.engines[1].is_idle
     outputs[3].abort()
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [3, 0]
     for engine in fleet.frontend.engines:
         engine.check_records()
         assert engine.metrics.violations == 0
     assert (fleet.states(), fleet.frontend.is_healthy()) == (["serving", "dead"], True)
     assert [engine.metrics.is_serving for engine in fleet.frontend.engines] == [True, False]
     await fleet.frontend.submit([1], GREEDY)
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [4, 0]
+    assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [4, 0]
     while not fleet.executors[1].num_shutdowns:  # noqa: ASYNC110  # no event
         await asyncio.sleep(0)
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
@@ -231,7 +231,7 @@ async def test_while_workers_come_back_others_get_the_requests(
     assert (fleet.states(), fleet.frontend.is_ready()) == (["serving", "restarting"], True)
     for number in range(3):
         await fleet.frontend.submit([number + 5] * 20, GREEDY)
-    assert [len(engine._sequences) for engine in fleet.frontend.engines] == [3, 0]
+    assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [3, 0]
     fleet.executors[0].fail(EngineDeadError("worker 0 hung, too"))
     assert not fleet.frontend.is_ready()
     late = await fleet.frontend.submit([1], GREEDY)
@@ -337,7 +337,7 @@ async def test_the_prompts_hashes_are_computed_once(monkeypatch: pytest.MonkeyPa
     )
     await frontend.submit([5] * 100, replace(GREEDY, n=3))
     assert len(calls) == 1
-    assert [len(engine._sequences) for engine in frontend.engines] == [3, 0, 0]
+    assert [len(engine.requests.sequences) for engine in frontend.engines] == [3, 0, 0]
     await frontend.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from aioinfer.worker.gumbel import gumbel_keys, uniforms
+from aioinfer.worker.sampling.gumbel import gumbel_keys, uniforms
 from tests.filled_slots import assert_fits
 
 MASK = 2**32 - 1

@@ -21,6 +21,7 @@ ORDER = (
     ("background",),
     ("startup",),
     ("engine",),
+    ("features",),
     ("checkpoint",),
     ("text",),
     ("scheduler",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aioinfer.scheduler.load import load_of, take_changes
+from aioinfer.gateway.reporter import load_of, take_changes
 from tests.test_scheduler import Harness, make_request
 
 SIZES = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "token_budget": 64}

@@ -8,22 +8,33 @@ from collections import deque
 
 import pytest
 
-from aioinfer.engine.lockstep import Lockstep
-from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.recovery import EngineState, Lockstep
 
 DEPTH = 2
+
+
+class Recoverer:
+    """The recovery of a `Stepper`."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.SERVING
+        self.losses: list[str] = []
+
+    def handle_loss(self, error: Exception) -> None:
+        self.state = EngineState.RESTARTING
+        self.losses.append(str(error))
 
 
 class Stepper:
     """An engine that has a number of steps to compute, and posts two at a time."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, lockstep: Lockstep):
         self.number = number
-        self.state = EngineState.SERVING
-        self.lockstep: Lockstep | None = None
+        self.recovery = Recoverer()
+        self.lockstep = lockstep
+        lockstep.join(self.recovery, self.plan_soon)
         self.work = self.posted = self.empty = self.in_flight = 0
         self.is_due = False
-        self.losses: list[str] = []
 
     def plan_soon(self) -> None:
         self.is_due = True
@@ -31,33 +42,25 @@ class Stepper:
     def plan(self) -> None:
         """As `Engine._plan_and_post`."""
         self.is_due = False
-        assert self.lockstep is not None
         while self.in_flight < DEPTH:
             if self.work:
                 self.work -= 1
-            elif self.lockstep.is_behind(self):
+            elif self.lockstep.is_behind(self.number):
                 self.empty += 1
             else:
                 return
             self.posted += 1
             self.in_flight += 1
-            self.lockstep.record_post(self)
-
-    def handle_loss(self, error: Exception) -> None:
-        self.state = EngineState.RESTARTING
-        self.losses.append(str(error))
+            self.lockstep.record_post(self.number)
 
 
 def make(count: int) -> list[Stepper]:
-    engines = [Stepper(number) for number in range(count)]
-    lockstep = Lockstep(engines)
-    for engine in engines:
-        engine.lockstep = lockstep
-    return engines
+    lockstep = Lockstep()
+    return [Stepper(number, lockstep) for number in range(count)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_work_is_done_and_nobody_waits_for_ever(seed: int) -> None:
+def test_all_work_is_done_and_no_engine_waits_for_ever(seed: int) -> None:
     """A step ends on all engines some time after all have posted it."""
     rng = random.Random(seed)
     engines = make(rng.randint(2, 4))
@@ -97,13 +100,13 @@ def test_idle_engines_post_nothing() -> None:
 
 def test_the_loss_of_one_is_that_of_all() -> None:
     first, second, dead = engines = make(3)
-    dead.state = EngineState.DEAD
+    dead.recovery.state = EngineState.DEAD
     first.work = 2
     first.plan()
-    first.state = EngineState.RESTARTING
-    assert first.lockstep is not None
-    first.lockstep.lose(first, RuntimeError("worker 0 was killed\nTraceback"))
-    assert second.losses == ["it shares experts with engine 0: worker 0 was killed"]
-    assert not first.losses
-    assert not dead.losses
-    assert not any(first.lockstep.is_behind(engine) for engine in engines)
+    assert second.lockstep.is_behind(second.number)
+    first.recovery.state = EngineState.RESTARTING
+    first.lockstep.lose(first.number, RuntimeError("worker 0 was killed\nTraceback"))
+    assert second.recovery.losses == ["it shares experts with engine 0: worker 0 was killed"]
+    assert not first.recovery.losses
+    assert not dead.recovery.losses
+    assert not any(first.lockstep.is_behind(engine.number) for engine in engines)

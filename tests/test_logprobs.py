@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aioinfer.api.logprobs import chat_logprobs, completion_logprobs
-from aioinfer.engine.logprobs import TokenLogprob
+from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import qwen_folder
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from aioinfer.engine.frontend import Frontend
-from aioinfer.engine.masking import PlainFiller
 from aioinfer.engine.output import RequestOutput
 from aioinfer.errors import GenerationError
+from aioinfer.features.masks.planning import PlainFiller
+from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import make_frontend
 from tests.automata import Residues, accepts, constrain
@@ -32,7 +33,7 @@ async def frontend() -> AsyncIterator[Frontend]:
 
 def record_posts(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns a list that grows by each plan and each notice that is posted."""
-    executor, posts = frontend.engines[0]._executor, []
+    executor, posts = frontend.engines[0]._workers.executor, []
 
     def recorded(name: str, method: Callable[[Any], None]) -> Callable[[Any], None]:
         def call(argument: Any) -> None:
@@ -78,15 +79,15 @@ async def test_masks_follow_their_plan_and_precede_the_next(
     assert posts == [f"{what} {step}" for step in range(steps) for what in ("plan", "masks")]
     assert threads == ({"MainThread"} if count == 1 else {"masks"})
     metrics = frontend.engines[0].metrics
-    assert metrics.constrained_rows == 6 * count
-    assert metrics.mask_fill_time.count == steps
+    assert metrics.counts["constrained_rows"] == 6 * count
+    assert metrics.observed["mask_fill_seconds"].count == steps
 
 
 async def test_a_step_is_posted_before_the_tokens_of_the_one_before_are_known(
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Constrained rows are planned ahead like others: only their masks wait."""
-    executor, known = frontend.engines[0]._executor, {}
+    executor, known = frontend.engines[0]._workers.executor, {}
     post = executor.post
 
     def note(plan: Any) -> None:
@@ -108,7 +109,7 @@ async def test_steps_without_constrained_rows_have_no_masks(
     await submit(frontend, 2)
     assert posts
     assert not [post for post in posts if post.startswith("masks")]
-    assert frontend.engines[0].metrics.constrained_rows == 0
+    assert frontend.engines[0].metrics.counts["constrained_rows"] == 0
 
 
 async def test_requests_come_and_go_while_masks_are_filled(
@@ -125,7 +126,7 @@ async def test_requests_come_and_go_while_masks_are_filled(
                 assert may_end.wait(30)
             return super().fill(rows, masks)
 
-    frontend.engines[0].masking.filler = Slow()
+    frontend.engines[0].features.of(Masks).filler = Slow()
     is_constrained = True
     constrain(frontend, lambda sequence: Residues(VOCAB_SIZE) if is_constrained else None)
     outputs = [await frontend.submit([5] * 20, PARAMS) for _ in range(4)]
@@ -145,7 +146,6 @@ async def test_requests_come_and_go_while_masks_are_filled(
     assert lengths[0] < 6
     assert lengths[1:] == [6, 6, 6]
     assert posts[posts.index(waiting) + 1] == waiting.replace("plan", "masks")
-    assert frontend.engines[0].masking._constraints == {}
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -156,7 +156,7 @@ async def test_a_filler_that_fails_ends_the_requests_of_its_rows(
         def fill(self, rows: Any, masks: Any) -> Any:
             raise RuntimeError("no memory")
 
-    frontend.engines[0].masking.filler = Failing()
+    frontend.engines[0].features.of(Masks).filler = Failing()
     automata = iter([Residues(VOCAB_SIZE)] * count + [None])
     constrain(frontend, lambda sequence: next(automata))
     outputs = [await frontend.submit([5] * 20, PARAMS) for _ in range(count + 1)]
@@ -191,7 +191,7 @@ async def test_each_engine_fills_the_masks_of_its_own_requests() -> None:
         for tokens in await asyncio.gather(*(tokens_of(output) for output in outputs)):
             assert len(tokens) == 6
             assert accepts(tokens, VOCAB_SIZE)
-        rows = [engine.metrics.constrained_rows for engine in frontend.engines]
+        rows = [engine.metrics.counts["constrained_rows"] for engine in frontend.engines]
         assert rows == [24, 24]
     finally:
         await frontend.close()

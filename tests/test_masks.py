@@ -1,5 +1,5 @@
 """What makes rows wait for masks: the section of a plan, the notice behind it, the memory of the
-masks, and the worker's wait."""
+masks, the worker's wait, and what masks do to logits on a CPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
+from aioinfer.features.masks.worker import Work, mask_logits
 from aioinfer.ipc.masks import (
     NUM_MASK_BUFFERS,
     ConstrainedRows,
@@ -27,9 +28,11 @@ from aioinfer.ipc.masks import (
 )
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.ring import Ring
-from aioinfer.worker.masks import MaskedRows, await_masks, constrained_rows, mask_logits
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.features import StepCalls, StepWorks
 from aioinfer.worker.process import _EndOfPlansError, _Inbox
 from tests.automata import pack
+from tests.filled_slots import make_slots, rank_of
 
 VOCAB = 77
 
@@ -44,14 +47,21 @@ def make_plan(step_id: int, *constrained: int) -> StepPlan:
     return StepPlan(step_id, *four, *none, sections)
 
 
+def calls_of(plan: StepPlan) -> StepCalls:
+    slots = make_slots([SamplingParams()] * 3, VOCAB)
+    return StepWorks([Work(rank_of(slots))]).of(plan)
+
+
 def post(ring: Ring, message: StepPlan | MaskNotice) -> None:
     ring.write(message.encode())
 
 
 def test_a_plan_lists_its_constrained_rows() -> None:
     plan = StepPlan.decode(b"".join(make_plan(3, 0, 2).encode()))
-    assert constrained_rows(plan).tolist() == [0, 2]
-    assert constrained_rows(make_plan(3)) is None
+    assert calls_of(plan).late.tolist() == [0, 2]
+    assert calls_of(make_plan(3)).late is None
+    plan.sections = [ConstrainedRows(ids())]
+    assert calls_of(plan).late is None
 
 
 def test_a_notice_is_no_plan() -> None:
@@ -121,20 +131,22 @@ def test_masks_come_between_two_plans(box: Inbox) -> None:
     """More of them than the ring has room for: each message is given back in time."""
     for step in range(0, 60, 2):
         post(box.ring, make_plan(step, 1))
-        box.masks.buffers(4, VOCAB)[buffer_of(step), 0] = step
+        box.masks.buffers(4, VOCAB)[buffer_of(step), 0] = [1 << step // 2, 0, 0]
         post(box.ring, MaskNotice(step, buffer_of(step)))
         post(box.ring, make_plan(step + 1))
         plan = box.inbox.next_plan()
-        masked, waited_ns = await_masks(plan, box.inbox.wait_for_masks)
-        assert masked is not None
-        assert (plan.step_id, masked.rows.tolist(), masked.masks.shape) == (step, [1], (1, 3))
-        assert (masked.masks == step).all()
+        calls, logits = calls_of(plan), torch.zeros(3, VOCAB)
+        assert (plan.step_id, calls.late.tolist()) == (step, [1])
+        places = torch.tensor([1], dtype=torch.int32)
+        masked, waited_ns = calls.late_logits(logits, places, box.inbox.wait_for_masks)
+        assert masked.isfinite().nonzero().tolist() == [[0, step // 2]]
         assert waited_ns > 0
+        assert not logits.any()
         assert plan.slots.tolist() == [0, 1, 2], "the plan holds although it is released"
         box.inbox.release_plan()
         plan = box.inbox.next_plan()
         assert plan.step_id == step + 1
-        assert await_masks(plan, box.inbox.wait_for_masks) == (None, 0)
+        assert calls_of(plan).late is None
         box.inbox.release_plan()
 
 
@@ -172,22 +184,21 @@ def test_masks_of_another_step_are_an_error(box: Inbox) -> None:
     post(box.ring, MaskNotice(6, 0))
     with pytest.raises(RuntimeError, match="step 7 was given the masks of 6"):
         box.inbox.wait_for_masks(box.inbox.next_plan(), 1)
-    with pytest.raises(ValueError, match="no source of masks"):
-        await_masks(make_plan(1, 0), None)
+    with pytest.raises(ValueError, match="no source of messages"):
+        calls_of(make_plan(1, 0)).late_logits(torch.zeros(3, VOCAB), torch.zeros(1).int(), None)
 
 
 @pytest.mark.parametrize(("first", "size"), [(0, VOCAB), (31, 20), (40, 37), (64, 13), (77, 0)])
 def test_logits_of_a_shard_under_masks(first: int, size: int) -> None:
-    """Broken logits stay, and so do other rows."""
+    """Broken logits stay."""
     rng = np.random.default_rng(first)
     allowed = rng.random((2, VOCAB)) < 0.5
-    logits = torch.randn(4, VOCAB)
-    logits[3, ::9], logits[3, 1::9] = torch.nan, torch.inf
+    logits = torch.randn(2, VOCAB)
+    logits[1, ::9], logits[1, 1::9] = torch.nan, torch.inf
     shard = logits[:, first : first + size].clone()
-    mask_logits(shard, MaskedRows(ids(1, 3), np.stack([*map(pack, allowed)])), first)
+    mask_logits(shard, np.stack([*map(pack, allowed)]), first)
     there = slice(first, first + size)
-    assert torch.equal(shard[[0, 2]], logits[[0, 2], there])
-    for row, may in zip((1, 3), allowed[:, there], strict=True):
+    for row, may in enumerate(allowed[:, there]):
         before, after = logits[row, there].numpy(), shard[row].numpy()
         broken = ~(before < np.inf)
         kept = np.where(may | broken, before, -np.inf)

@@ -26,8 +26,10 @@ from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
 from aioinfer.executor.base import StageTime
+from aioinfer.features.expert_load.planning import Planning as ExpertReports
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
@@ -233,6 +235,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
             number=number,
             metrics=one,
             scheduler=Scheduler(limits),
+            features=StepFeatures([ExpertReports(None)]),
             stage_times=lambda: [StageTime(0.0, 0.0)] * 2,
             report=SimpleNamespace(device="cpu", dtype="", cache_dtype="", implementation=""),
         )

@@ -27,7 +27,7 @@ class Pipeline(Harness):
         before = {r: (r.num_pending, r.sampled_step) for r in self.scheduler.running}
         if not super().post():
             return False
-        self.sampled.append(list(self.scheduler.last_sampled))
+        self.sampled.append(list(self.scheduler._posted.last.sampled))
         rows = [before[r] for r in self.sampled[-1] if r in before]
         assert all(pending < 2 for pending, _ in rows), "two tokens are unknown already"
         due = len(self.sampled) - 1 - self.limits.num_stages

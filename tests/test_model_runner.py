@@ -3,7 +3,7 @@ greedy search."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
+from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import HostRows
@@ -21,10 +23,10 @@ from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.model_runner import ModelRunner, prepare_step
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.step_inputs import prepare_step
 
 VOCAB = 199
 BROKEN = 198  # a token whose embedding is NaN
@@ -95,7 +97,7 @@ class Steps:
         groups, num_blocks = group_layers(model.ours.kv_specs), BLOCKS * 4 // block_size
         kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
         model.ours.bind(groups, kv.tensors, 8, 100)
-        self.runner = ModelRunner(model.ours, kv, slots)
+        self.runner = ModelRunner(model.ours, kv, slots, StepWorks.load(Rank(model.ours, slots)))
         self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self.tables: dict[int, list[int]] = {}
         self.admissions: list[Admission] = []
@@ -128,8 +130,8 @@ class Steps:
         self.tables[slot] = list(shared or [])
         self.growth += [(slot, index, block) for index, block in enumerate(self.tables[slot])]
 
-    def run(self, *rows: Row) -> StepResult:
-        """Executes one step, growing block tables as needed."""
+    def run(self, *rows: Row, sections: Sequence[Section] = ()) -> StepResult:
+        """Executes one step with further sections, growing block tables as needed."""
         for row in rows:
             table = self.tables[row.slot]
             while len(table) * self.block_size < row.start + row.length:
@@ -140,7 +142,7 @@ class Steps:
         copies = np.array(self.copies, np.int32).reshape(-1, 2).T.copy()
         plan = StepPlan(
             self.step_id, *(ids(*column) for column in columns), *growth, *copies,
-            [Admissions.of(self.admissions)],
+            [Admissions.of(self.admissions), *sections],
         )  # fmt: skip
         plan = StepPlan.decode(b"".join(plan.encode()))
         self.step_id += 1
@@ -360,12 +362,11 @@ def test_a_reused_slot_shows_nothing_of_its_former_request(model: Model) -> None
         "frequency_penalty": 2.0,
         "repetition_penalty": 3.0,
         "logit_bias": {8: 9.0},
-        "logprobs": 3,
     }
     steps.generate(5, [*PROMPT, *PROMPT], 10, min_tokens=30, banned=tuple(range(20, 60)), **former)
     steps.admit(5, PROMPT)
     result = steps.run(Row(5, 0, len(PROMPT)))
-    assert result.logprobs is None
+    assert not result.sections
     first = result.tokens.tolist()
     assert first + steps.decode(5, len(PROMPT), 19) == model.greedy(PROMPT, 20)
 
@@ -408,9 +409,10 @@ def test_blocks_of_a_row_of_nan_can_be_used_again(model: Model) -> None:
 
 def test_a_result_survives_the_ring(model: Model) -> None:
     steps = Steps(model)
-    steps.admit(0, PROMPT, logprobs=2)
+    steps.admit(0, PROMPT)
     steps.admit(1, PROMPT[:4])
-    result = steps.run(Row(0, 0, 13), Row(1, 0, 4))
+    asked = LogprobRows(ids(0), ids(2), ids(0), ids())
+    result = steps.run(Row(0, 0, 13), Row(1, 0, 4), sections=[asked])
     assert result.step_id == 0
     assert result.busy_ns > 0
     copy = StepResult.decode(b"".join(result.encode()))
@@ -418,10 +420,12 @@ def test_a_result_survives_the_ring(model: Model) -> None:
     with torch.inference_mode():
         expected = model.theirs(torch.tensor([PROMPT])).logits[0, -1].log_softmax(0)
     best = expected.topk(2)
-    assert copy.logprobs is not None
-    np.testing.assert_allclose(copy.logprobs.sampled[0], best.values[0].numpy(), rtol=1e-4)
-    assert copy.logprobs.top_tokens[0].tolist() == best.indices.tolist()
-    np.testing.assert_allclose(copy.logprobs.top_logprobs[0], best.values.numpy(), rtol=1e-4)
+    found = copy.section(Logprobs)
+    assert found is not None
+    assert found.rows.tolist() == [0]
+    np.testing.assert_allclose(found.sampled[0], best.values[0].numpy(), rtol=1e-4)
+    assert found.top_tokens[0].tolist() == best.indices.tolist()
+    np.testing.assert_allclose(found.top_logprobs[0], best.values.numpy(), rtol=1e-4)
     nothing = StepResult.decode(b"".join(steps.run(Row(1, 4, 1, False)).encode()))
     assert nothing.tokens.shape == (0,)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.worker.occurrences import IN_PROMPT, Occurrences
+from aioinfer.worker.sampling.occurrences import IN_PROMPT, Occurrences
 
 CPU = torch.device("cpu")
 

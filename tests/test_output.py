@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
 from aioinfer.errors import GenerationError
+from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Finish, Request
 from aioinfer.text.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.ipc.plan import (
     GROWTH_BYTES,
     I32,
@@ -19,13 +20,12 @@ from aioinfer.ipc.plan import (
     Admission,
     Admissions,
     FreedSlots,
-    Logprobs,
     StepPlan,
     StepResult,
     max_sequence_tokens,
 )
 from aioinfer.ipc.ring import Ring
-from aioinfer.ipc.sections import Section
+from aioinfer.ipc.sections import Section, array
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -73,6 +73,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         sections.append(Admissions.of(admitted))
     if draw(st.booleans()):
         sections.insert(0, FreedSlots(ids(draw(st.lists(INT32, max_size=3)))))
+    if draw(st.booleans()):
+        sections.append(LogprobRows(*columns(draw, 3, 4), ids(draw(st.lists(INT32, max_size=5)))))
     return StepPlan(
         draw(STEP_IDS), *columns(draw, 4, 6), *columns(draw, 3, 6), *copies, sections, groups
     )
@@ -92,15 +94,16 @@ def results(draw: st.DrawFn) -> StepResult:
         values = draw(st.lists(FLOAT32, min_size=count, max_size=count))
         return np.array(values, np.float32).reshape(shape)
 
-    logprobs = draw(st.booleans())
-    return StepResult(
-        draw(STEP_IDS),
-        integers(sampled),
-        [Logprobs(floats(sampled), integers(sampled, num_top), floats(sampled, num_top))]
-        if logprobs
-        else [],
-        draw(st.integers(0, 2**63 - 1)),
-    )
+    sections: list[Section] = []
+    if draw(st.booleans()):
+        rows, named = (draw(st.integers(0, most)) for most in (sampled, 7))
+        sections = [
+            Logprobs(
+                integers(rows), floats(rows), integers(rows, num_top), floats(rows, num_top),
+                integers(rows), floats(named),
+            )
+        ]  # fmt: skip
+    return StepResult(draw(STEP_IDS), integers(sampled), sections, draw(st.integers(0, 2**63 - 1)))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -135,19 +138,36 @@ def test_another_version_is_refused(kind: type[StepPlan] | type[StepResult]) -> 
         kind.decode(np.array([99] + [0] * 15, np.int32).tobytes())
 
 
-def test_an_unknown_section_is_named() -> None:
+def test_an_unknown_section_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section of a feature that the other side of a ring has not imported."""
+
     @dataclasses.dataclass(frozen=True, slots=True)
     class Unheard(Section):
-        kind = 77
-        rows: I32 = dataclasses.field(metadata={"dtype": np.dtype(np.int32), "ndim": 1})
+        rows: I32 = array(np.int32)  # noqa: RUF009
 
+    kind = Unheard.kind
     nothing = [ids([])] * 9
     plan = StepPlan(5, *nothing, [Unheard(ids([1]))])
-    with pytest.raises(ValueError, match=r"a plan with a section of kind 77; known are 1 \(Admiss"):
-        StepPlan.decode(b"".join(plan.encode()))
     result = StepResult(5, ids([1]), sections=[Unheard(ids([1]))])
-    with pytest.raises(ValueError, match=r"a result with a section of kind 77"):
+    assert same(StepPlan.decode(b"".join(plan.encode())), plan)
+    assert same(StepResult.decode(b"".join(result.encode())), result)
+    monkeypatch.delitem(Section._kinds, kind)
+    message = rf"a plan with a section of kind {kind}; known are .*Admissions, .*Logprobs"
+    with pytest.raises(ValueError, match=message):
+        StepPlan.decode(b"".join(plan.encode()))
+    with pytest.raises(ValueError, match=rf"a result with a section of kind {kind}; known are "):
         StepResult.decode(b"".join(result.encode()))
+
+
+def test_two_sections_have_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind is derived from the class's module and name. A class whose hash another one has is
+    refused, and so no message can be read as another one."""
+    assert FreedSlots.kind != Admissions.kind != LogprobRows.kind
+    assert all(0 <= kind < 2**31 for kind in Section._kinds)
+    monkeypatch.setattr("aioinfer.ipc.sections.zlib.crc32", lambda _: FreedSlots.kind)
+    with pytest.raises(TypeError, match=r"Clashing and FreedSlots have one hash: rename one"):
+        type("Clashing", (Section,), {})
+    assert Section._kinds[FreedSlots.kind] is FreedSlots
 
 
 @pytest.mark.parametrize("step_id", [2**31 - 1, 2**31, 2**40])

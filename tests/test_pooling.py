@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aioinfer.config import PoolingConfig
-from aioinfer.engine.pooling import ClassificationHead, Pooling, cosine_similarity
+from aioinfer.engine.served_model import ClassificationHead, Pooling, cosine_similarity
 from aioinfer.errors import ConfigError, RequestError
 
 

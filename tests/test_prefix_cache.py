@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.scheduler.kv_cache import KVCacheManager
-from aioinfer.scheduler.prefix_cache import (
+from aioinfer.scheduler.block_pool import (
     MIN_COPIED_TOKENS,
     PartialBlocks,
     extend_hashes,
     root_hash,
 )
+from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.worker import kv_tensors
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.test_kv_cache import make_request as make_long_request

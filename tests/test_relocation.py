@@ -28,7 +28,7 @@ from aioinfer.errors import (
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.scheduler.request import Flow, Request, Status
+from aioinfer.scheduler.request import Flow, Request, RequestStatus
 from bench_loop import CONFIG, ONE_GROUP
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete
 
@@ -151,11 +151,11 @@ async def test_whatever_state_they_are_in_requests_go_on_with_the_same_tokens() 
     dead, other = fleet.engines
     await fleet.until(lambda: dead.metrics.generation_tokens > 30)
     states = {s.request.status for output in outputs for s in output.sequences}
-    assert states == {Status.RUNNING, Status.WAITING}
-    num_open = len(dead._sequences)
+    assert states == {RequestStatus.RUNNING, RequestStatus.WAITING}
+    num_open = len(dead.requests.sequences)
     fleet.executors[0].kill()
     assert (dead.is_idle, dead.metrics.moved, dead.metrics.interrupted) == (True, num_open, 4)
-    assert len(other._sequences) == 12, "none of the other engine's has ended yet"
+    assert len(other.requests.sequences) == 12, "none of the other engine's has ended yet"
     assert dead.scheduler.is_idle
     assert dead.scheduler.kv_cache.usage == 0
     first = [r for r in sorted(other.scheduler.requests()) if r.num_interruptions]
@@ -180,7 +180,7 @@ async def test_the_sequences_of_a_request_stay_together_and_an_abort_reaches_the
     fleet.executors[number].kill()
     new = fleet.home(output)
     assert new.number != number
-    assert len(new._sequences) == 3
+    assert len(new.requests.sequences) == 3
     await fleet.until(lambda: output.sequences[0].request.num_output > 8)
     output.abort()
     assert new.is_idle
@@ -233,13 +233,13 @@ async def test_a_step_whose_text_cannot_be_emitted_ends_the_requests_that_have_b
     engine = fleet.engines[0]
     outputs = [await fleet.submit([number + 1] * 6, max_tokens=9 + number) for number in range(6)]
     ended, *begun = (output for output in outputs if fleet.home(output) is engine)
-    forget = engine.forget
+    forget = engine.requests.forget
 
     def fail_once(request: Request, outcome: str) -> None:
-        monkeypatch.setattr(engine, "forget", forget)
+        monkeypatch.setattr(engine.requests, "forget", forget)
         raise RuntimeError("a fault of the test")
 
-    monkeypatch.setattr(engine, "forget", fail_once)
+    monkeypatch.setattr(engine.requests, "forget", fail_once)
     results = await asyncio.gather(*map(collect, outputs), return_exceptions=True)
     assert results[outputs.index(ended)] == expected(ended), "it has all of its text"
     for output, result in zip(outputs, results, strict=True):

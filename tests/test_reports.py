@@ -6,21 +6,21 @@ import pytest
 
 from aioinfer.cluster.reports import (
     MAX_HASHES,
-    Load,
+    ReplicaLoad,
     Report,
     ReportReader,
     divided,
     encode,
 )
 
-LOAD = Load(1, 2, 300, 4000, 50, 6000, 7)
+LOAD = ReplicaLoad(1, 2, 300, 4000, 50, 6000, 7)
 
 
 @pytest.mark.parametrize("sizes", [[], [1] * 200, [3, 1, 60, 4], [200]])
 def test_reports_arrive_in_whatever_portions(sizes: list[int]) -> None:
     reports = [
         Report(LOAD, [b"a" * 16], [], 16, is_first=True),
-        Report(Load(), [], []),
+        Report(ReplicaLoad(), [], []),
         Report(LOAD, [], [b"b" * 16, b"c" * 16], 128, is_leaving=True),
     ]
     data = b"".join(map(encode, reports))
@@ -48,6 +48,6 @@ def test_a_long_report_is_divided() -> None:
 
 
 def test_utilization_is_of_what_is_scarcer() -> None:
-    assert Load(running=3, waiting=1, max_requests=8, max_tokens=100).utilization == 0.5
-    full = Load(running=1, max_requests=8, used_tokens=90, waiting_tokens=30, max_tokens=100)
+    assert ReplicaLoad(running=3, waiting=1, max_requests=8, max_tokens=100).utilization == 0.5
+    full = ReplicaLoad(running=1, max_requests=8, used_tokens=90, waiting_tokens=30, max_tokens=100)
     assert full.utilization == pytest.approx(1.2)

@@ -1,8 +1,8 @@
 """A request's whole way: HTTP body, protocol, frontend, plan, ring, worker, result, reply. Whatever
 a body holds, it ends nothing but its own request.
 
-All parts are the real ones but for the model: the rings (one process holds both ends), the slots
-and the CPU sampler. The logits are the same random numbers at every position.
+All parts are the real ones but for the model: the rings (one process holds both ends), the slots,
+the CPU sampler and the features. The logits are the same random numbers at every position.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -28,9 +29,13 @@ from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import EngineDeadError
-from aioinfer.ipc.plan import Logprobs, StepPlan, StepResult
-from aioinfer.ipc.prompt_rows import PromptLogprobRows, PromptLogprobs
+from aioinfer.features.logprobs import worker as logprobs
+from aioinfer.features.masks import worker as masks
+from aioinfer.features.prompt_logprobs import worker as prompt_logprobs
+from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
+from aioinfer.layers.embedding import Vocabulary
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_N,
@@ -38,13 +43,39 @@ from aioinfer.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
-from aioinfer.worker.masks import MaskedRows, constrained_rows
-from aioinfer.worker.sampler import sample
+from aioinfer.worker.features import Rank, StepCalls, StepWorks
+from aioinfer.worker.model_runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from bench_loop import CONFIG, EchoExecutor
 
 MAX_MODEL_LEN = 48
 VOCAB_SIZE = 49_152
+
+
+class Runner(ModelRunner):
+    """A model runner whose model gives every token the same logits.
+
+    Attributes:
+        logits: float32 [vocab_size].
+    """
+
+    def __init__(self, slots: Slots):
+        self.logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
+        model: Any = SimpleNamespace(
+            vocabulary=Vocabulary(VOCAB_SIZE, ParallelGroup.single()),
+            logits_of=lambda hidden: self.logits.repeat(len(hidden), 1),
+        )
+        rank = Rank(model, slots)
+        works = StepWorks(half.Work(rank) for half in (logprobs, masks, prompt_logprobs))
+        super().__init__(model, None, slots, works)  # type: ignore[arg-type]
+
+    def _apply(self, plan: StepPlan) -> None:
+        self.slots.apply(plan)
+
+    def _compute(self, plan: StepPlan, calls: StepCalls) -> torch.Tensor | None:
+        calls.read_hidden(torch.zeros(plan.num_tokens, 1), has_all_tokens=True)
+        sampled = int(plan.samples.sum())
+        return self.logits.repeat(sampled, 1) if sampled else None
 
 
 class RingExecutor(EchoExecutor):
@@ -55,9 +86,9 @@ class RingExecutor(EchoExecutor):
         self.plans, self.results = Ring(1), Ring(1)
         rows = config.scheduler.max_num_seqs
         self.slots = Slots(rows, MAX_MODEL_LEN, 16, VOCAB_SIZE, torch.device("cpu"))
+        self.runner = Runner(self.slots)
         self._filled: set[int] = set()  # steps whose masks were posted
         self._waiting: StepPlan | None = None  # for masks
-        self.logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
 
     async def start(self, on_result: Any, on_failure: Any, on_progress: Any) -> Any:
         self._fail = on_failure
@@ -84,7 +115,8 @@ class RingExecutor(EchoExecutor):
             for _ in range(self.plans.announced(0)):
                 plan = StepPlan.decode(bytes(self.plans.read(0)))
                 self.plans.release(0)
-                if constrained_rows(plan) is not None and plan.step_id not in self._filled:
+                waits = self.runner.works.of(plan).late is not None
+                if waits and plan.step_id not in self._filled:
                     self._waiting = plan
                 else:
                     self.results.write(self._execute(plan).encode())
@@ -96,44 +128,10 @@ class RingExecutor(EchoExecutor):
             self._fail(EngineDeadError(repr(error)))
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        self.slots.apply(plan)
-        rows = np.flatnonzero(plan.samples)
-        slot_ids = plan.slots[rows]
-        positions = plan.starts[rows] + plan.lengths[rows]
-        logits = self.logits.repeat(len(rows), 1)
-        masked, constrained = None, constrained_rows(plan)
-        if constrained is not None:
-            masked = MaskedRows(constrained, self.masks_of(plan.step_id)[: len(constrained)])
-        sampled = sample(logits, self.slots, slot_ids, positions, masked=masked)
-        self.slots.append(slot_ids, positions, sampled.tokens)
-        result = StepResult(plan.step_id, sampled.tokens.numpy())
-        if len(sampled.logprobs):
-            parts = sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
-            result.sections = [Logprobs(*(part.numpy() for part in parts))]
-        if (scored := plan.section(PromptLogprobRows)) is not None:
-            result.sections = [*result.sections, self._score(plan, scored)]
-        return result
+        return self.runner.step(plan, self._read_masks).wait()
 
-    def _score(self, plan: StepPlan, scored: PromptLogprobRows) -> PromptLogprobs:
-        """Returns the log-probabilities of prompts' tokens, without which siblings of the request
-        would wait for ever."""
-        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-        following = np.concatenate(
-            [
-                self.slots.tokens[slot, starts[slot] + 1 :][:count].numpy()
-                for slot, count in zip(scored.slots.tolist(), scored.counts.tolist(), strict=True)
-            ]
-        )
-        logprobs = self.logits.log_softmax(dim=-1)
-        top = logprobs.topk(int(scored.num_top.max()))
-        own = logprobs[following].numpy()
-        ranks = np.ones(len(following), np.int32)
-        shape = (len(following), len(top.values))
-        top_tokens = np.broadcast_to(top.indices.int().numpy(), shape)
-        top_logprobs = np.broadcast_to(top.values.numpy(), shape)
-        return PromptLogprobs(
-            own, ranks, np.ascontiguousarray(top_tokens), np.ascontiguousarray(top_logprobs)
-        )
+    def _read_masks(self, plan: StepPlan, count: int) -> I32:
+        return self.masks_of(plan.step_id)[:count]
 
     async def shutdown(self) -> None:
         self.plans.close()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from aioinfer.cluster.cost import REQUEST_COST
 from aioinfer.engine import router as router_module
 from aioinfer.engine.router import Route, Router
-from aioinfer.scheduler.prefix_cache import extend_hashes, root_hash
+from aioinfer.scheduler.block_pool import extend_hashes, root_hash
 from aioinfer.scheduler.request import Request
 from tests.symbolic_worker import VOCABULARY
-from tests.test_beams import make_beams
+from tests.test_forks import Search
 from tests.test_scheduler import Harness, assert_complete, make_request
 
 BLOCK = 16
@@ -105,7 +105,10 @@ def test_of_equal_costs_the_fewest_requests_win() -> None:
 
 def test_a_beam_search_counts_as_many_requests_as_it_has_beams() -> None:
     fleet = Fleet(2)
-    fleet.engines[0].add(make_beams("search", [1, 2, 3], 8, 4))
+    beams = Search("search", [1, 2, 3], 8, 4).beams
+    for beam in beams:
+        beam.uses = ()  # no feature is to take its rows
+    fleet.engines[0].add(*beams)
     for number in range(3):
         fleet.put(1, [number])
     assert fleet.route([5]).engine == 1

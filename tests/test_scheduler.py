@@ -4,6 +4,7 @@ symbolic_worker)."""
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from unittest import mock
 from weakref import ref
 
@@ -13,16 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aioinfer.errors import IntegrityError
+from aioinfer.features.masks.planning import Constrained, Planning
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.masks import ConstrainedRows, ForcedTokens
+from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, FreedSlots, StepPlan, StepResult
-from aioinfer.ipc.request_record import RECORD
+from aioinfer.ipc.request_record import RECORD, AppendedTokens
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import kv_cache
+from aioinfer.scheduler.features import StepFeature, StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import NULL_BLOCK, Finish, Flow, ForkGroup, Request, Status
+from aioinfer.scheduler.request import NULL_BLOCK, Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.scheduler.steps import StepOutput
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output
 
 
@@ -39,11 +43,25 @@ def windowed(window: int) -> KVGroup:
     return KVGroup(AttentionSpec(1, 1, window), (1,))
 
 
+class ListedMasks(Planning):
+    """Lists the constrained rows of steps, and fills no masks."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def take(self, rows, result, output):
+        return output
+
+
+#: The use of a constrained request, of `ListedMasks`.
+CONSTRAINED = (Constrained(None),)
+
+
 class Harness:
     """A scheduler and a symbolic worker, stepped by hand as the engine steps them."""
 
-    def __init__(self, *, depth: int = 2, **limits):
-        """`num_blocks` may be one number, of each group."""
+    def __init__(self, *, depth: int = 2, features: Sequence[StepFeature] = (), **limits):
+        """`num_blocks` may be one number, of each group. `features`: beside `ListedMasks`."""
         groups = limits.setdefault("groups", (FULL,))
         if isinstance(limits.setdefault("num_blocks", 64), int):
             limits["num_blocks"] = (limits["num_blocks"],) * len(groups)
@@ -55,7 +73,8 @@ class Harness:
         }
         self.limits = SchedulerLimits(**{**defaults, **limits})
         self.now = 0.0
-        self.scheduler = Scheduler(self.limits, lambda: self.now)
+        features = StepFeatures([*features, ListedMasks()])
+        self.scheduler = Scheduler(self.limits, lambda: self.now, features)
         self.worker = self.new_worker()
         self.depth = depth
         self.plans: list[StepPlan] = []
@@ -121,8 +140,14 @@ class Harness:
             pass
         if self.worker.results:
             self.now += self.step_s()
-            self.scheduler.update(self.worker.results.popleft())
+            self.update()
+        else:
+            assert self.scheduler.is_idle, "no result is due that has another step planned"
         self.scheduler.check_integrity()
+
+    def update(self) -> StepOutput:
+        """Takes the result of the oldest posted step."""
+        return self.scheduler.update(self.worker.results.popleft())
 
     def step_s(self) -> float:
         """What the oldest posted step took, in seconds of the scheduler's clock."""
@@ -143,7 +168,7 @@ class Harness:
 
 
 def assert_complete(request: Request) -> None:
-    assert request.status is Status.FINISHED
+    assert request.status is RequestStatus.FINISHED
     assert request.finish_reason in ("stop", "length")
     assert request.tokens[request.prompt_len :].tolist() == expected_output(request)
 
@@ -516,7 +541,7 @@ def test_a_plan_lists_the_sampled_rows_of_constrained_requests():
     """By their places in the result, also of a prompt's last chunk and after a preemption."""
     harness = Harness(num_blocks=9, token_budget=6)
     requests = [
-        make_request(str(number), [number] * 7, 9, is_constrained=number != 1)
+        make_request(str(number), [number] * 7, 9, uses=CONSTRAINED if number != 1 else ())
         for number in range(3)
     ]
     harness.add(*requests)
@@ -525,8 +550,8 @@ def test_a_plan_lists_the_sampled_rows_of_constrained_requests():
         while scheduler.num_in_flight < 2 and harness.post():
             listed = harness.plans[-1].section(ConstrainedRows)
             rows = [] if listed is None else listed.rows.tolist()
-            sampled = scheduler.last_sampled
-            assert rows == [i for i, request in enumerate(sampled) if request.is_constrained]
+            sampled = scheduler._posted.last.sampled
+            assert rows == [i for i, request in enumerate(sampled) if request.uses]
             num_listed += len(rows)
             seen.add((len(rows), len(sampled)))
         scheduler.update(harness.worker.results.popleft())
@@ -539,16 +564,16 @@ def test_a_plan_lists_the_sampled_rows_of_constrained_requests():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_forced_tokens_are_computed_in_one_row(depth: int) -> None:
+def test_appended_tokens_are_computed_in_one_row(depth: int) -> None:
     """Behind a prompt of five tokens: the row that was posted ahead samples the first of them in
     vain, and nothing else."""
     harness = Harness(depth=depth)
-    request = make_request("forced", [1, 2, 3, 4, 5], 12, is_constrained=True)
+    request = make_request("appended", [1, 2, 3, 4, 5], 12, uses=CONSTRAINED)
     harness.add(request)
     harness.step()
     expected = expected_output(request)
     assert (request.num_output, request.num_pending) == (1, depth - 1)
-    assert harness.scheduler.force(request, expected[1:6]) == (5, None)
+    assert harness.scheduler.append(request, expected[1:6]) == (5, None)
     assert (request.num_output, request.num_pending) == (6, 0)
     harness.scheduler.check_integrity()
     harness.run()
@@ -557,14 +582,14 @@ def test_forced_tokens_are_computed_in_one_row(depth: int) -> None:
     # with depth 1 the first token is still to be computed, too
     after = [(6, 5)] if depth == 2 else [(5, 6)]
     assert rows == [(0, 5), (5, 1)][:depth] + after + [(at, 1) for at in range(11, 16)]
-    (forced,) = [s for p in harness.plans if (s := p.section(ForcedTokens)) is not None]
-    assert forced.tokens.tolist() == expected[1:6]
-    assert forced.positions.tolist() == [6, 7, 8, 9, 10]
-    assert forced.counted.tolist() == [0 if depth == 2 else 1, 1, 1, 1, 1]
+    (appended,) = [s for p in harness.plans if (s := p.section(AppendedTokens)) is not None]
+    assert appended.tokens.tolist() == expected[1:6]
+    assert appended.positions.tolist() == [6, 7, 8, 9, 10]
+    assert appended.counted.tolist() == [0 if depth == 2 else 1, 1, 1, 1, 1]
     assert harness.scheduler.stats.wasted_rows == depth - 1
 
 
-def test_a_request_ends_within_its_forced_tokens() -> None:
+def test_a_request_ends_within_its_appended_tokens() -> None:
     expected = complete([1, 2, 3], 99, frozenset(), 0)
     end = next(i for i in range(3, 90) if expected[i] not in expected[:i])
     stops = make_request("stops", [1, 2, 3], 90, end_tokens=frozenset([expected[end]]))
@@ -572,26 +597,26 @@ def test_a_request_ends_within_its_forced_tokens() -> None:
     harness = Harness(num_blocks=256)
     harness.add(stops, short)
     harness.step()
-    assert harness.scheduler.force(stops, expected[1 : end + 5]) == (
+    assert harness.scheduler.append(stops, expected[1 : end + 5]) == (
         end,
         Finish("stop", expected[end]),
     )
-    assert harness.scheduler.force(short, expected[1:60]) == (3, Finish("length"))
+    assert harness.scheduler.append(short, expected[1:60]) == (3, Finish("length"))
     assert (stops.finish_reason, stops.stop_reason) == ("stop", expected[end])
     assert (short.finish_reason, short.num_output) == ("length", 4)
     harness.scheduler.check_integrity()
     harness.run()
-    assert all(plan.section(ForcedTokens) is None for plan in harness.plans)
+    assert all(plan.section(AppendedTokens) is None for plan in harness.plans)
 
 
-def test_a_plan_takes_so_many_forced_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.scheduler.running.MAX_FORCED_TOKENS", 8)
+def test_a_plan_takes_so_many_appended_tokens_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.scheduler.running.MAX_APPENDED_TOKENS", 8)
     harness = Harness()
     requests = [make_request(str(number), [number] * 3, 30) for number in range(3)]
     harness.add(*requests)
     harness.step()
     taken = [
-        harness.scheduler.force(request, expected_output(request)[1:6])[0] for request in requests
+        harness.scheduler.append(request, expected_output(request)[1:6])[0] for request in requests
     ]
     assert taken == [5, 0, 0]
     harness.run()
@@ -696,7 +721,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 end_tokens=ends, group=group,
                 priority=draw(st.integers(0, 3)),
                 flow=Flow(str(number % flows), 1.0 + number % flows),
-                is_constrained=number % 3 == 0,
+                uses=CONSTRAINED if number % 3 == 0 else (),
             )  # fmt: skip
             harness.add(request)
             requests.append(request)
@@ -704,27 +729,27 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
             _step_and_check_order(harness)
             if draw(st.integers(0, 9)) == 0:
                 victim = draw(st.sampled_from(requests))
-                if victim.status is not Status.FINISHED:
+                if victim.status is not RequestStatus.FINISHED:
                     harness.scheduler.finish(victim, "abort")
                     aborted.add(victim)
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
-            _force_some(harness, draw)
+            _append_some(harness, draw)
     harness.run()
     for request in requests:
         if request not in aborted:
             assert_complete(request)
 
 
-def _force_some(harness: Harness, draw) -> None:
-    """Sometimes takes what a running request is going to sample as forced."""
-    may = [r for r in harness.scheduler.running if r.is_constrained]
+def _append_some(harness: Harness, draw) -> None:
+    """Sometimes takes what a running request is going to sample as appended."""
+    may = [r for r in harness.scheduler.running if r.uses]
     if not may or draw(st.integers(0, 3)):
         return
     request = draw(st.sampled_from(may))
     if request.num_output and request.num_pending < 2:
         wanted = expected_output(request)[request.num_output :][: draw(st.integers(1, 9))]
-        assert harness.scheduler.force(request, wanted)[0] == len(wanted)
+        assert harness.scheduler.append(request, wanted)[0] == len(wanted)
         harness.scheduler.check_integrity()
 
 
@@ -737,7 +762,7 @@ def _step_and_check_order(harness: Harness) -> None:
     waiting = [
         r
         for r in harness.scheduler.requests()
-        if r.status is Status.WAITING and not r.group and not r.num_preemptions
+        if r.status is RequestStatus.WAITING and not r.group and not r.num_preemptions
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.ipc.kv_spec import KVGroup
-from aioinfer.scheduler.prefix_cache import root_hash
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.block_pool import root_hash
+from aioinfer.scheduler.request import Request, RequestStatus
 from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
 
 SHARED = list(range(1, 97))
@@ -99,7 +99,7 @@ def test_the_second_goes_on_where_an_aborted_first_has_ended() -> None:
     first, second = pair()
     harness.add(first, second)
     harness.step()
-    assert second.status is Status.WAITING
+    assert second.status is RequestStatus.WAITING
     harness.scheduler.finish(first, "abort")
     harness.run()
     assert_complete(second)

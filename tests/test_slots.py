@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import I32, Admission, Admissions, FreedSlots, StepPlan
+from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
-from aioinfer.worker.adjustments import adjust_logits
-from aioinfer.worker.sampler import sample
-from aioinfer.worker.slots import BANNED, BIASED, FILTERED, LOGPROBS, PENALIZED, RANDOM, Slots
+from aioinfer.worker.sampling.adjustments import adjust_logits
+from aioinfer.worker.sampling.sampler import sample
+from aioinfer.worker.slots import BANNED, BIASED, FILTERED, PENALIZED, RANDOM, Slots
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_an_admission_is_written_whole() -> None:
     params: dict[str, Any] = {
         "temperature": 0.5, "top_k": 5, "top_p": 0.75, "min_p": 0.125,
         "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.25,
-        "min_tokens": 3, "logprobs": 4,
+        "min_tokens": 3,
     }  # fmt: skip
     slots.apply(
         make_plan(
@@ -123,10 +123,9 @@ def test_an_admission_is_written_whole() -> None:
     assert slots.sampling_flags.tolist() == [
         0,
         0,
-        RANDOM | FILTERED | BIASED | PENALIZED | BANNED | LOGPROBS,
+        RANDOM | FILTERED | BIASED | PENALIZED | BANNED,
         0,
     ]
-    assert slots.num_logprobs.tolist() == [0, 0, 4, 0]
     assert slots.current_flags(ids(2), ids(4)) & BANNED
     assert not slots.current_flags(ids(2), ids(5)) & BANNED
 
@@ -164,7 +163,6 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
     slots = make_slots()
     former = admit(
         1, [9, 9, 8], banned=(2, 3), min_tokens=10, temperature=0.9, top_k=3, top_p=0.5, min_p=0.5,
-        logprobs=5,
         logit_bias={7: 50.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0,
     )  # fmt: skip
     slots.apply(make_plan(former))
@@ -174,9 +172,7 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
     assert slots.sampling_flags[1] == 0
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 1
-    result = sample(logits, slots, ids(1), ids(1))
-    assert result.tokens.tolist() == [2]
-    assert result.logprobs.shape == (0,)
+    assert sample(logits, slots, ids(1), ids(1)).tolist() == [2]
 
 
 def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
@@ -299,15 +295,15 @@ def test_reset_leaves_no_trace() -> None:
     assert len(slots.occurrences.rows) == 0
 
 
-def test_forced_tokens_are_entered_and_counted() -> None:
+def test_appended_tokens_are_entered_and_counted() -> None:
     """Several of one slot at once; what was sampled as well is not counted again."""
     slots = make_slots()
     penalized = admit(0, [4, 7], presence_penalty=1.0)
     slots.apply(make_plan(penalized, admit(1, [4, 7])))
     columns = [0, 0, 0, 1], [2, 3, 4, 2], [9, 9, 8, 9], [0, 1, 1, 1]
-    forced = ForcedTokens(*(np.array(column, np.int32) for column in columns))
+    appended = AppendedTokens(*(np.array(column, np.int32) for column in columns))
     plan = make_plan()
-    plan.sections = [forced]
+    plan.sections = [appended]
     slots.apply(plan)
     assert slots.tokens[:2, :5].tolist() == [[4, 7, 9, 9, 8], [4, 7, 9, 0, 0]]
     counts = slots.occurrences.rows[slots.occurrences.host_rows[0]]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioinfer.engine.step_log import LOG_LENGTH, Step, StepLog
+from aioinfer.engine.metrics import LOG_LENGTH, StepLog, StepRecord
 from aioinfer.ipc.plan import StepPlan, StepResult
 
 
@@ -37,7 +37,7 @@ def test_what_is_kept_of_a_step(log: StepLog) -> None:
         assert log.since(-1) == []
         log.record_result(result(5, 3), 30e-6, 40e-6)
         assert log.since(-1) == [
-            Step(
+            StepRecord(
                 5,
                 31,
                 2,

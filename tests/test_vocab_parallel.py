@@ -13,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aioinfer.features.logprobs.sections import LogprobRows
+from aioinfer.features.logprobs.worker import Work
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.filters import filter_tokens
-from aioinfer.worker.sampler import sample
+from aioinfer.worker.sampling.filters import filter_tokens
+from aioinfer.worker.sampling.sampler import sample
+from aioinfer.worker.sampling.vocab_parallel import Candidates, keep_candidates
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.vocab_parallel import Candidates, keep_candidates
+from tests.filled_slots import rank_of, rows_plan
 from tests.rank_processes import run_ranks
 
 NONE = np.empty(0, np.int32)
@@ -32,7 +35,7 @@ PROMPT = [1, 2990, 1500, 1500, 7, 1, 999]
 
 class Case(NamedTuple):
     logits: torch.Tensor  # [S, vocabulary]
-    params: list[SamplingParams]  # of row i, whose slot is i
+    params: list[SamplingParams]  # of row i, whose slot is i; which log-probabilities, too
     # how many it takes with 2 and with 3 ranks, where that is to be tested
     all_gathers: tuple[int, int] | None = None
 
@@ -124,7 +127,8 @@ def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
 
 
 def sample_case(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]:
-    """Returns what is sampled, on a rank if a vocabulary is given."""
+    """Returns the tokens, the rows with log-probabilities, and the log-probabilities of these as in
+    `Logprobs`; on a rank if a vocabulary is given."""
     rows, vocab_size = case.logits.shape
     slots = make_slots(case.params, vocab_size)
     logits = (
@@ -133,8 +137,14 @@ def sample_case(case: Case, vocabulary: Vocabulary | None) -> list[torch.Tensor]
         else case.logits[:, vocabulary.start : vocabulary.start + vocabulary.local_size]
     )
     positions = np.full(rows, len(PROMPT) if vocab_size == VOCAB else 1, np.int32)
-    sampled = sample(logits.clone(), slots, np.arange(rows, dtype=np.int32), positions, vocabulary)
-    return [sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs]
+    tokens = sample(logits, slots, np.arange(rows, dtype=np.int32), positions, vocabulary)
+    asking = [(row, p.logprobs) for row, p in enumerate(case.params) if p.logprobs is not None]
+    if not asking:
+        return [tokens, tokens[:0], tokens.new_empty(0), tokens[:0, None], tokens[:0, None]]
+    places, num_top = np.array(asking, np.int32).T.copy()
+    section = LogprobRows(places, num_top, places * 0, NONE)
+    found = Work(rank_of(slots, vocabulary)).read_tokens(rows_plan([], []), section, logits, tokens)
+    return [tokens, *found.parts[:4]]
 
 
 class CountingGroup(ParallelGroup):
@@ -179,10 +189,10 @@ def test_every_rank_samples_what_one_alone_does(ranks: list[dict[str, Any]], nam
     expected = sample_case(case, None)
     for results in ranks:
         sampled, all_gathers = results[name]
-        assert sampled[0].tolist() == expected[0].tolist()
-        assert sampled[2].tolist() == expected[2].tolist()
-        broken = (expected[0] < 0).tolist()
-        for ours, theirs in zip((sampled[1], sampled[3]), (expected[1], expected[3]), strict=True):
+        for number in (0, 1, 3):
+            assert sampled[number].tolist() == expected[number].tolist()
+        broken = (expected[0][expected[1].long()] < 0).tolist()
+        for ours, theirs in zip((sampled[2], sampled[4]), (expected[2], expected[4]), strict=True):
             sound = [i for i in range(len(theirs)) if not broken[i]]
             torch.testing.assert_close(
                 ours[sound], theirs[sound], rtol=1e-5, atol=1e-5, equal_nan=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioinfer.scheduler.request import Request, Status
+from aioinfer.scheduler.request import Request, RequestStatus
 from aioinfer.scheduler.waiting_queue import WaitingQueue
 from tests.test_scheduler import make_request
 
@@ -31,14 +31,14 @@ def test_requests_leave_in_the_order_of_their_keys() -> None:
     for left, request in ((2, first), (1, middle), (0, last)):
         assert queue.first() is request
         queue.pop()
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         assert counts(queue) == (left, 3 * left, 2 * left)
     assert queue.first() is None
 
 
 def test_a_request_that_ended_is_counted_out_and_never_first() -> None:
     queue, (first, second) = queued((0, 0), (0, 1))
-    first.status = Status.FINISHED
+    first.status = RequestStatus.FINISHED
     queue.drop(first)
     assert counts(queue) == (1, 3, 2)
     assert list(queue) == [second]
@@ -57,7 +57,7 @@ def test_a_request_that_is_set_aside_still_counts() -> None:
 
 def test_wrong_counts_are_found() -> None:
     queue, (first,) = queued((0, 0))
-    first.status = Status.RUNNING
+    first.status = RequestStatus.RUNNING
     with pytest.raises(AssertionError, match="miscounted"):
         queue.check_integrity()
 
@@ -65,7 +65,7 @@ def test_wrong_counts_are_found() -> None:
 def test_requests_that_ended_are_kept_no_longer_than_others_outnumber_them() -> None:
     queue, requests = queued(*((0, number) for number in range(9)))
     for request in requests[2:6]:  # behind the first
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         queue.drop(request)
     assert len(queue._heap) == 9
     assert queue.first() is requests[0]

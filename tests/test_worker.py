@@ -119,7 +119,7 @@ def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
             none,
             () if step else [Admissions.of([admission])],
         )
-        tokens += worker.execute(plan).wait().tokens.tolist()
+        tokens += worker.runner.step(plan).wait().tokens.tolist()
     return tokens
 
 
@@ -144,7 +144,7 @@ def test_other_dtypes_serve_a_cpu_that_is_configured_so(folder: Path, dtype: str
     assert load(worker).dtype == dtype
     worker.allocate((3,), 40)
     worker.warm_up()
-    assert worker._runner.kv.tensors[0].dtype == getattr(torch, dtype)
+    assert worker.runner.kv.tensors[0].dtype == getattr(torch, dtype)
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     logits = theirs(torch.tensor([PROMPT])).logits[0, -1].float()
     (token,) = greedy(worker, PROMPT, 1)
@@ -167,12 +167,12 @@ def test_warm_up_leaves_no_trace_at_any_size(
     load(untouched)
     untouched.allocate((num_blocks,), max_model_len)
     worker.warm_up()
-    runner = worker._runner
+    runner = worker.runner
     (kv,) = runner.kv.tensors
     assert kv.shape == (2, 2, num_blocks, block_size, 2, 8)
     assert kv.count_nonzero() == 0
     assert runner.slots.tokens.shape == (max_num_seqs, max_model_len + 1)
-    for name, fresh in vars(untouched._runner.slots).items():
+    for name, fresh in vars(untouched.runner.slots).items():
         if isinstance(fresh, torch.Tensor):
             assert getattr(runner.slots, name).equal(fresh), name
         elif isinstance(fresh, np.ndarray):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from aioinfer.engine.expert_load import ExpertLoad
-from aioinfer.ipc.expert_tokens import ExpertTokens
+from aioinfer.features.expert_load.planning import ExpertLoad
+from aioinfer.features.expert_load.planning import Planning as ExpertReports
+from aioinfer.features.expert_load.sections import ExpertTokens
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
@@ -166,10 +167,10 @@ async def test_the_load_of_experts_and_a_placement_of_it(
     assert (await get("/experts/placement", 404))["error"]["code"] == "nothing_counted"
     async with administered.http.get("/metrics") as response:
         assert "expert" not in await response.text()
-    metrics = administered.engine.metrics
+    reports = administered.engine.features.of(ExpertReports)
     places = np.array([[0, 1, 2, 3]], np.int32)
     tokens = np.array([[60, 10, 20, 30]], np.int32)
-    metrics.expert_load.add(ExpertTokens(np.array([5], np.int32), places, places // 2, tokens), 0.0)
+    reports.load.add(ExpertTokens(np.array([5], np.int32), places, places // 2, tokens), 0.0)
     try:
         (layer,) = (await get("/experts"))["engines"][0]["layers"]
         assert layer["tokens"] == [60, 10, 20, 30]
@@ -194,4 +195,4 @@ async def test_the_load_of_experts_and_a_placement_of_it(
             )
             assert line.endswith(f" {value}")
     finally:
-        metrics.expert_load = ExpertLoad()
+        reports.load = ExpertLoad()

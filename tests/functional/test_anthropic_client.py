@@ -143,8 +143,8 @@ async def test_a_failure_ends_a_stream(client: anthropic.AsyncAnthropic, served:
         **USUAL | {"max_tokens": 300}, messages=STORY, stream=True
     )
     assert (await anext(stream)).type == "message_start"
-    (sequence,) = served.engine._sequences.values()
-    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
+    (sequence,) = served.engine.requests.sequences.values()
+    served.engine.requests.fail(sequence.output, GenerationError("the logits held NaN"))
     with pytest.raises(anthropic.APIStatusError, match="the logits held NaN"):
         async for _ in stream:
             pass

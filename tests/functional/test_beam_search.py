@@ -247,5 +247,5 @@ async def test_a_client_that_goes_away(served: Served) -> None:
     await asyncio.sleep(0.5)
     task.cancel()
     async with asyncio.timeout(30):
-        await served.engine.wait_idle()
+        await served.engine.requests.wait_idle()
     served.engine.scheduler.check_integrity()

@@ -67,7 +67,7 @@ async def test_requests_spread(pair: Served) -> None:
     pids = {
         process.pid
         for engine in pair.frontend.engines
-        for process in engine._executor.ranks._processes  # type: ignore[attr-defined]
+        for process in engine._workers.executor.ranks._processes  # type: ignore[attr-defined]
     }
     assert len(pids) == 2
 

@@ -55,7 +55,7 @@ async def check_freed_at_once(served: Served, steps: int) -> None:
     await until(lambda: engine.scheduler.is_idle)
     assert served.frontend.stats()["steps"] - steps <= 2
     assert engine.scheduler.kv_cache.usage == 0
-    assert not engine._sequences
+    assert not engine.requests.sequences
 
 
 @pytest.mark.parametrize("stream", [True, False])

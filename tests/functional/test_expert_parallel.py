@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.api.experts import expert_load
+from aioinfer.features.expert_load.worker import INTERVAL_S
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
-from aioinfer.worker.expert_report import INTERVAL_S
 from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model
 
@@ -123,7 +124,7 @@ def test_copies_of_experts_and_their_counts(tmp_path: Path) -> None:
             outputs = llm.generate(prompts, greedy())
             time.sleep(INTERVAL_S)
             llm.generate([[5], [6]], greedy(1))  # the first step of each engine brings a report
-            loads = [engine.metrics.expert_load for engine in llm.frontend.engines]
+            loads = [expert_load(engine) for engine in llm.frontend.engines]
         assert [output.token_ids for output in outputs] == expected
         counted = sum(load.totals.sum(axis=1) for load in loads) // config["num_experts_per_tok"]
         computed = sum(len(prompt) + NEW_TOKENS - 1 for prompt in prompts)
@@ -153,7 +154,7 @@ def test_engines_that_share_experts_are_started_anew_together(tmp_path: Path) ->
         while not any(grown()) and time.monotonic() < deadline:
             time.sleep(0.005)
         idle = engines[grown().index(False)]
-        os.kill(idle._executor.ranks._processes[0].pid, signal.SIGKILL)
+        os.kill(idle._workers.executor.ranks._processes[0].pid, signal.SIGKILL)
         assert running.result(120)[0].token_ids == expected
         assert [engine.metrics.restarts for engine in engines] == [1, 1]
         again = llm.generate([prompt, [7, 8, 9]], greedy(30))

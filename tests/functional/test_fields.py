@@ -368,6 +368,7 @@ OF_BOTH: dict[str, Any] = {
     "length_penalty": 2, "early_stopping": True, "truncate_prompt_tokens": 2,
     "truncation_side": "right", "priority": 1, "cache_salt": "x", "stream": True,
     "stream_options": {"include_usage": True}, "return_progress": True,
+    "vllm_xargs": {"x": 1},
 }  # fmt: skip
 OF_COMPLETIONS = {"prompt": "x", "logprobs": 1}
 OF_CHATS = {
@@ -510,8 +511,10 @@ class TestErrors:
         body = {"prompt": PROMPT, "stream": True, "max_tokens": 400, "ignore_eos": True}
         async with served.http.post(COMPLETIONS, json=body) as response:
             await response.content.readuntil(b"\n\n")
-            (sequence,) = served.engine._sequences.values()
-            served.engine.fail(sequence.output, GenerationError("the model's logits held NaN"))
+            (sequence,) = served.engine.requests.sequences.values()
+            served.engine.requests.fail(
+                sequence.output, GenerationError("the model's logits held NaN")
+            )
             *_, error, done, rest = (await response.text()).split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "generation_failed"
         assert (done, rest) == ("data: [DONE]", "")

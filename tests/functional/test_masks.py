@@ -18,6 +18,7 @@ import pytest
 from aioinfer import LLM, SamplingParams
 from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import GenerationError
+from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.llm import Output
 from aioinfer.text.constraints import Constraint
 from tests.automata import Residues, Runs, accepts, constrain
@@ -75,7 +76,6 @@ def running(folder: Path, **settings: Any) -> Iterator[LLM]:
         yield llm
         for engine in llm.frontend.engines:
             engine.scheduler.check_integrity()
-            assert engine.masking._constraints == {}
 
 
 def tokens_of(outputs: list[Output]) -> list[list[list[int]]]:
@@ -127,8 +127,8 @@ def test_tokens_are_the_same_however_they_are_planned(
         stats = llm.frontend.stats()
         assert (stats["preemptions"] > 0) == ("cache__num_blocks" in settings)
         metrics = llm.frontend.engines[0].metrics
-        assert metrics.constrained_rows >= 2 * 8 * TOKENS
-        assert metrics.mask_fill_time.count > 2 * TOKENS
+        assert metrics.counts["constrained_rows"] >= 2 * 8 * TOKENS
+        assert metrics.observed["mask_fill_seconds"].count > 2 * TOKENS
 
 
 def test_a_complete_output_ends_the_request_with_its_last_token(folder: Path) -> None:
@@ -176,7 +176,7 @@ def test_forced_tokens_are_taken_without_sampling(
     """The tokens are those of sampling one by one, also behind penalties that count them."""
     with running(folder, **settings) as llm:
         engine = llm.frontend.engines[0]
-        engine.masking.max_jumpers = 100
+        engine.features.of(Masks).max_jumpers = 100
         assert generate(llm, runs(True)) == expected_of_runs
         of_constrained = [
             tokens
@@ -185,7 +185,7 @@ def test_forced_tokens_are_taken_without_sampling(
             if is_constrained(params)
         ]
         num_tokens = sum(map(len, of_constrained))
-        assert engine.metrics.constrained_rows < 0.8 * num_tokens
+        assert engine.metrics.counts["constrained_rows"] < 0.8 * num_tokens
         assert engine.metrics.generation_tokens == sum(
             len(tokens) for each in expected_of_runs for tokens in each
         )

@@ -237,8 +237,8 @@ async def test_a_failure_ends_a_stream_with_an_error(
     )
     received = await anext(stream)
     assert received.choices[0].finish_reason is None
-    (sequence,) = served.engine._sequences.values()
-    served.engine.fail(sequence.output, error)
+    (sequence,) = served.engine.requests.sequences.values()
+    served.engine.requests.fail(sequence.output, error)
     with pytest.raises(openai.APIError, match=str(error)):
         async for _ in stream:
             pass
@@ -262,7 +262,7 @@ async def test_a_failure_of_a_plain_reply(
 
     async def submit_and_fail(*args: object, **options: object) -> object:
         output = await submit(*args, **options)
-        served.engine.fail(output, error)
+        served.engine.requests.fail(output, error)
         return output
 
     monkeypatch.setattr(served.frontend, "submit", submit_and_fail)

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.api.experts import expert_load
 from aioinfer.errors import ConfigError
-from aioinfer.worker.expert_report import INTERVAL_S, STEPS_BETWEEN
+from aioinfer.features.expert_load.worker import INTERVAL_S, STEPS_BETWEEN
 from tests.disturbance import worker_pids
 from tests.functional import test_masks
 from tests.functional.test_beam_search import CASES, SCARCE, check_small_model
@@ -68,7 +69,7 @@ def test_tokens_of_experts(stages: int, tensor: int, tmp_path: Path) -> None:
     for settings in ({}, sizes(stages, tensor)):
         with LLM(str(folder), settings=ONE | plenty | settings, progress=False) as llm:
             llm.generate(PROMPTS, GREEDY)
-            load = llm.frontend.engines[0].metrics.expert_load
+            load = expert_load(llm.frontend.engines[0])
             before = load.totals.sum(axis=1).copy()
             time.sleep(INTERVAL_S)
             # to the next step in which the stages send their counts, and to that with the report

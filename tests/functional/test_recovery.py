@@ -144,7 +144,7 @@ def test_requests_outlive_their_workers(process: Process, fault: signal.Signals)
     assert process.end(timeout=10) == 0
     assert process.popen.stderr is not None
     log = process.popen.stderr.read()
-    assert "the workers are started anew" in log
+    assert "the workers are restarted" in log
     assert "the workers serve again; 3 requests go on" in log
 
 

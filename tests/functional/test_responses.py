@@ -182,7 +182,7 @@ async def test_input_tokens_are_counted(client: openai.AsyncOpenAI, served: Serv
     sequel: Any = {"previous_response_id": reply.id, "input": "And now?", "tools": TOOLS}
     longer = await client.responses.input_tokens.count(**ask | sequel)
     assert longer.input_tokens > counted.input_tokens
-    assert not served.engine._sequences
+    assert not served.engine.requests.sequences
 
 
 async def test_a_conversation(client: openai.AsyncOpenAI, served: Served) -> None:
@@ -287,8 +287,8 @@ async def test_a_failure_ends_a_stream(client: openai.AsyncOpenAI, served: Serve
     )
     first = await anext(stream)
     assert first.type == "response.created"
-    (sequence,) = served.engine._sequences.values()
-    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
+    (sequence,) = served.engine.requests.sequences.values()
+    served.engine.requests.fail(sequence.output, GenerationError("the logits held NaN"))
     last = [event async for event in stream][-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
@@ -421,18 +421,18 @@ async def test_a_response_is_cancelled(client: openai.AsyncOpenAI, served: Serve
     assert cancelled.status == "cancelled"
     assert cancelled.output_text.startswith(found.output_text)
     assert await client.responses.retrieve(response.id) == cancelled
-    assert not served.engine._sequences
+    assert not served.engine.requests.sequences
     other = await client.responses.create(**LONG, background=True)
     await client.responses.delete(other.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(other.id)
-    assert not served.engine._sequences
+    assert not served.engine.requests.sequences
 
 
 async def test_a_failure_in_the_background(client: openai.AsyncOpenAI, served: Served) -> None:
     response = await client.responses.create(**LONG, background=True)
-    (sequence,) = served.engine._sequences.values()
-    served.engine.fail(sequence.output, GenerationError("the logits held NaN"))
+    (sequence,) = served.engine.requests.sequences.values()
+    served.engine.requests.fail(sequence.output, GenerationError("the logits held NaN"))
     found = await ended(client, response.id)
     assert found.status == "failed"
     assert found.error.message == "the logits held NaN"

@@ -53,7 +53,7 @@ def test_no_kernel_is_compiled_while_serving(max_num_seqs: int, tmp_path: Path) 
     lengths = [1, 2, 3, 15, 16, 17, 127, 128, 129, 300] + [rng.randint(1, 200) for _ in range(400)]
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
-        executor = llm.frontend.engines[0]._executor
+        executor = llm.frontend.engines[0]._workers.executor
         assert isinstance(executor, InlineExecutor)
         watch = executor._worker.compilations
         assert watch is not None

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 from aioinfer import LLM, SamplingParams
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
-from aioinfer.engine.logprobs import TokenLogprob
 from aioinfer.errors import ConfigError
+from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.llm import Output
 from tests.functional.prompts import PROMPTS
 from tests.functional.reference import Reference

@@ -25,8 +25,9 @@ from random_models import random_model, random_prompts
 from safetensors.torch import load_file, save_file
 
 from aioinfer import LLM, AsyncLLM, SamplingParams
+from aioinfer.api.experts import expert_load
+from aioinfer.features.expert_load.worker import INTERVAL_S
 from aioinfer.llm import Output
-from aioinfer.worker.expert_report import INTERVAL_S
 from tests.disturbance import disturbed, worker_pids
 
 pytestmark = [
@@ -194,7 +195,7 @@ def test_all_tokens_go_to_one_rank(prompts: list[list[int]], tmp_path: Path) -> 
         llm.generate([[5]], greedy(2))  # a step of either engine is one of both, and reports
         engines = llm.frontend.engines
         until(lambda: not any(engine.scheduler.num_in_flight for engine in engines))
-        load = engines[0].metrics.expert_load
+        load = expert_load(engines[0])
         by_rank = load.by_rank(load.totals)
         assert by_rank[:, 0].min() > 0
         assert by_rank[:, 1].max() == 0
@@ -248,7 +249,7 @@ def test_a_lost_worker_ends_the_wait_of_the_other(
 
         until(lambda: any(grown()))
         idle = engines[grown().index(False)]
-        os.kill(idle._executor.ranks._processes[0].pid, signal.SIGKILL)
+        os.kill(idle._workers.executor.ranks._processes[0].pid, signal.SIGKILL)
         assert result.result(200)[0].token_ids == whole
         assert [engine.metrics.restarts for engine in engines] == [1, 1]
         assert tokens_of(llm.generate(prompts, greedy())) == expected

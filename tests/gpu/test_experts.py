@@ -27,6 +27,7 @@ from random_models import random_model
 from test_families import Case, check_greedy, make_case, running
 
 from aioinfer import SamplingParams
+from aioinfer.api.experts import expert_load
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 
@@ -223,7 +224,7 @@ def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> No
         outputs = llm.generate(one.prompts, no_end)
         time.sleep(1.1)
         llm.generate([[5]], SamplingParams(max_tokens=1))
-        load = llm.frontend.engines[0].metrics.expert_load
+        load = expert_load(llm.frontend.engines[0])
         counted = load.totals.sum(axis=1).tolist()
     assert [output.token_ids for output in outputs] == one.expected
     computed = sum(len(prompt) + 31 for prompt in one.prompts) + 1
@@ -246,7 +247,7 @@ def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> 
     rng = random.Random(0)
     assert engine_settings()["parallel.device"] == DEVICE
     with running(tmp_path, DEVICE, **settings) as llm:
-        executor: Any = llm.frontend.engines[0]._executor
+        executor: Any = llm.frontend.engines[0]._workers.executor
         watch, model = executor._worker.compilations, executor._worker._model
         assert isinstance(model.layers[0].mlp, KernelMixtureMLP)
         for length in (1, 2, 8, 9, 16, 17, 64, 65, 300, 900):

@@ -67,7 +67,7 @@ def test_experts_run_in_kernels_and_graphs(case: Case) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with LLM(str(case.folder), settings=settings, progress=False) as llm:
         engine: Any = llm.frontend.engines[0]
-        worker = engine._executor._worker
+        worker = engine._workers.executor._worker
         mixture = worker._model.layers[0].mlp
         assert isinstance(mixture, KernelMixtureMLP)
         assert engine.report.graph_bytes != 0  # of a card that others use, too

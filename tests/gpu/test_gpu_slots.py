@@ -10,7 +10,7 @@ import torch
 from aioinfer.kernels.penalties import add_biases, apply_penalties, ban_tokens
 from slot_cases import VOCAB, apply_with_kernels, kernels_agree, make_plan, random_admission
 
-from aioinfer.worker.adjustments import adjust_logits
+from aioinfer.worker.sampling.adjustments import adjust_logits
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
 

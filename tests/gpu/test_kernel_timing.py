@@ -58,7 +58,7 @@ def serve(folder: Path, prompts: list[list[int]], **settings: Any) -> tuple[list
         "cache.num_blocks": 200,
     } | {name.replace("__", "."): value for name, value in settings.items()}
     with LLM(str(folder), settings=given, progress=False) as llm:
-        executor = llm.frontend.engines[0]._executor
+        executor = llm.frontend.engines[0]._workers.executor
         assert isinstance(executor, InlineExecutor)
         worker = executor._worker
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -31,7 +31,7 @@ from aioinfer.kernels.paged_attention import (
 )
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.prepare import (
-    StepInputs,
+    PreparedInputs,
     append_tokens,
     embed,
     embed_reference,
@@ -527,12 +527,14 @@ def test_input_preparation() -> None:
         ints = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, starts, lengths)]
         tokens = torch.randint(0, 99999, (512, 1001), dtype=torch.int32, device=DEVICE)
         tables = torch.randint(0, 99999, (512, 63), dtype=torch.int32, device=DEVICE)
-        ours, reference = (StepInputs.empty(rows, sum(lengths) + 77, 63, DEVICE) for _ in range(2))
+        ours, reference = (
+            PreparedInputs.empty(rows, sum(lengths) + 77, 63, DEVICE) for _ in range(2)
+        )
         for name in ("input_ids", "positions", "slot_mapping", "query_starts", "seq_lens"):
             getattr(ours, name).fill_(-77)
         prepare_inputs(*ints, tokens, tables, ours, block_size=16, max_length=300)
         prepare_inputs_reference(*ints, tokens, tables, reference, block_size=16)
-        for name in StepInputs.__slots__:
+        for name in PreparedInputs.__slots__:
             assert torch.equal(getattr(ours, name), getattr(reference, name)), name
 
 

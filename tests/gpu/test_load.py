@@ -183,9 +183,9 @@ async def measure_round(
 
 def bytes_by_demand(frontend: Frontend) -> int:
     """Returns the bytes of what grows with the number of requests that have penalties."""
-    executor = frontend.engines[0]._executor
+    executor = frontend.engines[0]._workers.executor
     assert isinstance(executor, InlineExecutor)
-    slots = executor._worker._runner.slots
+    slots = executor._worker.runner.slots
     return slots.occurrences.rows.nbytes
 
 

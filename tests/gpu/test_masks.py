@@ -138,9 +138,9 @@ def test_nothing_is_compiled_while_serving(
         for every in (3, 2, 40):
             generate(llm, every)
         if executor == "inline":
-            inline = llm.frontend.engines[0]._executor
+            inline = llm.frontend.engines[0]._workers.executor
             assert isinstance(inline, InlineExecutor)
-            assert isinstance(inline._worker._runner, GpuModelRunner)
+            assert isinstance(inline._worker.runner, GpuModelRunner)
             watch = inline._worker.compilations
             assert watch is not None
             assert watch.names == [], watch.names
@@ -150,8 +150,8 @@ def test_nothing_is_compiled_while_serving(
 
 def test_masks_are_read_where_the_engine_writes_them(folder: Path) -> None:
     """Shared memory is registered with CUDA at the first mask."""
+    from aioinfer.features.masks.worker import MaskUploads
     from aioinfer.ipc.masks import MaskMemory
-    from aioinfer.worker.mask_uploads import MaskUploads
 
     memory = MaskMemory()
     memory.resize(64, VOCAB_SIZE)

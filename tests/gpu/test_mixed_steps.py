@@ -35,7 +35,7 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
     report = worker.load(lambda done, total: None)
     worker.allocate(report.num_blocks, LONGEST)
     worker.warm_up()
-    runner = worker._runner
+    runner = worker.runner
     assert isinstance(runner, GpuModelRunner)
     return worker, runner
 
@@ -58,7 +58,7 @@ def admit(worker: Worker, rng: random.Random) -> None:
         np.tile(np.arange(blocks, dtype=np.int32), SLOTS),
         np.arange(SLOTS * blocks, dtype=np.int32),
     )
-    worker.execute(
+    worker.runner.step(
         StepPlan(
             0, NONE, NONE, NONE, NONE, slots, indices, each, NONE, NONE, [Admissions.of(admissions)]
         )
@@ -115,7 +115,7 @@ def test_graphs_compute_what_launches_do(
             runner.slots.tokens.copy_(tokens)
             runner.graphs.mixed = used
             runner._logits.fill_(torch.nan)
-            worker.execute(plan).wait()
+            worker.runner.step(plan).wait()
             found.append((runner_kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))
         (kv, logits), (graph_kv, graph_logits) = found
         assert error(graph_kv, kv) < bound

@@ -43,7 +43,7 @@ def test_one_gpu(reference: Reference, cuda_graphs: bool, budget: int) -> None:
         scheduler__max_num_batched_tokens=budget,
     )
     with LLM(str(reference.folder), settings=settings, progress=False) as llm:
-        executor = llm.frontend.engines[0]._executor
+        executor = llm.frontend.engines[0]._workers.executor
         assert isinstance(executor, InlineExecutor)
         watch = executor._worker.compilations
         assert watch is not None

@@ -221,7 +221,7 @@ def test_nothing_is_compiled_while_serving(name: str, tmp_path: Path) -> None:
     for graphs in (True, False):
         settings = {"model__dtype": "bfloat16", "parallel__cuda_graphs": graphs}
         with running(folder, DEVICE, **settings) as llm:
-            executor: Any = llm.frontend.engines[0]._executor
+            executor: Any = llm.frontend.engines[0]._workers.executor
             mixture = executor._worker._model.layers[0].mlp
             assert isinstance(mixture, KernelMixtureMLP)
             assert format_name(mixture.stacked.gate_up) == kernel

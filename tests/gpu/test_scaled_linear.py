@@ -190,7 +190,7 @@ def test_nothing_is_compiled_while_serving(layout: str, tmp_path: Path) -> None:
     settings = engine_settings(model__dtype="bfloat16", parallel__executor="inline")
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with LLM(str(tmp_path), settings=settings, progress=False) as llm:
-        executor: Any = llm.frontend.engines[0]._executor
+        executor: Any = llm.frontend.engines[0]._workers.executor
         watch = executor._worker.compilations
         for length in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 300):
             llm.generate([[5] * length], greedy)

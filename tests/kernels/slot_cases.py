@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aioinfer.ipc.masks import ForcedTokens
 from aioinfer.ipc.plan import Admission, Admissions, FreedSlots, StepPlan
+from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.staging import Staging
@@ -21,10 +21,10 @@ NONE = np.empty(0, np.int32)
 def make_plan(
     *admissions: Admission,
     freed_slots: tuple[int, ...] = (),
-    forced: tuple[ForcedTokens, ...] = (),
+    appended: tuple[AppendedTokens, ...] = (),
 ) -> StepPlan:
     """A plan without rows, as a worker reads it from the ring."""
-    sections = [FreedSlots(np.array(freed_slots, np.int32)), Admissions.of(admissions), *forced]
+    sections = [FreedSlots(np.array(freed_slots, np.int32)), Admissions.of(admissions), *appended]
     plan = StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, sections)
     return StepPlan.decode(b"".join(plan.encode()))
 
@@ -49,7 +49,7 @@ def visible(slots: Slots) -> dict[str, torch.Tensor]:
         if row >= 0:
             assert slots.occurrences.row_of_slot[slot] == row
             found[f"occurrences {slot}"] = slots.occurrences.rows[row]
-    for name in ("sampling_flags", "num_logprobs", "_banned_until"):
+    for name in ("sampling_flags", "_banned_until"):
         found[name] = torch.from_numpy(getattr(slots, name))
     return found
 
@@ -64,8 +64,6 @@ def random_admission(slot: int, rng: random.Random) -> Admission:
         fields["logit_bias"] = {token: rng.uniform(-100, 100) for token in ids}
     if rng.random() < 0.5:
         fields |= {"repetition_penalty": 1.3, "presence_penalty": -0.5, "frequency_penalty": 2.0}
-    if rng.random() < 0.3:
-        fields["logprobs"] = rng.randint(0, 20)
     banned: tuple[int, ...] = ()
     if rng.random() < 0.5:
         fields["min_tokens"] = rng.randint(1, 9)
@@ -77,13 +75,13 @@ def random_admission(slot: int, rng: random.Random) -> Admission:
     )  # fmt: skip
 
 
-def random_forced(rng: random.Random) -> ForcedTokens:
+def random_appended(rng: random.Random) -> AppendedTokens:
     """Tokens of any slots, some of them more than once."""
     places = rng.sample([(slot, position) for slot in range(5) for position in range(20)], 30)
     tokens = [rng.randrange(9) for _ in places]
     counted = [rng.randint(0, 1) for _ in places]
     columns = *zip(*places, strict=True), tokens, counted
-    return ForcedTokens(*(np.array(column, np.int32) for column in columns))
+    return AppendedTokens(*(np.array(column, np.int32) for column in columns))
 
 
 def kernels_agree(seed: int, device: torch.device) -> int:
@@ -99,7 +97,7 @@ def kernels_agree(seed: int, device: torch.device) -> int:
         plan = make_plan(
             *(random_admission(slot, rng) for slot in slots),
             freed_slots=tuple(rng.sample(range(5), 2)),
-            forced=(random_forced(rng),) * rng.randint(0, 1),
+            appended=(random_appended(rng),) * rng.randint(0, 1),
         )
         plain.apply(plan)
         apply_with_kernels(ours, plan, staging)

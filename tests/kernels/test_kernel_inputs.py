@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import torch
 from aioinfer.kernels.prepare import (
-    StepInputs,
+    PreparedInputs,
     append_tokens,
     embed,
     embed_reference,
@@ -23,13 +23,13 @@ def test_rows_become_inputs_and_the_rest_padding() -> None:
     slots, starts, lengths = int32(3, 1, 0, 2), int32(5, 0, 9, 0), int32(1, 150, 21, 0)
     tokens = torch.randint(0, 99, (4, 200), dtype=torch.int32)
     tables = torch.randint(0, 99, (4, 60), dtype=torch.int32)
-    ours, reference = (StepInputs.empty(4, 180, 60, "cpu") for _ in range(2))
-    for field in fields(StepInputs):
+    ours, reference = (PreparedInputs.empty(4, 180, 60, "cpu") for _ in range(2))
+    for field in fields(PreparedInputs):
         if field.name != "block_tables":
             getattr(ours, field.name).fill_(-77)
     prepare_inputs(slots, starts, lengths, tokens, tables, ours, block_size=4, max_length=150)
     prepare_inputs_reference(slots, starts, lengths, tokens, tables, reference, block_size=4)
-    for field in fields(StepInputs):
+    for field in fields(PreparedInputs):
         assert torch.equal(getattr(ours, field.name), getattr(reference, field.name)), field.name
 
 

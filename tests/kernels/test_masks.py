@@ -4,7 +4,7 @@ is what the CPU sampler samples."""
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,15 +13,18 @@ from aioinfer.kernels import logprobs, masks, sampling
 from aioinfer.kernels.masks import gather_masked, gather_masked_reference
 from aioinfer.kernels.prepare import append_tokens
 
-from aioinfer.layers.embedding import Vocabulary
-from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
+from aioinfer.features.logprobs.worker import Work as LogprobWork
+from aioinfer.features.masks.worker import Work as MaskWork
+from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.gpu_sampler import GpuSampler, SamplingRows
-from aioinfer.worker.masks import MaskedRows
-from aioinfer.worker.sampler import Sampled, sample
+from aioinfer.worker.features import StepWorks
+from aioinfer.worker.sampling.gpu_sampler import GpuSampler, SamplingRows
 from aioinfer.worker.slots import Slots
 from tests.automata import pack
-from tests.filled_slots import make_slots
+from tests.filled_slots import LogitsRunner, Shift, ShiftedRows, make_slots, rank_of, rows_plan
 
 VOCAB = 300
 NONE = np.empty(0, np.int32)
@@ -69,38 +72,55 @@ def random_params(rng: random.Random) -> SamplingParams:
     fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.8])}
     for extra in (
         {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
-        {"logit_bias": {5: 3.0, 7: -100.0}}, {"logprobs": rng.randint(0, 5)}, {"min_tokens": 9},
+        {"logit_bias": {5: 3.0, 7: -100.0}}, {"min_tokens": 9},
     ):  # fmt: skip
         if rng.random() < 0.35:
             fields |= extra
     return SamplingParams(**fields)
 
 
+class Found(NamedTuple):
+    tokens: list[int]
+    logprobs: Logprobs | None
+
+
 def sample_with_kernels(
-    logits: torch.Tensor, slots: Slots, slot_ids: np.ndarray, positions: np.ndarray, masked: Any
-) -> Sampled:
+    logits: torch.Tensor, works: StepWorks, plan: StepPlan, masks: Any
+) -> Found:
     """What the GPU model runner does with the logits of a step."""
-    sampler = GpuSampler(slots, Vocabulary(VOCAB, ParallelGroup.single()), len(logits))
-    rows, constrained = len(logits), masked.rows
-    is_real = np.ones(rows, np.int32)
-    is_real[constrained] = 0
+    rank, calls, count = works.all[0].rank, works.of(plan), len(logits)
+    sampler = GpuSampler(rank.slots, rank.model.vocabulary, count)
+    late, is_real = calls.late, np.ones(count, np.int32)
+    assert late is not None
+    is_real[late] = 0
+    slot_ids, positions = plan.slots, plan.starts + plan.lengths
     there = [torch.from_numpy(each) for each in (slot_ids, positions, is_real)]
-    index = int32(2)
-    found = sampler.sample(logits, SamplingRows(*there, slot_ids, positions), index, constrained)
-    places = torch.from_numpy(constrained)
-    sub = SamplingRows(
-        there[0][places], there[1][places], torch.ones_like(places),
-        slot_ids[constrained], positions[constrained], places,
+    index, others = int32(2), np.delete(np.arange(count), late)
+    if len(others):
+        rows, adjust = SamplingRows(*there, slot_ids, positions), calls.adjuster(others)
+        sampler.sample(logits, rows, index, late=late, adjust=adjust)
+    places = torch.from_numpy(late)
+    rows = SamplingRows(
+        there[0][places], there[1][places], torch.ones_like(places), slot_ids[late],
+        positions[late], places,
     )  # fmt: skip
-    found = sampler.sample_masked(logits, sub, torch.from_numpy(masked.masks), index, found)
-    tokens = sampler.results(2, rows)[0]
-    return Sampled(tokens, *found) if found else Sampled.plain(tokens)
+    changed, _ = calls.late_logits(logits, places, lambda *_: masks)
+    sampler.sample(changed, rows, index, adjust=calls.adjuster(late), in_place=True)
+    tokens = sampler.results(2, count)[0]
+    calls.read_tokens(logits, tokens)
+    found = [each.to_section() for each in calls.pending]
+    return Found(tokens.tolist(), found[0] if found else None)  # type: ignore[arg-type]
+
+
+def works_of(slots: Slots, *, uses_kernels: bool) -> StepWorks:
+    rank = rank_of(slots, uses_kernels=uses_kernels)
+    return StepWorks([LogprobWork(rank), MaskWork(rank), Shift(rank)])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_step_with_constrained_rows_samples_what_the_cpu_samples(seed: int) -> None:
     """Whatever the rows have, also where all of them are constrained, or only these or only the
-    others have penalties or log-probabilities."""
+    others have penalties or log-probabilities, and with a logits processor in odd steps."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     count = 6
@@ -110,18 +130,63 @@ def test_a_step_with_constrained_rows_samples_what_the_cpu_samples(seed: int) ->
     plain, ours = (make_slots(params, VOCAB, prompts, **admission) for _ in range(2))
     constrained = sorted(rng.sample(range(count), rng.choice([1, 2, count])))
     allowed = np.random.default_rng(seed).random((len(constrained), VOCAB)) < 0.1
-    masked = MaskedRows(np.array(constrained, np.int32), np.stack([*map(pack, allowed)]))
+    masks = np.stack([*map(pack, allowed)])
     logits = torch.randn(count, VOCAB) * 3
-    slot_ids = np.array(rng.sample(range(count), count), np.int32)
-    positions = np.full(count, 8, np.int32)
-    expected = sample(logits.clone(), plain, slot_ids, positions, None, masked)
-    plain.append(slot_ids, positions, expected.tokens)
-    found = sample_with_kernels(logits, ours, slot_ids, positions, masked)
-    assert found.tokens.tolist() == expected.tokens.tolist()
+    slot_ids = rng.sample(range(count), count)
+    sections: list[Section] = [ConstrainedRows(np.array(constrained, np.int32))]
+    asking = [(row, rng.randint(0, 5)) for row in range(count) if rng.random() < 0.35]
+    if asking:
+        rows, num_top = np.array(asking, np.int32).T.copy()
+        sections.append(LogprobRows(rows, num_top, rows * 0, NONE))
+    if seed % 2:
+        sections.append(ShiftedRows(np.arange(1, count + 1, dtype=np.int32)))
+    plan = rows_plan(slot_ids, [8] * count, *sections)
+    cpu_works = works_of(plain, uses_kernels=False)
+    runner = LogitsRunner(cpu_works.all[0].rank, cpu_works, logits.clone())
+    expected = runner.step(plan, lambda *_: masks).wait()
+    before, works = logits.clone(), works_of(ours, uses_kernels=True)
+    found = sample_with_kernels(logits, works, plan, masks)
+    assert torch.equal(logits, before)
+    assert found.tokens == expected.tokens.tolist()
     for row, mask in zip(constrained, allowed, strict=True):
-        assert mask[found.tokens[row]]
+        assert seed % 2 or mask[found.tokens[row]]
     assert torch.equal(ours.tokens, plain.tokens)
     assert torch.equal(ours.occurrences.rows, plain.occurrences.rows)
-    for name in ("logprobs", "top_tokens", "top_logprobs"):
-        ours_there, theirs = getattr(found, name), getattr(expected, name)
-        torch.testing.assert_close(ours_there, theirs, rtol=0, atol=1e-4, equal_nan=True)
+    seen, cpu_seen = (each.all[2].seen for each in (works, cpu_works))  # type: ignore[attr-defined]
+    assert len(seen) == len(cpu_seen) == (seed % 2) * (1 + (len(constrained) < count))
+    for (some_rows, some), (cpu_rows, cpu_some) in zip(seen, cpu_seen, strict=True):
+        assert some_rows.tolist() == cpu_rows.tolist()
+        torch.testing.assert_close(some, cpu_some, rtol=0, atol=1e-4)
+    logprobs = expected.section(Logprobs)
+    assert (found.logprobs is None) == (logprobs is None) == (not asking)
+    if found.logprobs is not None and logprobs is not None:
+        for name in ("rows", "top_tokens", "counts", "named"):
+            assert getattr(found.logprobs, name).tolist() == getattr(logprobs, name).tolist()
+        for name in ("sampled", "top_logprobs"):
+            values, theirs = getattr(found.logprobs, name), getattr(logprobs, name)
+            np.testing.assert_allclose(values, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_top", "size"), [(0, 2), (3, 3), (20, 2), (40, 40)])
+def test_log_probabilities_are_those_of_the_cpu(num_top: int, size: int) -> None:
+    """Of all rows, and of some; kernels find up to 20 of the likeliest tokens."""
+    torch.manual_seed(num_top)
+    logits, tokens = torch.randn(size, VOCAB) * 3, torch.arange(size).int() * 7
+    tokens[-1] = -1
+    slots = make_slots([SamplingParams()], VOCAB)
+    for first in (0, 1):
+        rows = np.arange(first, size, dtype=np.int32)
+        named = np.where(rows % 3 == 1, 2, 0).astype(np.int32)
+        of_rows = np.arange(named.sum(), dtype=np.int32)
+        section = LogprobRows(rows, np.full_like(rows, num_top), named, of_rows)
+        cpu, gpu = (
+            LogprobWork(rank_of(slots, uses_kernels=uses_kernels))
+            .read_tokens(rows_plan([], []), section, logits, tokens)
+            .to_section()
+            for uses_kernels in (False, True)
+        )
+        for name in ("rows", "top_tokens", "counts"):
+            assert getattr(gpu, name).tolist() == getattr(cpu, name).tolist()
+        for name in ("sampled", "top_logprobs", "named"):
+            values, theirs = getattr(gpu, name), getattr(cpu, name)
+            np.testing.assert_allclose(values, theirs, rtol=0, atol=1e-4)

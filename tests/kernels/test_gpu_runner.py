@@ -1,0 +1,228 @@
+"""The GPU model runner in Triton's interpreter: with features and without, launched or replayed, it
+samples and returns what the runner on a CPU does. CUDA's streams and events are stand-ins, since
+the interpreter computes at once; so are graphs, which launch what they would have captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer.features.expert_load.sections import ExpertTokens
+from aioinfer.features.logprobs.sections import ALL, LogprobRows, Logprobs
+from aioinfer.features.pooled_states.sections import LAST, MEAN, PooledRows, PooledStates
+from aioinfer.features.prompt_logprobs.sections import PromptLogprobRows, PromptLogprobs
+from aioinfer.features.token_states.sections import TokenStateRows, TokenStates
+from aioinfer.ipc.masks import ConstrainedRows
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
+from aioinfer.ipc.sections import Section
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.dummy_steps import DummySteps
+from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.gpu_runner import GpuModelRunner
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.slots import Slots
+from tests.automata import pack
+from tests.filled_slots import Shift, ShiftedRows
+from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
+from tests.tiny_models import tiny_model
+
+VOCAB = 100
+NONE = np.empty(0, np.int32)
+LENGTHS = [5, 3, 7]
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, top_k=9, frequency_penalty=0.7, logit_bias={4: 2.0}),
+    SamplingParams(temperature=0.6, presence_penalty=0.5),
+]
+ALLOWED = np.random.default_rng(0).random((3, VOCAB)) < 0.5
+SECTIONS = (
+    ExpertTokens, Logprobs, PooledStates, PromptLogprobs, TokenStates,
+)  # fmt: skip
+
+
+def ids(*values: int) -> I32:
+    return np.array(values, np.int32)
+
+
+class Stream:
+    """Stands in for a CUDA stream, and for an event."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Graphs:
+    """Stands in for the graphs of decode steps: `launch` is what they have captured."""
+
+    def __init__(self, launch: Any):
+        self.launch = launch
+        self.replayed: list[int] = []
+
+    def fit(self, rows: int) -> int:
+        return rows + 1  # padded, as most steps are
+
+    def replay(self, rows: int) -> None:
+        self.replayed.append(rows)
+        self.launch(rows)
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(
+        "llama", folder, vocab_size=VOCAB, hidden_size=128, head_dim=64, num_attention_heads=2,
+        num_key_value_heads=1, num_hidden_layers=2,
+    )  # fmt: skip
+    return folder
+
+
+def make_runner(folder: Path, *, kernels: bool) -> Any:
+    """A runner with a graph for each decode step, if it has kernels."""
+    bound = Bound(folder, kernels=kernels)
+    kv = KVTensors(bound.groups, [12] * len(bound.groups), BLOCK_SIZE, torch.float32, CPU)
+    slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups))
+    bound.model.bind(bound.groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
+    rank = Rank(bound.model, slots, uses_kernels=kernels)
+    works = StepWorks.load(rank)
+    works = StepWorks([*works.all, Shift(rank)])
+    if not kernels:
+        return ModelRunner(bound.model, kv, slots, works)
+    runner = GpuModelRunner(bound.model, kv, slots, 40, works, use_graphs=False)
+    runner.graphs.decode = Graphs(runner.launch_decode)  # type: ignore[assignment]
+    return runner
+
+
+def plan_of(
+    step: int, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int],
+    *sections: Section,
+) -> StepPlan:  # fmt: skip
+    ones, rest = np.ones(len(slots), np.int32), [NONE] * 5
+    return StepPlan(step, ids(*slots), ids(*starts), ids(*lengths), ones, *rest, sections)
+
+
+def first_plan(*sections: Section) -> StepPlan:
+    """Admits three requests, each with two KV blocks, and computes their prompts."""
+    prompts = [
+        ids(*((slot * 31 + i * i * 7) % 90 for i in range(LENGTHS[slot]))) for slot in range(3)
+    ]
+    admissions = [
+        Admission(slot, prompt, len(prompt), params, 7 + slot)
+        for slot, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
+    ]
+    plan = plan_of(0, [0, 1, 2], [0, 0, 0], LENGTHS, Admissions.of(admissions), *sections)
+    plan.table_rows = np.repeat(np.arange(3, dtype=np.int32), 2)
+    plan.table_indices, plan.table_blocks = np.tile(ids(0, 1), 3), np.arange(6, dtype=np.int32)
+    return plan
+
+
+def features(*late: int) -> list[Section]:
+    """Sections of sampled rows: log-probabilities of two rows, a shift, and masks of `late`
+    rows."""
+    logprobs = LogprobRows(ids(0, 2), ids(3, 1), ids(2, ALL), ids(9, 90))
+    sections: list[Section] = [logprobs, ShiftedRows(ids(1, 2, 3))]
+    return [*sections, ConstrainedRows(ids(*late))] if late else sections
+
+
+def prompt_features() -> list[Section]:
+    return [
+        PromptLogprobRows(ids(0, 2), ids(4, 6), ids(2, 20)),
+        PooledRows(ids(1, 2), ids(LAST, MEAN), ids(1, 1)),
+        TokenStateRows(ids(1), ids(2)),
+    ]
+
+
+def read_masks(plan: StepPlan, count: int) -> I32:
+    return np.stack([*map(pack, ALLOWED[:count])])
+
+
+def assert_same(ours: StepResult, theirs: StepResult) -> None:
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    for kind in SECTIONS:
+        mine, cpus = ours.section(kind), theirs.section(kind)
+        assert (mine is None) == (cpus is None), kind
+        for name in getattr(kind, "__slots__", ()) if mine is not None else ():
+            found, expected = getattr(mine, name), getattr(cpus, name)
+            assert found.dtype == expected.dtype
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("late", [(1,), (0, 1, 2)], ids=str)
+def test_steps_are_those_of_the_cpu(folder: Path, late: tuple[int, ...]) -> None:
+    runner, plain = (make_runner(folder, kernels=kernels) for kernels in (True, False))
+    plans = [first_plan(*prompt_features(), *features(*late))]
+    starts = list(LENGTHS)
+    for step, sections in enumerate(([], features(*late), features()), 1):
+        plans.append(
+            plan_of(step, [2, 0, 1], [starts[slot] for slot in (2, 0, 1)], [1] * 3, *sections)
+        )
+        starts = [start + 1 for start in starts]
+    for plan in plans:
+        plan = StepPlan.decode(b"".join(plan.encode()))
+        found, expected = (each.step(plan, read_masks).wait() for each in (runner, plain))
+        assert_same(found, expected)
+        assert torch.equal(runner.slots.tokens, plain.slots.tokens)
+        assert torch.equal(runner.slots.occurrences.rows, plain.slots.occurrences.rows)
+        mine, cpus = (each.works.all[-1].seen for each in (runner, plain))
+        assert [rows.tolist() for rows, _ in mine] == [rows.tolist() for rows, _ in cpus]
+        for (_, logits), (_, of_cpu) in zip(mine, cpus, strict=True):
+            torch.testing.assert_close(logits, of_cpu, rtol=1e-3, atol=1e-3)
+    assert runner.graphs.decode.replayed == [4, 4, 4]
+
+
+def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
+    runner, plain = (make_runner(folder, kernels=kernels) for kernels in (True, False))
+    last = PooledRows(ids(1), ids(LAST), ids(1))
+    for plan in (first_plan(last), plan_of(1, [1, 0], [3, 5], [1, 1], last)):
+        found, expected = (each.step(plan).wait() for each in (runner, plain))
+        assert_same(found, expected)
+        assert found.section(PooledStates) is not None
+    assert not runner.graphs.decode.replayed
+
+
+def test_dummy_steps_call_every_feature_and_leave_no_trace(folder: Path) -> None:
+    runner = make_runner(folder, kernels=True)
+    seen: set[str] = set()
+    for work in runner.works.all:
+        for name in ("read_hidden", "late_logits", "read_tokens"):
+            wrapped = getattr(work, name)
+            setattr(work, name, noting(seen, f"{type(work).__module__} {name}", wrapped))
+    DummySteps(runner, 1, BLOCK_SIZE, VOCAB, 4).run_all()
+    assert {call.removeprefix("aioinfer.features.") for call in seen} >= {
+        "masks.worker late_logits", "logprobs.worker read_tokens",
+        "prompt_logprobs.worker read_hidden", "pooled_states.worker read_hidden",
+    }  # fmt: skip
+    assert not runner.slots.tokens.any()
+    assert not runner.kv.tensors[0].any()
+
+
+def noting(seen: set[str], call: str, wrapped: Any) -> Any:
+    """A method that notes its calls."""
+
+    def method(*arguments: Any, **named: Any) -> Any:
+        seen.add(call)
+        return wrapped(*arguments, **named)
+
+    return method
