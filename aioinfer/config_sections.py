@@ -431,7 +431,7 @@ class ServerConfig:
         "",
     )
     unknown_fields: Literal["refuse", "ignore"] = key(
-        "Fields of completions and chats that nobody knows: `refuse` answers 400, as OpenAI does, "
+        "Fields of completions and chats that are not known: `refuse` answers 400, as OpenAI does, "
         "so that a misspelt name is not taken for an answer to it; `ignore` is what vLLM does. "
         "Known fields that are not supported and would change the answer are always refused.",
         "refuse",

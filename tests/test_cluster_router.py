@@ -182,7 +182,7 @@ def test_who_leaves_gets_nothing_and_comes_back_empty() -> None:
     cluster.report(0)
     cluster.report(1)
     assert {cluster.route(800, prompt).num_tokens for _ in range(2)} == {0, 799}, "one promise"
-    cluster.report(1, prompt[:1], is_first=True)  # its workers were started anew
+    cluster.report(1, prompt[:1], is_first=True)  # its workers were restarted
     assert len(cluster.router) == 2
 
 

@@ -1,4 +1,4 @@
-"""How often and how soon workers are started anew."""
+"""How often and how soon workers are restarted."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_damaged_file_is_replaced(
     stored.path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert stored.read() == {}
-    assert "timed anew" in caplog.text
+    assert "timed again" in caplog.text
     stored.add(MEASURED)
     assert stored.read() == MEASURED
 

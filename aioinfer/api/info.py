@@ -111,7 +111,7 @@ async def ready(request: web.Request) -> web.Response:
         raise NotReadyError(obstacle)
     frontend = request.app[FRONTEND]
     if frontend.is_healthy() and not frontend.is_ready():
-        raise NotReadyError("the workers of all engines are being started anew")
+        raise NotReadyError("the workers of all engines are being restarted")
     return await health(request)
 
 

@@ -118,13 +118,13 @@ class EngineCollector(Collector):
 
         yield show(
             "aioinfer:engine_serving",
-            "1 while the engine serves; 0 while its workers are started anew, and once it is dead.",
+            "1 while the engine serves; 0 while its workers are restarted, and once it is dead.",
             lambda e: float(e.metrics.is_serving),
         )
 
     def _counters(self) -> Iterator[Metric]:
         show = self._counter
-        about = "Attempts to start an engine's workers anew after they died or hung."
+        about = "Attempts to restart an engine's workers after they died or hung."
         yield show("aioinfer:worker_restarts", about, lambda e: e.metrics.restarts)
         about = "Requests that ran when an engine's workers were lost."
         yield show("aioinfer:interrupted_requests", about, lambda e: e.metrics.interrupted)
@@ -132,7 +132,7 @@ class EngineCollector(Collector):
         yield show("aioinfer:moved_requests", about, lambda e: e.metrics.moved)
         about = "Checks of the scheduler's and the engine's records that failed."
         yield show("aioinfer:integrity_violations", about, lambda e: e.metrics.violations)
-        about = "Requests whose KV blocks were given to older ones, and that began anew."
+        about = "Requests whose KV blocks were given to older ones, and that were recomputed."
         yield show("vllm:num_preemptions", about, lambda e: e.scheduler.stats.preemptions)
         yield show(
             "vllm:prefix_cache_queries",

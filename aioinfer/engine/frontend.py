@@ -28,7 +28,7 @@ from aioinfer.engine.sequence_maker import RequestLimits, SequenceMaker
 from aioinfer.engine.served_model import Pooling, ServedModel, find_model
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
-from aioinfer.executor.factory import can_start_anew, make_executor
+from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
 from aioinfer.features import load_halves
 from aioinfer.features.masks.planning import Planning as Masks
@@ -128,7 +128,7 @@ class Frontend:
             make_executor, config, folder, find=find_model, rendezvous_files=files
         )
         executors = [*map(new_executor, range(config.parallel.data_parallel_size))]
-        frontend = cls(config, executors, new_executor if can_start_anew(config) else None)
+        frontend = cls(config, executors, new_executor if can_restart(config) else None)
         try:
             await frontend.start(folder, on_progress)
         except BaseException:

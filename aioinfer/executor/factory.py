@@ -48,7 +48,7 @@ def make_executor(
     return MultiprocessExecutor(config, folder, engine, rendezvous)
 
 
-def can_start_anew(config: Config) -> bool:
+def can_restart(config: Config) -> bool:
     """Whether an executor whose workers were lost can be followed by another one: torchrun ends
     all of its processes when one fails."""
     return torchrun_place(config) is None

@@ -174,7 +174,7 @@ class RemoteHost:
         agent that is cut off ends them, too."""
         self._timer.cancel()
         if not self._is_lost:
-            self._events = _Nobody()
+            self._events = _NoEvents()
             self._send("end")
             try:
                 async with asyncio.timeout(_END_S):
@@ -184,7 +184,7 @@ class RemoteHost:
         self._link.close()
 
 
-class _Nobody:
+class _NoEvents:
     """Implements `RankEvents` for a host that has ended: drops all events."""
 
     def on_progress(self, rank: int, done: int, total: int) -> None: ...

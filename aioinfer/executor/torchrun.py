@@ -8,7 +8,7 @@ rank. All remaining processes become workers themselves. They do so in `follow`,
 anything else is made, and end with the leader. The alternative, a scheduler in each rank on the
 same inputs, works offline only, where no clock and no client decides what a step has.
 
-The processes of a host meet in a folder (`torchrun_meeting`), the hosts in torchrun's own store
+The processes of a host meet in a folder (`torchrun_rendezvous`), the hosts in torchrun's own store
 (`torchrun_hosts`).
 
 When one rank fails, torchrun ends all of them. Hence workers are not restarted here; torchrun's own
@@ -29,8 +29,12 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.executor.remote_host import RemoteHost
-from aioinfer.executor.torchrun_hosts import HostMeeting, serve_host
-from aioinfer.executor.torchrun_meeting import Meeting, TorchrunPlace, connect_to_local_leader
+from aioinfer.executor.torchrun_hosts import HostRendezvous, serve_host
+from aioinfer.executor.torchrun_rendezvous import (
+    ProcessRendezvous,
+    TorchrunPlace,
+    connect_to_local_leader,
+)
 from aioinfer.executor.worker_executor import WorkerExecutor, WorkerHost
 from aioinfer.ipc.placement import RankSpec, place_on_hosts
 from aioinfer.worker.process import WorkerSpec, main
@@ -119,18 +123,18 @@ class TorchrunExecutor(WorkerExecutor):
         if TorchrunExecutor._has_led:
             raise EngineDeadError(
                 "torchrun's other ranks served one engine and ended with it: torchrun's "
-                "--max-restarts starts all of them anew"
+                "--max-restarts restarts all of them"
             )
         TorchrunExecutor._has_led = True
-        self._meeting: Meeting | None = None
-        self._others: HostMeeting | None = None
+        self._rendezvous: ProcessRendezvous | None = None
+        self._others: HostRendezvous | None = None
         self._place = place
 
     async def _make_hosts(self) -> list[WorkerHost]:
-        self._meeting = Meeting(self._place)
+        self._rendezvous = ProcessRendezvous(self._place)
         if self._place.num_hosts == 1:
             return [self._make_local(place_on_hosts(self.groups, [0] * self._size))]
-        self._others = HostMeeting(self.config, self._place)
+        self._others = HostRendezvous(self.config, self._place)
         places, connections = await self._others.gather(self.groups)
         hosts: list[WorkerHost] = [
             RemoteHost(name, ranks, connection, self.heartbeat, self)
@@ -140,17 +144,17 @@ class TorchrunExecutor(WorkerExecutor):
         return [*hosts, self._make_local(places[: self._place.local_size])]
 
     def _make_local(self, places: list[RankSpec]) -> HostRanks:
-        assert self._meeting is not None
-        launch: Any = self._meeting.launch
+        assert self._rendezvous is not None
+        launch: Any = self._rendezvous.launch
         return HostRanks(self.config, self._folder, 0, places, self.heartbeat, self, launch=launch)
 
     async def _shut_down(self) -> None:
-        for meeting in (self._meeting, self._others):
-            if meeting is not None:
-                meeting.cancel()
+        for rendezvous in (self._rendezvous, self._others):
+            if rendezvous is not None:
+                rendezvous.cancel()
         await super()._shut_down()
 
     async def _release(self) -> None:
-        for meeting in (self._meeting, self._others):
-            if meeting is not None:
-                meeting.close()
+        for rendezvous in (self._rendezvous, self._others):
+            if rendezvous is not None:
+                rendezvous.close()

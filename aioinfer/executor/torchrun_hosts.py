@@ -32,7 +32,7 @@ from typing import Any
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError, ConfigError, EngineDeadError
 from aioinfer.executor.host_agent import HostAgent
-from aioinfer.executor.torchrun_meeting import JOIN_TIMEOUT_S, Meeting, TorchrunPlace
+from aioinfer.executor.torchrun_rendezvous import JOIN_TIMEOUT_S, ProcessRendezvous, TorchrunPlace
 from aioinfer.executor.worker_executor import parallel_groups
 from aioinfer.executor.world_store import open_store
 from aioinfer.ipc.host_link import HostListener, LinkError
@@ -95,7 +95,7 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(repr(sections).encode()).hexdigest()
 
 
-class HostMeeting:
+class HostRendezvous:
     """The leader's side: waits for the other hosts, tells them their part, and connects them."""
 
     def __init__(self, config: Config, place: TorchrunPlace):
@@ -170,7 +170,7 @@ class HostMeeting:
             self._store.cancelled.set()
 
     def close(self) -> None:
-        """Ends the meeting. Safe to call twice."""
+        """Ends the rendezvous. Safe to call twice."""
         self.cancel()
         if self._listener is not None:
             self._listener.close()
@@ -231,10 +231,10 @@ def serve_host(config: Config, place: TorchrunPlace, find: Callable[[Config], Pa
         signal.signal(number, signal.SIG_IGN)
     places = place_on_hosts(parallel_groups(config), told["hosts"], tuple(told["master"]))
     own = places[place.rank : place.rank + place.local_size]
-    meeting, failures = Meeting(place), list[Exception]()
+    rendezvous, failures = ProcessRendezvous(place), list[Exception]()
 
     def serve() -> None:
-        agent = HostAgent(config, folder, 0, own, launch=meeting.launch)
+        agent = HostAgent(config, folder, 0, own, launch=rendezvous.launch)
         address, secret = tuple(told["address"]), bytes.fromhex(told["secret"])
         try:
             asyncio.run(agent.run(address, secret, place.host - 1))
@@ -251,7 +251,7 @@ def serve_host(config: Config, place: TorchrunPlace, find: Callable[[Config], Pa
     try:
         thread.join()
     finally:
-        meeting.cancel()
-        meeting.close()
+        rendezvous.cancel()
+        rendezvous.close()
     if failures:
         raise failures[0]

@@ -88,7 +88,7 @@ class StoredChoices:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s cannot be read, kernels are timed anew: %s", self.path, error)
+            _log.warning("%s cannot be read, kernels are timed again: %s", self.path, error)
             return {}
 
     def add(self, measured: Texts) -> Texts:

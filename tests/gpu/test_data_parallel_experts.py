@@ -69,7 +69,7 @@ def settings(**options: Any) -> dict[str, Any]:
 @contextmanager
 def running(folder: Path, **options: Any) -> Iterator[LLM]:
     """Engines, whose schedulers are checked at the end, and which have posted equally many steps
-    then, unless they were started anew."""
+    then, unless they were restarted."""
     with LLM(str(folder), settings=settings(**options), progress=False) as llm:
         assert all((DEVICE in e.report.device) == (DEVICE == "cpu") for e in llm.frontend.engines)
         yield llm
@@ -235,7 +235,7 @@ def errors(rounded: Sequence[Output], exact: Sequence[Output]) -> torch.Tensor:
 def test_a_lost_worker_ends_the_wait_of_the_other(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """The worker of the idle engine is lost, both are started anew, and the output goes on."""
+    """The worker of the idle engine is lost, both are restarted, and the output goes on."""
     options = TWO_ENGINES | {"parallel__restart_workers": 2}
     with running(folder, **options) as llm, ThreadPoolExecutor(1) as thread:
         whole = llm.generate([prompts[3]], greedy(600))[0].token_ids

@@ -112,7 +112,7 @@ class JoinedProcess:
             self._fd = -1
 
 
-class Meeting:
+class ProcessRendezvous:
     """The side of the process that leads on this host: it waits for the other ranks here."""
 
     def __init__(self, place: TorchrunPlace):
@@ -170,7 +170,7 @@ class Meeting:
         self._is_open = False
 
     def close(self) -> None:
-        """Ends the meeting. Safe to call twice."""
+        """Ends the rendezvous. Safe to call twice."""
         self._is_open = False
         self._socket.close()
         for connection, _ in self._joined.values():
