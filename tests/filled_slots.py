@@ -112,7 +112,7 @@ class Shift(WorkerFeature):
 
 
 class LogitsRunner(ModelRunner):
-    """A runner of given logits in place of a model, for plans that admit nobody."""
+    """A runner of given logits in place of a model, for plans without admissions."""
 
     def __init__(self, rank: Rank, works: StepWorks, logits: torch.Tensor):
         super().__init__(rank.model, None, rank.slots, works)  # type: ignore[arg-type]

@@ -69,8 +69,8 @@ class Engine:
             config: the whole configuration.
             executor: runs its workers.
             on_death: called with the engine and the reason when it serves no more requests, because
-                its workers died or hung. Requests that it does not take over, by `export_requests`
-                and `release`, are ended then.
+                its workers died or hung. Requests that it does not take over (see
+                `router.relocate`) are ended then.
             new_executor: makes an executor of the same kind, for a restart; without it there is no
                 restart.
         """

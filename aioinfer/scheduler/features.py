@@ -56,11 +56,13 @@ class StepFeature:
     Attributes:
         name: by which uses name their feature.
         extra_args: the names that it takes of `SamplingParams.extra_args`.
+        reports: the section that workers send on their own, if there is one.
         is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
     """
 
     name: ClassVar[str]
     extra_args: ClassVar[tuple[str, ...]] = ()
+    reports: ClassVar[type[Section] | None] = None
     is_waiting: bool = False
 
     def __init__(self, host: Any):
@@ -92,10 +94,7 @@ class StepFeature:
         return output
 
     def take_report(self, section: Section) -> None:
-        """Takes a section that workers send on their own, in no step in particular."""
-
-    #: The section that workers send on their own, if there is one.
-    reports: ClassVar[type[Section] | None] = None
+        """Takes a section of `reports`, which belongs to no step in particular."""
 
     def drop(self, request: Request) -> None:
         """Notes that a request with a use of the feature has ended."""
@@ -121,7 +120,7 @@ class StepFeatures:
             if twice := [name for name in given if given.count(name) > 1]:
                 raise ConfigError(f"features: several {what} {twice[0]!r}")
         self._by_name = {feature.name: feature for feature in features}
-        self._reporting = [feature for feature in features if feature.reports is not None]
+        self._reporting = [(each, each.reports) for each in features if each.reports is not None]
 
     def __iter__(self) -> Iterator[StepFeature]:
         return iter(self._by_name.values())
@@ -165,8 +164,8 @@ class StepFeatures:
             for name, feature in self._by_name.items():
                 if name in rows:
                     output = feature.take(rows[name], result, output)
-        for feature in self._reporting if result.sections else ():
-            if (section := result.section(_kind_of(feature))) is not None:
+        for feature, kind in self._reporting if result.sections else ():
+            if (section := result.section(kind)) is not None:
                 feature.take_report(section)
         return output
 
@@ -174,8 +173,3 @@ class StepFeatures:
         """Notes that a request has ended."""
         for use in request.uses:
             self._by_name[use.feature].drop(request)
-
-
-def _kind_of(feature: StepFeature) -> type[Section]:
-    assert feature.reports is not None
-    return feature.reports

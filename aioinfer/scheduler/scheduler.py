@@ -41,7 +41,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
-from aioinfer.scheduler.prefill_pacing import PrefillAllowance, PrefillPacing
+from aioinfer.scheduler.prefill_pacing import NO_PREFILL, PrefillPacing
 from aioinfer.scheduler.request import Finish, Request, RequestStatus
 from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
@@ -293,7 +293,7 @@ class Scheduler:
     def schedule_nothing(self) -> StepPlan:
         """Plans a step without rows, which the workers of other engines wait for. It must be
         posted, like any other."""
-        builder = PlanBuilder(self._step_id, 0, PrefillAllowance(0), self.limits.max_num_seqs)
+        builder = PlanBuilder(self._step_id, 0, NO_PREFILL, self.limits.max_num_seqs)
         self._record(builder, {})
         return builder.to_plan()
 

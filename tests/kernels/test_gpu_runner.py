@@ -1,6 +1,7 @@
 """The GPU model runner in Triton's interpreter: with features and without, launched or replayed, it
-samples and returns what the runner on a CPU does. CUDA's streams and events are stand-ins, since
-the interpreter computes at once; so are graphs, which launch what they would have captured."""
+samples and returns what the runner on a CPU does. CUDA's streams and events are replaced by
+objects without effect, since the interpreter computes at once; graphs launch the kernels that they
+would have captured."""
 
 from __future__ import annotations
 
@@ -158,13 +159,13 @@ def read_masks(plan: StepPlan, count: int) -> I32:
     return np.stack([*map(pack, ALLOWED[:count])])
 
 
-def assert_same(ours: StepResult, theirs: StepResult) -> None:
-    assert ours.tokens.tolist() == theirs.tokens.tolist()
+def assert_same(of_gpu: StepResult, of_cpu: StepResult) -> None:
+    assert of_gpu.tokens.tolist() == of_cpu.tokens.tolist()
     for kind in SECTIONS:
-        mine, cpus = ours.section(kind), theirs.section(kind)
-        assert (mine is None) == (cpus is None), kind
-        for name in getattr(kind, "__slots__", ()) if mine is not None else ():
-            found, expected = getattr(mine, name), getattr(cpus, name)
+        on_gpu, on_cpu = of_gpu.section(kind), of_cpu.section(kind)
+        assert (on_gpu is None) == (on_cpu is None), kind
+        for name in kind.__slots__ if on_gpu is not None else ():
+            found, expected = getattr(on_gpu, name), getattr(on_cpu, name)
             assert found.dtype == expected.dtype
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3, err_msg=name)
 
