@@ -25,11 +25,11 @@ from aioinfer.layers.linear import row_shard
 from aioinfer.layers.made_layers import Loadable, MadeLayers
 from aioinfer.layers.mixture_maker import make_biased_mixture, make_mixture
 from aioinfer.layers.mixture_shape import MixtureConfig
-from aioinfer.layers.mlp import GatedMLP
+from aioinfer.layers.mlp import MLP, GatedMLP
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.part_maker import PartMaker
-from aioinfer.layers.shards import NamedShards, WeightShard, merged_sources
+from aioinfer.layers.shards import NamedShards, Source, WeightShard, merged_sources
 
 
 class LayerMaker(PartMaker):
@@ -104,6 +104,38 @@ class LayerMaker(PartMaker):
             post_norm=post_norm,
             residual_scale=residual_scale,
             backend=self.backend,
+        )
+        return self.made.prepare(mlp)
+
+    def mlp(
+        self,
+        up: str,
+        down: str,
+        intermediate_size: int,
+        *,
+        norm: RMSNorm | None,
+        activation: str,
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+        bias: bool = False,
+    ) -> MLP:
+        """Returns the MLP without a gate of the checkpoint modules `up` and `down`.
+
+        Args:
+            intermediate_size: of all ranks together.
+            activation: between the projections; see `mlp.ACTIVATIONS`.
+            norm, post_norm, residual_scale: as in `Attention`.
+            bias: of both projections.
+        """
+        shard = row_shard(intermediate_size, self.backend)
+        mlp = MLP(
+            self.column([Source(up, shard)], bias=bias),
+            self.row(down, shard, bias=bias),
+            shard.size,
+            activation=activation,
+            norm=norm,
+            post_norm=post_norm,
+            residual_scale=residual_scale,
         )
         return self.made.prepare(mlp)
 

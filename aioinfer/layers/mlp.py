@@ -1,4 +1,5 @@
-"""The gated MLP (SwiGLU and its like, Shazeer 2020): down(activation(gate x) * up x)."""
+"""The MLP of a layer: down(activation(up x)), or gated (SwiGLU and its like, Shazeer 2020):
+down(activation(gate x) * up x)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,69 @@ from aioinfer.layers.step import Step
 #: Activations by the names that configurations have for them.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
+    "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+class MLP:
+    """An MLP without a gate, on one rank, with its norm and its sum into the residual stream.
+
+    Args:
+        up: the first projection, of this rank's channels.
+        down: the second projection.
+        channels: of this rank.
+        activation: of `ACTIVATIONS`.
+        norm, post_norm, residual_scale: as in `Attention`.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it.
+        needs_all_ranks: see `experts.MixtureMLP`.
+    """
+
+    supports_graphs = True
+    needs_all_ranks = False
+
+    def __init__(
+        self,
+        up: ColumnParallelLinear,
+        down: RowParallelLinear,
+        channels: int,
+        *,
+        activation: str,
+        norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
+    ):
+        self.up, self.down = up, down
+        self._channels = channels
+        self._activation = ACTIVATIONS[activation]
+        self._norm, self._post_norm = norm, post_norm
+        self._residual_scale = residual_scale
+
+    def finalize(self) -> None:
+        """Brings the channels into the order in which the second projection reads them. Called
+        before the projections' own `finalize`."""
+        channels = self.down.weight.take_input_order()
+        if channels is not None:
+            self.up.reorder_rows(channels)
+
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the products in every configuration that the number of rows selects."""
+        self.up.warm_up(self._norm, hidden_size)
+        self.down.warm_up(self._channels)
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """The kinds of its weights."""
+        return self.up.weight.kind, self.down.weight.kind
+
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """Adds the MLP of the stream's tokens to the stream."""
+        activated = self._activation(self.up.of_normed(stream, self._norm))
+        self.down.add_to(stream, activated, norm=self._post_norm, scale=self._residual_scale)
 
 
 class GatedMLP:
@@ -63,9 +124,9 @@ class GatedMLP:
         self._residual_scale = residual_scale
         self._kernel: Callable[..., torch.Tensor] | None = None
         if backend.has_kernels:
-            from aioinfer.kernels.activation import GATE_RUN, gated_activation
+            from aioinfer.kernels.activation import GATE_RUN, KINDS, gated_activation
 
-            if channels % GATE_RUN == 0:
+            if channels % GATE_RUN == 0 and activation in KINDS:
                 self._kernel = partial(gated_activation, kind=activation, pdl=backend.pdl)
         self._is_plain_silu = activation == "silu" and gate_up.bias is None
         self._is_fused = self._kernel is not None and self._is_plain_silu
