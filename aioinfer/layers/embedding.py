@@ -11,7 +11,7 @@ from aioinfer.layers.formats.compiled import CompiledWeight, can_lay_out, has_co
 from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
 from aioinfer.layers.formats.half import HalfWeight, has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
@@ -51,6 +51,36 @@ class Vocabulary:
         """Returns the memory for this rank's rows of a quantized checkpoint module."""
         source = Source(name, Shard(self.start, self.local_size, self.vocab_size))
         return AffineRows(source, Shard.whole(hidden_size), scheme, device)
+
+
+class LearnedPositions:
+    """An embedding of each position, which every rank has whole (GPT-2, Radford et al. 2019).
+
+    Args:
+        name: of the checkpoint module.
+        max_len: how many positions a text can have.
+        hidden_size: of the model.
+        offset: rows of the checkpoint's table before the row of the first position.
+        backend: of the rank.
+    """
+
+    def __init__(
+        self, name: str, max_len: int, hidden_size: int, backend: Backend, *, offset: int = 0
+    ):
+        shape = offset + max_len, hidden_size
+        self._name, self._offset = name, offset
+        self.weight = torch.zeros(shape, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields the table."""
+        yield f"{self._name}.weight", WeightShard(self.weight)
+
+    def finalize(self) -> None:
+        """Leaves the table as it is."""
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [T, hidden_size] of positions, int32 [T]."""
+        return F.embedding(positions, self.weight[self._offset :])
 
 
 class Embedding:
@@ -164,6 +194,7 @@ class LMHead:
             becomes the model's dtype on a GPU.
         scale: multiplied with the logits.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 for none.
+        bias: whether one is added to the logits, of a head that is not tied.
         backend: of the rank.
     """
 
@@ -178,8 +209,13 @@ class LMHead:
         scale: float = 1.0,
         soft_cap: float = 0.0,
         scheme: AffineScheme | None = None,
+        bias: bool = False,
     ):
         shape = vocabulary.shard_size, hidden_size
+        self._bias: torch.Tensor | None = None
+        if bias:
+            size = vocabulary.shard_size
+            self._bias = torch.zeros(size, dtype=backend.dtype, device=backend.device)
         self._quantized: AffineRows | None = None
         if scheme is not None and tied is None:
             self._quantized = vocabulary.quantized_rows(name, hidden_size, scheme, backend.device)
@@ -211,6 +247,8 @@ class LMHead:
         elif self._tied is None:
             assert self.weight is not None
             yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight)
+        if self._bias is not None:
+            yield f"{self._name}.bias", self._vocabulary.weight_shard(self._bias)
 
     def finalize(self) -> None:
         """Dequantizes a quantized weight. On a CPU, repacks the weight; a tied weight then also
@@ -245,7 +283,7 @@ class LMHead:
         return has_compiled_products(self._backend) and can_lay_out([quantized])
 
     def __call__(
-        self, hidden: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
+        self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns the logits [S, local_size] of this rank's tokens, for hidden [S, hidden_size] and
         the model's last norm: in the model's dtype with kernels, else in float32.
@@ -256,25 +294,25 @@ class LMHead:
         """
         if self._kernel is not None:
             logits = self._multiply(hidden, norm, out)
-        elif isinstance(self._packed, CompiledWeight):
+        elif isinstance(self._packed, CompiledWeight) and isinstance(norm, RMSNorm):
             logits = self._packed.multiply(hidden, norm=norm)
         elif self._packed is not None:
             logits = self._packed.multiply(norm(hidden), None).float()
         else:
             assert self.weight is not None
             logits = F.linear(norm(hidden), self.weight).float()
+        if self._bias is not None:
+            logits.add_(self._bias)
         if self._scale != 1.0:
             logits.mul_(self._scale)
         if self._soft_cap:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits[:, : self._vocabulary.local_size]
 
-    def _multiply(
-        self, hidden: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _multiply(self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None) -> torch.Tensor:
         assert self.weight is not None
         assert self._kernel is not None
-        if len(hidden) > SKINNY_ROWS:
+        if len(hidden) > SKINNY_ROWS or not isinstance(norm, RMSNorm):
             return torch.mm(norm(hidden), self.weight.t(), out=out)
         return self._kernel(
             hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl

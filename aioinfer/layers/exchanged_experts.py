@@ -116,7 +116,7 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
-        self._add_tokens(stream, step.inputs.groups[0].slot_mapping)
+        self._add_tokens(stream, step.inputs.token_places)
 
     def add_to(self, stream: ResidualStream) -> None:
         """Adds the mixture of the stream's tokens to the stream, which may have none."""

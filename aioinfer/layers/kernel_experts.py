@@ -151,10 +151,10 @@ class KernelMixtureMLP(MixtureMLP):
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
         is_fused = stream.is_reduced and self._fuses_norm(len(stream))
-        x = stream.hidden if is_fused else stream.normed(self._norm)
-        # padding has no slots; where the tokens are sampled ones alone there is none
-        mapping = step.inputs.groups[0].slot_mapping
-        slots = mapping if len(mapping) == len(x) else None
+        x = stream.inputs if is_fused else stream.normed(self._norm)
+        # where the tokens are sampled ones alone there is no padding
+        places = step.inputs.token_places
+        slots = places if len(places) == len(x) else None
         routed = self._route(
             x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=self._norm if is_fused else None
         )

@@ -14,7 +14,7 @@ import torch
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import WeightFormat
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
@@ -65,21 +65,21 @@ class ColumnParallelLinear:
         """Returns [..., out] for x [..., in]."""
         return self.weight.multiply(x, self.bias)
 
-    def of_normed(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
+    def of_normed(self, stream: ResidualStream, norm: Norm | None) -> torch.Tensor:
         """Returns the product [T, out] with the normed stream."""
-        fused = norm is not None and self.bias is None and self.weight.fuses_norm(len(stream))
-        if fused and norm is not None and stream.is_reduced:
-            return self.weight.multiply_normed(stream.hidden, norm)
+        fused = self.bias is None and self.weight.fuses_norm(len(stream))
+        if fused and isinstance(norm, RMSNorm) and stream.is_reduced:
+            return self.weight.multiply_normed(stream.inputs, norm)
         return self(self._normed(stream, norm))
 
-    def of_normed_gated(self, stream: ResidualStream, norm: RMSNorm | None) -> torch.Tensor:
+    def of_normed_gated(self, stream: ResidualStream, norm: Norm | None) -> torch.Tensor:
         """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
         `WeightFormat.multiply_gated`. There is no bias."""
-        if norm is not None and stream.is_reduced:
-            return self.weight.multiply_gated(stream.hidden, norm)
+        if isinstance(norm, RMSNorm) and stream.is_reduced:
+            return self.weight.multiply_gated(stream.inputs, norm)
         return self.weight.multiply_gated(self._normed(stream, norm))
 
-    def _normed(self, stream: ResidualStream, norm: RMSNorm | None) -> Any:
+    def _normed(self, stream: ResidualStream, norm: Norm | None) -> Any:
         """Returns the normed stream as the weight takes it: a tensor, or `ScaledInputs` if an
         all-reduce can quantize them along the way."""
         format = None if norm is None else self.weight.input_format(len(stream))
@@ -87,7 +87,7 @@ class ColumnParallelLinear:
             return stream.normed(norm)
         return stream.normed_for(norm, format)
 
-    def warm_up(self, norm: RMSNorm | None, in_features: int, *, gated: bool = False) -> None:
+    def warm_up(self, norm: Norm | None, in_features: int, *, gated: bool = False) -> None:
         """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration
         that the number of rows selects; both ways where an all-reduce may do the norm."""
         backend = self._backend
@@ -147,7 +147,7 @@ class RowParallelLinear:
         stream: ResidualStream,
         x: torch.Tensor,
         *,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         scale: float = 1.0,
     ) -> None:
         """Adds the product of this rank's part of x [T, in], summed over the ranks, to the stream.

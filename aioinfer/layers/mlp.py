@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 
@@ -50,8 +50,8 @@ class MLP:
         channels: int,
         *,
         activation: str,
-        norm: RMSNorm | None = None,
-        post_norm: RMSNorm | None = None,
+        norm: Norm | None = None,
+        post_norm: Norm | None = None,
         residual_scale: float = 1.0,
     ):
         self.up, self.down = up, down
@@ -112,8 +112,8 @@ class GatedMLP:
         channels: int,
         *,
         activation: str = "silu",
-        norm: RMSNorm | None = None,
-        post_norm: RMSNorm | None = None,
+        norm: Norm | None = None,
+        post_norm: Norm | None = None,
         residual_scale: float = 1.0,
         backend: Backend,
     ):

@@ -1,13 +1,69 @@
-"""RMSNorm (Zhang and Sennrich 2019)."""
+"""The norms of a model: RMSNorm (Zhang and Sennrich 2019), which kernels of products and sums can
+compute along the way, and LayerNorm (Ba et al. 2016), which is always a launch of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
+
+
+class Norm(Protocol):
+    """A norm over the last dimension, with its parameters."""
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's parts of the checkpoint's tensors go."""
+        ...
+
+    def finalize(self) -> None:
+        """Prepares the loaded parameters for the device."""
+        ...
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the norm of x [..., size], computed in float32, in the dtype of x.
+
+        Args:
+            out: like x, to write to; may be x. By default a new tensor.
+        """
+        ...
+
+
+class LayerNorm:
+    """Scales the last dimension to mean zero and variance one, then by a learned weight, and adds a
+    learned bias.
+
+    Args:
+        name: of the checkpoint module.
+        size: of the dimension.
+        eps: added to the variance.
+        bias: whether there is one.
+        backend: of the rank.
+    """
+
+    def __init__(self, name: str, size: int, eps: float, backend: Backend, *, bias: bool = True):
+        self.weight = torch.ones(size, dtype=backend.dtype, device=backend.device)
+        self.bias = torch.zeros_like(self.weight) if bias else None
+        self.eps = eps
+        self._name = name
+
+    def weight_shards(self) -> NamedShards:
+        """Yields weight and bias, which every rank has whole."""
+        yield f"{self._name}.weight", WeightShard(self.weight)
+        if self.bias is not None:
+            yield f"{self._name}.bias", WeightShard(self.bias)
+
+    def finalize(self) -> None:
+        """Leaves the parameters as they are."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Norm`. Torch sums in float32 whatever the dtype."""
+        normed = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return normed if out is None else out.copy_(normed)
 
 
 class RMSNorm:
@@ -47,11 +103,7 @@ class RMSNorm:
             self.weight += 1
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the norm of x [..., size]; the mean is taken in float32.
-
-        Args:
-            out: like x, to write to; may be x. By default a new tensor.
-        """
+        """See `Norm`."""
         if self._kernel is not None and x.ndim == 2:
             return self._kernel(x, self.weight, self.eps, out=out, pdl=self._pdl)
         normed = self._norm_in_torch(x)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm, RMSNorm
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
@@ -41,6 +43,8 @@ class ResidualStream:
         self._partial = partial
         self._parts: torch.Tensor | None = None
         self._is_first = is_first
+        self._inputs: torch.Tensor | None = None
+        self._normed: dict[Norm, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._hidden)
@@ -52,24 +56,43 @@ class ResidualStream:
         return self._hidden
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether no sum is outstanding."""
-        return self._partial is None and self._parts is None
+    def inputs(self) -> torch.Tensor:
+        """[T, hidden_size], what the parts of a layer read: the stream, or within `parallel` the
+        stream as it was before them."""
+        return self.hidden if self._inputs is None else self._inputs
 
-    def normed(self, norm: RMSNorm | None) -> torch.Tensor:
-        """Returns the norm of the stream [T, hidden_size]; without a norm the stream itself."""
+    @property
+    def is_reduced(self) -> bool:
+        """Whether `inputs` has no outstanding sum."""
+        return (self._partial is None and self._parts is None) or self._inputs is not None
+
+    @contextmanager
+    def parallel(self) -> Iterator[None]:
+        """Context of parts side by side, which all read the stream as it was before them, and all
+        add to it. Parts that have a norm in common compute it once."""
+        self._inputs = self.hidden.clone()
+        yield
+        self._inputs = None
+        self._normed = {}
+
+    def normed(self, norm: Norm | None) -> torch.Tensor:
+        """Returns the norm of `inputs` [T, hidden_size]; without a norm `inputs` itself."""
+        if self._inputs is not None and norm is not None:
+            if norm not in self._normed:
+                self._normed[norm] = norm(self._inputs)
+            return self._normed[norm]
         if norm is None:
-            return self.hidden
-        if self._sums_with(norm):
+            return self.inputs
+        if isinstance(norm, RMSNorm) and self._sums_with(norm):
             normed = self._sum(norm)
             assert normed is not None
             return normed
         return norm(self.hidden)
 
-    def normed_for(self, norm: RMSNorm, format: InputFormat) -> torch.Tensor | ScaledInputs:
-        """Returns the norm of the stream for a product whose inputs have a format: quantized if an
+    def normed_for(self, norm: Norm, format: InputFormat) -> torch.Tensor | ScaledInputs:
+        """Returns the norm of `inputs` for a product whose inputs have a format: quantized if an
         all-reduce is outstanding, which can do it; otherwise as `normed` does."""
-        if self._partial is None or not self._sums_with(norm):
+        if not isinstance(norm, RMSNorm) or self._partial is None or not self._sums_with(norm):
             return self.normed(norm)
         inputs = self._all_reduce.add_quantized(
             self._partial, self._hidden, norm.weight, norm.eps, format,
@@ -90,12 +113,15 @@ class ResidualStream:
     def add_partial(self, partial: torch.Tensor) -> None:
         """Adds a sum over the ranks. `partial` [T, hidden_size] is the beginning of
         `Backend.all_reduce.partial`, which is not written again before the stream is read."""
-        assert self.is_reduced
+        assert self._partial is None
+        assert self._parts is None
         self._partial = partial
+        if self._inputs is not None:  # the next part writes there, too
+            self._sum(None)
 
     def add_parts(self, parts: torch.Tensor) -> None:
         """Adds the sum of `parts` (float32 [P, T, hidden_size]) over the first dimension."""
-        assert self.is_reduced
+        self._sum(None)  # of a part beside this one
         self._parts = parts
 
     def add_over_ranks(self, part: torch.Tensor) -> None:
@@ -109,6 +135,9 @@ class ResidualStream:
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the tokens `rows` (int32 [S]) alone."""
         self._hidden = self.hidden.index_select(0, rows)
+        if self._inputs is not None:
+            self._inputs = self._inputs.index_select(0, rows)
+            self._normed = {norm: x.index_select(0, rows) for norm, x in self._normed.items()}
 
     def _sum(self, norm: RMSNorm | None) -> torch.Tensor | None:
         """Computes the outstanding sum, if there is one, and returns its norm, if one is given."""

@@ -43,6 +43,12 @@ class StepInputs:
     seq_lens: torch.Tensor
     groups: tuple[GroupInputs, ...]
 
+    @property
+    def token_places(self) -> torch.Tensor:
+        """int64 [T], negative in padding: the slot mapping of any group, which tells both apart
+        whatever the group keeps."""
+        return self.groups[0].slot_mapping
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
