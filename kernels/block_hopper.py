@@ -21,6 +21,7 @@ for all loads. The rest of the schedule is `gated_product`'s.
 from __future__ import annotations
 
 import torch
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.hopper_pipeline import (
     LOG2_E,
     PRODUCER_REGISTERS,
@@ -35,7 +36,6 @@ from aioinfer.kernels.hopper_pipeline import (
 from aioinfer.kernels.quantize import GROUP as BLOCK
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_hopper import supports as supports_hopper
-from aioinfer.kernels.scaled_linear import ScaledMatrix
 from aioinfer.kernels.scaled_product import Inputs
 from aioinfer.kernels.scaled_tiles import (
     BLOCK_CONFIGS,

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 #: The modules of kernels, all of which are compiled ahead.
-KERNELS = ("cpu_team", "affine_linear", "cpu_attention")
+KERNELS = ("cpu_team", "affine_product", "cpu_attention")
 #: The modules that all kernels use.
 _COMMON = ("cpu_vectors", "cpu_functions", "cpu_team")
 

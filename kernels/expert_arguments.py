@@ -1,7 +1,7 @@
-"""Host-side arguments shared by the kernels of `expert_linear`'s products: their checks, and the
+"""Host-side arguments shared by the kernels of `expert_product`'s products: their checks, and the
 compile-time constants that follow from them.
 
-Called by `expert_linear`, `expert_vector`, `expert_matrix` and `expert_sum`.
+Called by `expert_product`, `expert_vector`, `expert_matrix` and `expert_sum`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_arguments(
     x: torch.Tensor | ScaledInputs, weight: ExpertWeights, routed: RoutedTokens, gated: bool,
     config: ExpertConfig | VectorConfig | None,
 ) -> None:  # fmt: skip
-    """Raises ValueError where the arguments of `expert_linear.expert_product` do not fit."""
+    """Raises ValueError where the arguments of `expert_product.expert_product` do not fit."""
     tokens, top_k = routed.experts.shape
     num_local, lines, inputs = weight.shape
     rows = tokens if gated else tokens * top_k

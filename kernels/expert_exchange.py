@@ -1,7 +1,7 @@
 """All-to-all of tokens for expert parallelism with data-parallel attention, over symmetric memory:
 tokens are sent to the ranks of their experts, and the outputs back.
 
-Behind `expert_routing.route` and around the products of `expert_linear`, four launches without a
+Behind `expert_routing.route` and around the products of `expert_product`, four launches without a
 copy on the host, whose grids depend on the number of own tokens and on the layout alone. Ranks may
 have any numbers of tokens, none included, and launch them one by one or from a graph:
 

@@ -1,9 +1,8 @@
 """The products of a mixture of experts for several tokens: tiles of rows that have the same expert.
 
-Launched by `expert_linear.expert_product`. A program computes a tile of Y^T = W X^T for rows of one
-expert: the weight is the left operand, so that a tile has as few rows as an expert has (8 or more),
-while the tensor cores get 64 output features. Every expert's weights are read once where its rows
-fit a tile.
+Launched by `expert_product`. A program computes a tile of Y^T = W X^T for rows of one expert: the
+weight is the left operand, so that a tile has as few rows as an expert has (8 or more), while the
+tensor cores get 64 output features. Every expert's weights are read once where its rows fit a tile.
 
 Which rows a program has:
 - with buckets, tiles are numbered expert by expert, and a program finds the expert of its tile by a

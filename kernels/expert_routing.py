@@ -1,7 +1,7 @@
 """The routing of a mixture of experts in one launch: the router's product, scores, the best experts
 of each token, and the tokens of each expert.
 
-Called by `layers.kernel_experts` before the products of `expert_linear`. A program computes the
+Called by `layers.kernel_experts` before the products of `expert_product`. A program computes the
 logits of a tile of tokens for some of the experts; where several programs share a tile, the last of
 them to finish (an atomic ticket) selects. Then each (token, expert) pair takes the next free place
 in its expert's bucket by an atomic counter. There is neither a sort nor a prefix sum over pairs:
@@ -370,7 +370,7 @@ def route(
         rule: how experts are selected.
         counters: from `make_counters`, for as many places as there are; the `counts` of the result
             are a view of it, and the last kernel that reads them sets them to 0
-            (`expert_linear.sum_pairs`).
+            (`expert_product.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
         logit_bias: [num_experts], added to the logits.
         buckets: whether to fill `counts` and `rows`, of all experts.

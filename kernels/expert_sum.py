@@ -1,5 +1,5 @@
 """The second product of a mixture of experts for one token, summed over its experts in the same
-launch, with the residual stream added. `expert_linear.expert_product` and `sum_pairs` take two
+launch, with the residual stream added. `expert_product.expert_product` and `sum_pairs` take two
 launches for the same.
 
 Called by `layers.kernel_experts` in decode steps of one row. A program has the same output features

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from aioinfer.kernels.grouped_linear import _load_unit
+from aioinfer.kernels.grouped_product import _load_unit
 from aioinfer.kernels.grouped_weight import split_zero
 
 #: Formats of weights.

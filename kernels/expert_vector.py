@@ -1,8 +1,8 @@
 """The products of a mixture of experts for one token.
 
-Launched by `expert_linear.expert_product`. A program has output features of one of the token's
+Launched by `expert_product`. A program has output features of one of the token's
 experts, so that there is nothing to look for, and multiply-adds in float32 read the weights as fast
-as memory gives them (see `linear`).
+as memory gives them (see `few_rows_dense`).
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -15,7 +15,7 @@ from aioinfer.kernels.expert_arguments import ExpertArguments, first_expert
 from aioinfer.kernels.expert_configs import VectorConfig
 from aioinfer.kernels.expert_tiles import activate
 from aioinfer.kernels.expert_weights import ScaledExperts, values_and_scales
-from aioinfer.kernels.scaled_linear import RUN_OF_INPUTS, row_sums
+from aioinfer.kernels.few_rows_scaled import RUN_OF_INPUTS, row_sums
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 

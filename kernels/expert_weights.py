@@ -1,4 +1,4 @@
-"""The weights of all experts of a layer, as the products of `expert_linear` read them: as they are,
+"""The weights of all experts of a layer, as `expert_product` reads them: as they are,
 in float8 with scales, or in four bits with scales of groups.
 
 Made by `layers.expert_stacks` when a model is loaded. A weight in four bits is cut into runs of

@@ -1,7 +1,7 @@
 """Linear layers with float8 weights for one to eight rows on Hopper GPUs, in Triton's Gluon
 dialect.
 
-The alternative to `scaled_linear` for float8_e4m3 weights and 16-bit activations (`supports` says
+The alternative to `few_rows_scaled` for float8_e4m3 weights and 16-bit activations (`supports` says
 which), whose time is that of reading the weights. The tensor cores multiply: the left operand of
 `mma.sync.m16n8k16` is sixteen output features, its eight columns are the rows of x, repeated where
 there are fewer. Both operands are float16: two weights are converted by one instruction, exactly,
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from aioinfer.kernels.few_rows_dense import EARLY_TRIGGER_BYTES
 from aioinfer.kernels.few_rows_inputs import CHUNK, allocate_x, load_row, stage_x
-from aioinfer.kernels.linear import EARLY_TRIGGER_BYTES
-from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
+from aioinfer.kernels.product_arguments import check_product
 from aioinfer.kernels.quantize import GROUP
-from aioinfer.kernels.scaled_linear import ScaledMatrix
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -40,7 +40,7 @@ SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FewRowsConfig:
+class FewRowsFloat8Config:
     """The configuration of the kernel and of its launch.
 
     Attributes:
@@ -56,17 +56,21 @@ class FewRowsConfig:
     programs: int
 
 
-def few_rows_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> FewRowsConfig:
+def few_rows_float8_config(
+    rows: int, lines: int, inputs: int, *, grouped: bool
+) -> FewRowsFloat8Config:
     """Returns the configuration for x [rows, inputs] and a weight of `lines` rows: of one row
     measured on an H200, of more guessed."""
     if rows > 2:
         fits_twice = not grouped and _padded(rows) * inputs * 4 <= SHARED_MEMORY - 16 * 1024
-        return FewRowsConfig(16, 8, 1, 2 if fits_twice else 1)
+        return FewRowsFloat8Config(16, 8, 1, 2 if fits_twice else 1)
     if grouped:
-        return FewRowsConfig(16, 8, 4, 1) if inputs > 8192 else FewRowsConfig(16, 4, 2, 3)
+        return (
+            FewRowsFloat8Config(16, 8, 4, 1) if inputs > 8192 else FewRowsFloat8Config(16, 4, 2, 3)
+        )
     if lines >= 12288 and inputs <= 8192:
-        return FewRowsConfig(16, 4, 4, 3)
-    return FewRowsConfig(16, 8, 2, 2) if inputs <= 8192 else FewRowsConfig(16, 8, 4, 1)
+        return FewRowsFloat8Config(16, 4, 4, 3)
+    return FewRowsFloat8Config(16, 8, 2, 2) if inputs <= 8192 else FewRowsFloat8Config(16, 8, 4, 1)
 
 
 @gluon.constexpr_function
@@ -360,9 +364,9 @@ def few_rows_float8(
     gated: bool = False,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    config: FewRowsConfig | None = None,
+    config: FewRowsFloat8Config | None = None,
 ) -> torch.Tensor:
-    """Returns x @ weight.T, accumulated in float32, as `scaled_linear` does.
+    """Returns x @ weight.T, accumulated in float32, as `few_rows_scaled` does.
 
     Args:
         x: [M, K], M <= 8; bf16 or fp16; rows may be strided.
@@ -374,7 +378,7 @@ def few_rows_float8(
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before; `weight` and `norm_weight` are
             read before that kernel ends, so that kernel must not write them.
-        config: instead of `few_rows_config`'s (for tests and tuning).
+        config: instead of `few_rows_float8_config`'s (for tests and tuning).
 
     Returns:
         [M, N] in x's dtype.
@@ -384,10 +388,10 @@ def few_rows_float8(
     """
     rows, inputs = x.shape
     values, lines = weight.values, weight.values.shape[0]
-    features = check_linear(
+    features = check_product(
         x, (lines, values.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(values, weight.scales)
     )
-    config = config or few_rows_config(rows, lines, inputs, grouped=weight.is_grouped)
+    config = config or few_rows_float8_config(rows, lines, inputs, grouped=weight.is_grouped)
     if not supports(x, weight) or lines % config.features:
         raise ValueError(f"no kernel for x {tuple(x.shape)} and weight {tuple(values.shape)}")
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
@@ -407,7 +411,7 @@ def few_rows_float8(
     return out
 
 
-def constants(config: FewRowsConfig, rows: int, inputs: int) -> dict[str, int]:
+def constants(config: FewRowsFloat8Config, rows: int, inputs: int) -> dict[str, int]:
     """Returns those constants of the kernel that follow from the configuration."""
     steps = -(-inputs // (config.num_warps * GROUP))
     return {

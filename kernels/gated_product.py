@@ -2,7 +2,7 @@
 Triton's Gluon dialect.
 
 Called by the gated MLP on GPUs where `supports` returns true and for as many rows as `use_fused`
-accepts; elsewhere `skinny_linear`, or cuBLAS and `gated_activation`, compute the same. All of them
+accepts; elsewhere `few_rows_dense`, or cuBLAS and `gated_activation`, compute the same. All of them
 read the weight as `interleave` orders it: eight rows of the gate, then the matching eight rows of
 up, and so on. wgmma gives rows r and r + 8 of sixteen to the same thread, so SiLU and the product
 are computed in the registers of the accumulator.

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 @gluon.constexpr_function
 def _instructions(run: int, offset: int) -> str:
     """Returns the assembly that makes two integers out of run `run` of two words ($1), less their
-    zero points ($2) and times their scales ($3): see `grouped_linear`."""
+    zero points ($2) and times their scales ($3): see `grouped_product`."""
     shift = f"shr.u32 a, $1, {4 * run};" if run else "mov.b32 a, $1;"
     if offset == 128:
         return f"""{{

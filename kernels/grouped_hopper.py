@@ -1,8 +1,8 @@
 """Products of many rows with weights of 4-bit integers in groups, on Hopper GPUs, in Triton's Gluon
 dialect.
 
-The alternative to `grouped_linear` where arithmetic is the bound (`supports`, `use_hopper`); called
-by the weight format for groups (`aioinfer.layers.formats.kernel_grouped`).
+The alternative to `grouped_product` where arithmetic is the bound (`supports`, `use_hopper`);
+called by the weight format for groups (`aioinfer.layers.formats.kernel_grouped`).
 
 A tile of the output's transpose is 64 weight rows for each of three consumer warpgroups times the
 tile's tokens. A consumer reads the packed words of 256 inputs from shared memory once, as the left
@@ -13,7 +13,7 @@ that writes x. The rest of the schedule is `gated_product`'s.
 
 The integers less their zero points, exact in 16 bits, are multiplied by the group's scale in x's
 dtype before the product, as in Frantar et al., "MARLIN", 2024: the rounding is that of a weight
-dequantized to 16 bits. Scaling sums of a group instead, which `grouped_linear` does, would need as
+dequantized to 16 bits. Scaling sums of a group instead, which `grouped_product` does, would need as
 many registers again as the sums of a tile, and a wait for each group's product.
 
 Where tiles are fewer than multiprocessors, the inputs are divided over several programs (split-K).
@@ -47,7 +47,7 @@ from aioinfer.kernels.hopper_pipeline import (
     scale_layout,
     tiles_of_item,
 )
-from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.product_arguments import check_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -388,7 +388,7 @@ def use_hopper(
     gated: bool = False,
     out: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `grouped_hopper` should compute this product, rather than `grouped_linear` or a
+    """Whether `grouped_hopper` should compute this product, rather than `grouped_product` or a
     dequantization followed by cuBLAS."""
     is_large = weight.features * weight.inputs >= MIN_WEIGHTS
     least = MIN_GATED_ROWS if gated else MIN_ROWS
@@ -410,13 +410,13 @@ def grouped_hopper(
     config: GroupedHopperConfig | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32; the
-    arguments are `grouped_linear`'s, and `supports` must accept them.
+    arguments are `grouped_product`'s, and `supports` must accept them.
 
     Args:
         x: [M, K].
         weight: [N, K], or with `gated` [2 * N, K]; read before the preceding kernel has ended.
         residual: [M, N], may be `out`.
-        gated, pdl: see `grouped_linear`.
+        gated, pdl: see `grouped_product`.
         out: [M, N] to write to; by default a new tensor.
         config: instead of `grouped_hopper_config`'s (for tests and tuning).
 
@@ -424,7 +424,7 @@ def grouped_hopper(
         ValueError: the shapes do not fit, or `supports` returns false.
     """
     rows = len(x)
-    features = check_linear(x, (weight.features, weight.inputs), gated=gated)
+    features = check_product(x, (weight.features, weight.inputs), gated=gated)
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not supports(x, weight, residual=residual, gated=gated, out=out):
         raise ValueError(

@@ -1,5 +1,5 @@
 """Weights of 4-bit or 8-bit integers of which groups of inputs share a scale, in the order that
-`grouped_linear` reads, and their dequantization.
+`grouped_product` reads, and their dequantization.
 
 `pack_groups` makes the order once, when a weight is loaded. The inputs of an output feature are cut
 into runs of 64 (or of a group, if that is shorter). Four runs of 4 bits, or two of 8 bits, lie in

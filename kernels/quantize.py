@@ -1,7 +1,7 @@
 """Activations of one byte: quantized as they are, or after their RMSNorm.
 
 Called by linear layers with weights of one byte (`layers.formats.kernel_scaled`) for more rows than
-`scaled_linear` takes. A scale belongs to a token, to a token and `GROUP` neighbouring channels
+`few_rows_scaled` takes. A scale belongs to a token, to a token and `GROUP` neighbouring channels
 (DeepSeek-V3, DeepSeek-AI 2024), or to all (a static one). One launch computes scales and values: a
 program keeps its token in registers.
 """

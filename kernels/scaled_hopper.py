@@ -18,6 +18,7 @@ products run, into the buffer from which the result is written.
 from __future__ import annotations
 
 import torch
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.hopper_pipeline import (
     PRODUCER_REGISTERS,
     TORCH_DTYPES,
@@ -32,7 +33,6 @@ from aioinfer.kernels.hopper_pipeline import (
     tiles_of_item,
 )
 from aioinfer.kernels.quantize import ScaledInputs
-from aioinfer.kernels.scaled_linear import ScaledMatrix
 from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -2,7 +2,7 @@
 float8 or int8, or of 16-bit activations with weights that are converted in registers.
 
 Called by linear layers with weights of one byte (`layers.formats.kernel_scaled`) for more rows than
-`scaled_linear` takes. A program computes a tile of Y^T = W X^T, the weight as the left operand
+`few_rows_scaled` takes. A program computes a tile of Y^T = W X^T, the weight as the left operand
 (with 16-bit activations it is converted between shared memory and the tensor cores), and loads both
 with TMA. Sums of blocks of 128 inputs are scaled and added in float32 (DeepSeek-V3, DeepSeek-AI
 2024), which also bounds the error of the tensor cores' accumulators; scales of tokens and output
@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
-from aioinfer.kernels.scaled_linear import ScaledMatrix
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -244,7 +244,7 @@ def scaled_product(
         weight: [N, K]; with `gated` [2 * N, K], interleaved, N a multiple of 8.
         dtype: of the result.
         residual: [M, N], added to the product; may be `out`; rows may be strided, by 0 for a bias.
-        gated: returns silu(x @ gate.T) * (x @ up.T), as `scaled_linear` does.
+        gated: returns silu(x @ gate.T) * (x @ up.T), as `few_rows_scaled` does.
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `product_config`'s (for tests and tuning).

@@ -101,7 +101,7 @@ EXTENDED = frozenset(
         "compiled/test_block_hopper_kernels.py",
         "compiled/test_cascade_kernels.py",
         "compiled/test_decode_attention.py::test_sinks_take_few_barriers",
-        "compiled/test_few_rows_kernels.py",
+        "compiled/test_few_rows_float8_kernels.py",
         "compiled/test_prefill_hopper.py::test_a_float8_cache",
         "compiled/test_prefill_hopper.py::test_block_tables_of_one_column",
         "compiled/test_latent_kernels.py",
@@ -109,7 +109,7 @@ EXTENDED = frozenset(
         "compiled/test_grouped_hopper_kernels.py",
         "compiled/test_expert_kernels.py",
         "compiled/test_hopper_products.py",
-        "compiled/test_linear_candidates.py",
+        "compiled/test_few_rows_dense_kernels.py",
         "compiled/test_scaled_kernels.py",
         "test_outside_features.py::test_a_restart_of_the_workers_changes_nothing",
         "test_outside_features.py::test_every_way_gives_the_same[two stages]",
@@ -233,7 +233,7 @@ EXTENDED = frozenset(
 KEPT = frozenset(
     [
         "compiled/test_grouped_hopper_kernels.py::test_one_configuration",
-        "compiled/test_few_rows_kernels.py::test_other_weights_and_machines_are_rejected",
+        "compiled/test_few_rows_float8_kernels.py::test_other_weights_and_machines_are_rejected",
         "compiled/test_scaled_kernels.py::test_activations_are_quantized_in_registers",
         "functional/test_admin.py::test_only_an_admin_key_opens_them",
         "functional/test_api_page.py::test_every_endpoint_has_a_command",

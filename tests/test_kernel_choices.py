@@ -9,7 +9,7 @@ import pytest
 
 from aioinfer.layers.kernel_choices import (
     CUBLAS,
-    SKINNY,
+    FEW_ROWS,
     Candidate,
     KernelChoices,
     Product,
@@ -36,7 +36,7 @@ def choices() -> ProductChoices:
 
 def test_texts_tell_candidates_and_products_apart() -> None:
     assert str(CUBLAS) == "cublas"
-    assert str(Candidate(SKINNY, Tiles(4, 256))) == "skinny_linear features=4 step=256"
+    assert str(Candidate(FEW_ROWS, Tiles(4, 256))) == "few_rows_dense features=4 step=256"
     assert str(PRODUCT) == "dense residual 64x32 bfloat16"
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_chosen_before_anything_was_measured(choices: ProductChoices)
 
 
 def test_the_next_larger_measured_number_of_rows_serves(choices: ProductChoices) -> None:
-    few, many = Candidate(SKINNY, Tiles(4, 256)), CUBLAS
+    few, many = Candidate(FEW_ROWS, Tiles(4, 256)), CUBLAS
     choices.choose({8: few, 2: few, 16: many})
     assert [choices.find(rows) for rows in (2, 3, 8)] == [few] * 3
     assert [choices.find(rows) for rows in (9, 16)] == [many] * 2
@@ -60,7 +60,7 @@ def test_defaults_beyond_what_was_measured(choices: ProductChoices) -> None:
 
 
 def test_a_forced_candidate_goes_before_what_was_chosen(choices: ProductChoices) -> None:
-    other = Candidate(SKINNY, Tiles(1, 32))
+    other = Candidate(FEW_ROWS, Tiles(1, 32))
     choices.choose({2: CUBLAS})
     choices.forced = other
     assert choices.find(2) == choices.find(500) == other

@@ -13,7 +13,7 @@ import torch
 
 from aioinfer.layers.kernel_choices import (
     CUBLAS,
-    SKINNY,
+    FEW_ROWS,
     Candidate,
     KernelChoices,
     Operation,
@@ -28,7 +28,7 @@ from aioinfer.worker.stored_choices import StoredChoices
 from tests.test_kernel_choices import Tiles
 
 SIZES = (1, 2, 8, 16, 24)
-SMALL, LARGE = Candidate(SKINNY, Tiles(16, 256)), Candidate(SKINNY, Tiles(64, 256))
+SMALL, LARGE = Candidate(FEW_ROWS, Tiles(16, 256)), Candidate(FEW_ROWS, Tiles(64, 256))
 MACHINE = {"card": "a card"}
 
 

@@ -13,7 +13,7 @@ from aioinfer.worker.stored_choices import StoredChoices, Texts, hash_sources
 
 MACHINE = {"card": "NVIDIA H200", "multiprocessors": "132", "triton": "3.6.0", "kernels": "ab"}
 PRODUCT = "dense plain 8x8 bfloat16"
-MEASURED: Texts = {PRODUCT: {2: "cublas", 4: "skinny_linear features=4"}}
+MEASURED: Texts = {PRODUCT: {2: "cublas", 4: "few_rows_dense features=4"}}
 
 
 def test_what_is_added_is_read_again(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_models_share_the_file(tmp_path: Path) -> None:
     other: Texts = {PRODUCT: {1: "a"}, "dense gated 4x8 bfloat16": {1: "c"}}
     assert StoredChoices(tmp_path, MACHINE).add(other) == other
     assert first.read() == {
-        PRODUCT: {1: "a", 2: "cublas", 4: "skinny_linear features=4"},
+        PRODUCT: {1: "a", 2: "cublas", 4: "few_rows_dense features=4"},
         "dense gated 4x8 bfloat16": {1: "c"},
     }
 
@@ -41,7 +41,7 @@ def test_what_was_read_is_replaced(tmp_path: Path) -> None:
     stored = StoredChoices(tmp_path, MACHINE)
     stored.read()
     assert stored.add({PRODUCT: {2: "new"}}) == {PRODUCT: {2: "new"}}
-    assert stored.read()[PRODUCT] == {2: "new", 4: "skinny_linear features=4"}
+    assert stored.read()[PRODUCT] == {2: "new", 4: "few_rows_dense features=4"}
 
 
 def test_of_two_that_start_together_the_first_decides(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.affine_rows import AffineRows
 from aioinfer.layers.formats.compiled import CompiledWeight, can_lay_out, has_compiled_products
-from aioinfer.layers.formats.dense import SKINNY_ROWS, PackedWeight, pack_weight
+from aioinfer.layers.formats.dense import MAX_FEW_ROWS, PackedWeight, pack_weight
 from aioinfer.layers.formats.half import HalfWeight, has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.norm import Norm, RMSNorm
@@ -236,9 +236,9 @@ class LMHead:
         self._pdl = backend.pdl
         self._kernel = None
         if backend.has_kernels:
-            from aioinfer.kernels.linear import skinny_linear
+            from aioinfer.kernels.few_rows_dense import few_rows_dense
 
-            self._kernel = skinny_linear
+            self._kernel = few_rows_dense
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's rows of the checkpoint's tensor go, if it is not tied."""
@@ -312,7 +312,7 @@ class LMHead:
     def _multiply(self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None) -> torch.Tensor:
         assert self.weight is not None
         assert self._kernel is not None
-        if len(hidden) > SKINNY_ROWS or not isinstance(norm, RMSNorm):
+        if len(hidden) > MAX_FEW_ROWS or not isinstance(norm, RMSNorm):
             return torch.mm(norm(hidden), self.weight.t(), out=out)
         return self._kernel(
             hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl

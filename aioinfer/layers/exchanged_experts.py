@@ -21,7 +21,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.kernels.expert_configs import TABLES, WIDE_CONFIG, ExpertConfig
 from aioinfer.kernels.expert_exchange import NO_LIMIT, ExchangeLayout, ExpertExchange
-from aioinfer.kernels.expert_linear import expert_product
+from aioinfer.kernels.expert_product import expert_product
 from aioinfer.kernels.expert_routing import (
     FEW_TOKENS,
     MAX_SHARED_TILES,

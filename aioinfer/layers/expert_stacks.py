@@ -1,5 +1,5 @@
 """The weights of all experts of a layer on a GPU: one tensor for each projection, unquantized, in
-float8 or in four bits, as `kernels.expert_linear` reads them.
+float8 or in four bits, as `kernels.expert_product` reads them.
 
 An expert's checkpoint tensors are read by the weight formats (`layers.formats`), which know their
 names, packing and shards; their memory is the place in the layer's tensor where the expert is to

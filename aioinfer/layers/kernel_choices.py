@@ -43,8 +43,8 @@ class Candidate:
         return " ".join((self.kernel, *values))
 
 
-#: `kernels.linear.skinny_linear`, with a `LinearConfig`.
-SKINNY = "skinny_linear"
+#: `kernels.few_rows_dense.few_rows_dense`, with a `FewRowsConfig`.
+FEW_ROWS = "few_rows_dense"
 #: `kernels.gated_product.gated_product`, with a `GatedConfig`.
 GATED = "gated_product"
 #: `kernels.split_product`, with a `SplitConfig`.

@@ -19,7 +19,7 @@ import torch
 
 from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
-from aioinfer.kernels.expert_linear import expert_product, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     FEW_TOKENS,
     MAX_SHARED_TILES,

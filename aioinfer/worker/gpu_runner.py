@@ -29,7 +29,7 @@ import torch
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.kernels.cascade_attention import MIN_ROWS
 from aioinfer.kernels.slots import grow_tables
-from aioinfer.layers.formats.dense import SKINNY_ROWS
+from aioinfer.layers.formats.dense import MAX_FEW_ROWS
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import HostRows, SampledRows, Step
 from aioinfer.models.decoder import CausalLM
@@ -401,8 +401,8 @@ class GpuModelRunner:
         if self.model.supports_prefill_graphs:
             self._begin(Step(self._buffers.views(WARM_UP_TOKENS, self._plan.rows), None))
         capacity = self._plan.rows
-        # beyond SKINNY_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
-        sizes = (1, 2, SKINNY_ROWS + 1, 17, 33, 65, 129, 193)
+        # beyond MAX_FEW_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
+        sizes = (1, 2, MAX_FEW_ROWS + 1, 17, 33, 65, 129, 193)
         few = [rows for rows in sizes if rows < capacity]
         many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
         for rows in (*few, *(size + 1 for size in many), capacity):

@@ -29,7 +29,7 @@ def machine_of(device: Any) -> dict[str, str]:
     import torch
     import triton
 
-    import aioinfer.kernels.linear as kernels
+    import aioinfer.kernels.few_rows_dense as kernels
 
     properties = torch.cuda.get_device_properties(device)
     blas = str(torch.backends.cuda.preferred_blas_library()).lower()

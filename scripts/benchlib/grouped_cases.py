@@ -12,19 +12,19 @@ import torch
 from aioinfer.kernels import grouped_hopper as hopper
 from aioinfer.kernels import grouped_hopper_configs as hopper_configs
 from aioinfer.kernels.activation import gated_activation
-from aioinfer.kernels.grouped_linear import (
+from aioinfer.kernels.few_rows_grouped import (
+    MAX_ROWS,
+    FewRowsGroupedConfig,
+    few_rows_grouped,
+    few_rows_grouped_config,
+    fuses_norm,
+    supports,
+)
+from aioinfer.kernels.grouped_product import (
     GroupedConfig,
     grouped_config,
-    grouped_linear,
-    grouped_linear_reference,
-)
-from aioinfer.kernels.grouped_skinny import (
-    MAX_ROWS,
-    SkinnyConfig,
-    fuses_norm,
-    skinny_config,
-    skinny_grouped_linear,
-    supports,
+    grouped_product,
+    grouped_product_reference,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, dequantize, pack_groups
 from aioinfer.kernels.norm import rms_norm
@@ -50,8 +50,8 @@ SCHEMES = {
     "int8 g128": (8, 128, False),
 }
 #: Configurations of the kernel for few rows, beside its table's.
-SKINNY = [
-    SkinnyConfig(warps, depth, programs)
+FEW_ROWS = [
+    FewRowsGroupedConfig(warps, depth, programs)
     for warps, depth, programs in (
         (16, 2, 1), (16, 3, 1), (8, 2, 1), (8, 4, 1), (8, 2, 2), (8, 3, 2), (8, 2, 3), (4, 2, 4),
         (4, 3, 4), (4, 4, 3), (4, 2, 5),
@@ -92,15 +92,15 @@ def configs(rows: int, weight: PackedGroups, tune: bool) -> list[tuple[str, Grou
     return found
 
 
-def skinny_configs(
+def few_rows_configs(
     x: torch.Tensor, weight: PackedGroups, tune: bool
-) -> list[tuple[str, SkinnyConfig]]:
+) -> list[tuple[str, FewRowsGroupedConfig]]:
     """Returns the configurations of the kernel for few rows: its table's and, to tune, others."""
     if len(x) > MAX_ROWS or not supports(x, weight):
         return []
-    tried = SKINNY if tune else []
+    tried = FEW_ROWS if tune else []
     named = [(f"w{c.warps} d{c.depth} p{c.programs}", c) for c in tried]
-    return [("table", skinny_config(weight)), *named]
+    return [("table", few_rows_grouped_config(weight)), *named]
 
 
 def grouped_cases(tune: bool) -> Iterator[Case]:
@@ -140,7 +140,7 @@ def row_cases(
     )
     last = slice(max(0, rows - 64), rows)
     part = {k: v[last] if k == "residual" and v is not None else v for k, v in given.items()}
-    expected = grouped_linear_reference(x[last], weight, **part)
+    expected = grouped_product_reference(x[last], weight, **part)
 
     def checked(run: Callable[[PackedGroups], object]) -> Callable[[], float]:
         def check() -> float:
@@ -157,28 +157,26 @@ def row_cases(
         for pdl in (False, True) if rows == 1 and not tune else (False,):
 
             def run(w: PackedGroups, config: GroupedConfig = config, pdl: bool = pdl) -> None:
-                grouped_linear(normed_x, w, out=out, config=config, pdl=pdl, **fusions)
+                grouped_product(normed_x, w, out=out, config=config, pdl=pdl, **fusions)
 
             runs = [lambda w=w, run=run: run(w) for w in weights]
             label = f"{scheme} {variant}" + " pdl" * pdl
             yield Case("grouped", name, label, runs, size, flops, checked(run))
     yield from hopper_cases(name, scheme, x, weights, given, out, checked, size, flops, tune)
-    for variant, skinny in skinny_configs(x, weight, tune):
-        is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, skinny)
+    for variant, few_rows in few_rows_configs(x, weight, tune):
+        is_fused = norm is not None and fuses_norm(rows, weight, x.dtype, few_rows)
         # without the norm, which is a launch of its own then, and with it
         for kept, pdl in itertools.product((None, norm) if is_fused else (None,), (False, True)):
 
-            def run_skinny(
+            def run_few_rows(
                 w: PackedGroups, norm: torch.Tensor | None = kept,
-                config: SkinnyConfig = skinny, pdl: bool = pdl,
+                config: FewRowsGroupedConfig = few_rows, pdl: bool = pdl,
             ) -> None:  # fmt: skip
-                skinny_grouped_linear(
-                    x, w, norm_weight=norm, out=out, config=config, pdl=pdl, **fusions
-                )
+                few_rows_grouped(x, w, norm_weight=norm, out=out, config=config, pdl=pdl, **fusions)
 
-            runs = [lambda w=w, run=run_skinny: run(w) for w in weights]
-            label = f"{scheme} skinny {variant}" + " norm" * (kept is not None) + " pdl" * pdl
-            check = checked(lambda w, run=run_skinny, norm=norm: run(w, norm))
+            runs = [lambda w=w, run=run_few_rows: run(w) for w in weights]
+            label = f"{scheme} few_rows {variant}" + " norm" * (kept is not None) + " pdl" * pdl
+            check = checked(lambda w, run=run_few_rows, norm=norm: run(w, norm))
             yield Case("grouped", name, label, runs, size, flops, check)
     if rows < 64 or tune:
         return

@@ -12,6 +12,7 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
+from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense, few_rows_dense_reference
 from aioinfer.kernels.gated_product import (
     GatedConfig,
     candidates,
@@ -19,7 +20,6 @@ from aioinfer.kernels.gated_product import (
     gated_product,
     gated_product_reference,
 )
-from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
 from aioinfer.kernels.logprobs import token_logprobs
 from aioinfer.kernels.norm import add_rms_norm
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
@@ -233,7 +233,7 @@ def prefill_cases(tune: bool) -> Iterator[Case]:
 
 #: Output features, inputs, whether the norm comes before, whether the gate comes after; where
 #: neither, a residual is added.
-LINEARS = {
+PRODUCTS = {
     "8B qkv": (6144, 4096, True, False),
     "8B o": (4096, 4096, False, False),
     "8B gate_up": (12288, 4096, True, True),
@@ -246,14 +246,14 @@ LINEARS = {
 }
 
 
-def linear_variants(rows: int, inputs: int, tune: bool) -> list[tuple[str, LinearConfig | None]]:
+def few_rows_variants(rows: int, inputs: int, tune: bool) -> list[tuple[str, FewRowsConfig | None]]:
     """Returns the table's configuration (None) and, to tune, others."""
     if not tune:
         return [("table", None)]
     if rows == 1:
         step = min(4096, 1 << (inputs - 1).bit_length())
         configs = [
-            LinearConfig(features, step, warps) for features in (1, 2, 4) for warps in (2, 4, 8)
+            FewRowsConfig(features, step, warps) for features in (1, 2, 4) for warps in (2, 4, 8)
         ]
     else:
         tiles = (
@@ -265,13 +265,13 @@ def linear_variants(rows: int, inputs: int, tune: bool) -> list[tuple[str, Linea
             (64, 128, 4, 5),
             (64, 256, 4, 3),
         )
-        configs = [LinearConfig(*tile) for tile in tiles]
+        configs = [FewRowsConfig(*tile) for tile in tiles]
     return [(f"n{c.features} k{c.step} w{c.num_warps} s{c.num_stages}", c) for c in configs]
 
 
-def linear_cases(tune: bool) -> Iterator[Case]:
-    """Skinny linear layers with the fused operations, beside torch's product alone."""
-    for name, (features, inputs, normed, gated) in LINEARS.items():
+def few_rows_cases(tune: bool) -> Iterator[Case]:
+    """Products of few rows with the fused operations, beside torch's product alone."""
+    for name, (features, inputs, normed, gated) in PRODUCTS.items():
         copies = max(1, int(3e8 / (features * (1 + gated) * inputs * 2)))
         weights = [
             random_tensor(features * (1 + gated), inputs, scale=inputs**-0.5) for _ in range(copies)
@@ -281,13 +281,13 @@ def linear_cases(tune: bool) -> Iterator[Case]:
             residual = None if normed else random_tensor(rows, features)
             size = weights[0].nbytes + x.nbytes + rows * features * 2
             plain = [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights]
-            yield Case("linear", f"{name} x{rows}", "torch, product alone", plain, size)
-            for variant, config in linear_variants(rows, inputs, tune):
+            yield Case("few_rows", f"{name} x{rows}", "torch, product alone", plain, size)
+            for variant, config in few_rows_variants(rows, inputs, tune):
 
                 def run(
                     w, x=x, norm=norm, residual=residual, gated=gated, config=config
                 ) -> torch.Tensor:
-                    return skinny_linear(
+                    return few_rows_dense(
                         x, w, norm_weight=norm, residual=residual, gated=gated, config=config
                     )
 
@@ -295,13 +295,13 @@ def linear_cases(tune: bool) -> Iterator[Case]:
                     run=run, x=x, w=weights[0], norm=norm, residual=residual, gated=gated
                 ) -> float:
                     wide = [None if t is None else t.double() for t in (norm, residual)]
-                    expected = skinny_linear_reference(
+                    expected = few_rows_dense_reference(
                         x.double(), w.double(), norm_weight=wide[0], residual=wide[1], gated=gated
                     )
                     return float((run(w).double() - expected).norm() / expected.norm())
 
                 yield Case(
-                    "linear",
+                    "few_rows",
                     f"{name} x{rows}",
                     variant,
                     [lambda w=w, run=run: run(w) for w in weights],
@@ -402,7 +402,7 @@ def chain_cases(tune: bool) -> Iterator[Case]:
         ) -> None:  # fmt: skip
             hidden = state
             for qkv_w, o_w, up_w, down_w in weights:
-                qkv = skinny_linear(hidden, qkv_w, norm_weight=norm, pdl=pdl)
+                qkv = few_rows_dense(hidden, qkv_w, norm_weight=norm, pdl=pdl)
                 q = qk_norm_rope_cache(
                     qkv,
                     position,
@@ -428,10 +428,10 @@ def chain_cases(tune: bool) -> Iterator[Case]:
                     soft_cap=0.0,
                     pdl=pdl,
                 )
-                hidden = skinny_linear(out.flatten(1), o_w, residual=hidden, pdl=pdl)
-                gated = skinny_linear(hidden, up_w, norm_weight=norm, gated=True, pdl=pdl)
-                hidden = skinny_linear(gated, down_w, residual=hidden, pdl=pdl)
-            skinny_linear(hidden, head, norm_weight=norm, pdl=pdl)
+                hidden = few_rows_dense(out.flatten(1), o_w, residual=hidden, pdl=pdl)
+                gated = few_rows_dense(hidden, up_w, norm_weight=norm, gated=True, pdl=pdl)
+                hidden = few_rows_dense(gated, down_w, residual=hidden, pdl=pdl)
+            few_rows_dense(hidden, head, norm_weight=norm, pdl=pdl)
 
         yield Case(
             "chain", name, "plain launches", [lambda step=step: step(False)], size, repeats=2
@@ -537,7 +537,7 @@ def small_cases(tune: bool) -> Iterator[Case]:
 FAMILIES = {
     "decode": decode_cases,
     "prefill": prefill_cases,
-    "linear": linear_cases,
+    "few_rows": few_rows_cases,
     "gated": gated_cases,
     "chain": chain_cases,
     "sampling": sampling_cases,

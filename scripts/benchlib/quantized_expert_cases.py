@@ -21,7 +21,7 @@ from aioinfer.kernels.expert_configs import (
     expert_config,
     vector_config,
 )
-from aioinfer.kernels.expert_linear import expert_product, experts_reference, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, experts_reference, sum_pairs
 from aioinfer.kernels.expert_routing import RoutedTokens, RoutingRule, make_counters, route
 from aioinfer.kernels.expert_weights import (
     BLOCK,

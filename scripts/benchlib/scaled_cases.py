@@ -10,16 +10,20 @@ import torch
 from aioinfer.kernels import block_hopper
 from aioinfer.kernels import few_rows_float8 as few_rows_kernel
 from aioinfer.kernels.activation import gated_activation
-from aioinfer.kernels.few_rows_float8 import FewRowsConfig, few_rows_config, few_rows_float8
-from aioinfer.kernels.linear import MAX_ROWS, LinearConfig
+from aioinfer.kernels.few_rows_dense import MAX_ROWS, FewRowsConfig
+from aioinfer.kernels.few_rows_float8 import (
+    FewRowsFloat8Config,
+    few_rows_float8,
+    few_rows_float8_config,
+)
+from aioinfer.kernels.few_rows_scaled import (
+    ScaledMatrix,
+    few_rows_scaled,
+    few_rows_scaled_config,
+    few_rows_scaled_reference,
+)
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
-from aioinfer.kernels.scaled_linear import (
-    ScaledMatrix,
-    scaled_linear,
-    scaled_linear_config,
-    scaled_linear_reference,
-)
 from aioinfer.kernels.scaled_product import (
     ProductConfig,
     cublas_product,
@@ -29,10 +33,10 @@ from aioinfer.kernels.scaled_product import (
 )
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, CONFIGS, BlockConfig, HopperConfig
 
-from benchlib.kernel_cases import BF16, DEVICE, LINEARS, Case, random_tensor
+from benchlib.kernel_cases import BF16, DEVICE, PRODUCTS, Case, random_tensor
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-SHAPES = {name: shape for name, shape in LINEARS.items() if name in (
+SHAPES = {name: shape for name, shape in PRODUCTS.items() if name in (
     "8B qkv", "8B o", "8B gate_up", "8B down")}  # fmt: skip
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 #: Dtype of the values, whether scales are of blocks.
@@ -40,7 +44,7 @@ KINDS = {"fp8": (FP8, False), "blocks": (FP8, True), "int8": (INT8, False)}
 #: Rows of the products in Gluon for few rows, and their configurations beside the table's.
 FEW_ROWS = (1, 2, 4, 8)
 FEW_ROWS_CONFIGS = [
-    FewRowsConfig(*config)
+    FewRowsFloat8Config(*config)
     for config in (
         (16, 4, 2, 4),
         (16, 4, 2, 6),
@@ -141,18 +145,18 @@ def few_rows(
     residual = None if gated else random_tensor(rows, features)
     normed = {"norm_weight": norm} if rows == 1 and gated else {}
     grouped = weights[0].is_grouped
-    table = scaled_linear_config(
+    table = few_rows_scaled_config(
         rows, features, inputs, normed=bool(normed), gated=gated, grouped=grouped
     )
-    for config in [table, *(linear_variants(rows, table) if tune else [])]:
+    for config in [table, *(few_rows_variants(rows, table) if tune else [])]:
 
-        def run(w: ScaledMatrix, config: LinearConfig = config) -> torch.Tensor:
-            return scaled_linear(x, w, residual=residual, gated=gated, config=config, **normed)
+        def run(w: ScaledMatrix, config: FewRowsConfig = config) -> torch.Tensor:
+            return few_rows_scaled(x, w, residual=residual, gated=gated, config=config, **normed)
 
         def check(run: Callable[..., torch.Tensor] = run) -> float:
             wide = None if residual is None else residual.double()
             given = {name: norm.double() for name in normed}
-            expected = scaled_linear_reference(
+            expected = few_rows_scaled_reference(
                 x.double(), weights[0], residual=wide, gated=gated, **given
             )
             return float((run(weights[0]).double() - expected).norm() / expected.norm())
@@ -170,7 +174,7 @@ def few_rows_gluon(
     weights: list[ScaledMatrix], tune: bool,
 ) -> Iterator[Case]:  # fmt: skip
     """Products of few rows: the Gluon kernels and the table's kernel with programmatic dependent
-    launch, beside `scaled_linear`."""
+    launch, beside `few_rows_scaled`."""
     x, norm = random_tensor(rows, inputs), random_tensor(inputs)
     if not few_rows_kernel.supports(x, weights[0]):
         return
@@ -178,13 +182,15 @@ def few_rows_gluon(
     normed = {"norm_weight": norm} if gated else {}
     wide = None if residual is None else residual.double()
     given = {name: norm.double() for name in normed}
-    table = few_rows_config(rows, len(weights[0].values), inputs, grouped=weights[0].is_grouped)
+    table = few_rows_float8_config(
+        rows, len(weights[0].values), inputs, grouped=weights[0].is_grouped
+    )
     others = [config for config in FEW_ROWS_CONFIGS if tune and config != table]
     options = {"residual": residual, "gated": gated, **normed}
     size = nbytes(weights[0], x, features)
 
     def error(out: torch.Tensor) -> float:
-        expected = scaled_linear_reference(
+        expected = few_rows_scaled_reference(
             x.double(), weights[0], residual=wide, gated=gated, **given
         )
         return float((out.double() - expected).norm() / expected.norm())
@@ -194,7 +200,7 @@ def few_rows_gluon(
         for pdl in (False, True) if config == table or rows == 1 else (False,):
 
             def run(
-                w: ScaledMatrix, config: FewRowsConfig = config, pdl: bool = pdl
+                w: ScaledMatrix, config: FewRowsFloat8Config = config, pdl: bool = pdl
             ) -> torch.Tensor:
                 return few_rows_float8(x, w, config=config, pdl=pdl, **options)
 
@@ -203,18 +209,18 @@ def few_rows_gluon(
                 [lambda w=w, run=run: run(w) for w in weights], size,
                 check=lambda run=run: error(run(weights[0])),
             )  # fmt: skip
-    runs = [lambda w=w: scaled_linear(x, w, pdl=True, **options) for w in weights]
-    yield Case("scaled", title, f"{kind} scaled_linear pdl", runs, size)
+    runs = [lambda w=w: few_rows_scaled(x, w, pdl=True, **options) for w in weights]
+    yield Case("scaled", title, f"{kind} few_rows_scaled pdl", runs, size)
 
 
-def linear_variants(rows: int, table: LinearConfig) -> Iterator[LinearConfig]:
+def few_rows_variants(rows: int, table: FewRowsConfig) -> Iterator[FewRowsConfig]:
     """Yields other configurations for few rows."""
     if rows > 1:
         return
     for features in (1, 2, 4, 8):
         for warps in (2, 4, 8):
             for step in (2048, 4096):
-                config = LinearConfig(features, step, warps, 1)
+                config = FewRowsConfig(features, step, warps, 1)
                 if config != table:
                     yield config
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import torch
 import triton
-from aioinfer.kernels.grouped_linear import GroupedConfig, _kernel, grouped_config
+from aioinfer.kernels.grouped_product import GroupedConfig, _kernel, grouped_config
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups, pack_groups
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -30,7 +30,7 @@ def compile_kernel(
     *,
     gated: bool = False,
 ) -> CompiledKernel:
-    """Compiles what `grouped_linear` launches."""
+    """Compiles what `grouped_product` launches."""
     offset = 0 if weight.bits == 8 else {"bf16": 128, "fp16": 1024}[dtype]
     constants = {
         "INPUTS": weight.inputs, "UNITS": weight.units, "RUN": weight.run, "GROUP": weight.group,

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("triton")
 
 import triton.language as tl
-from aioinfer.kernels import quantize, scaled_linear, scaled_product
-from aioinfer.kernels.scaled_linear import scaled_linear_config
+from aioinfer.kernels import few_rows_scaled, quantize, scaled_product
+from aioinfer.kernels.few_rows_scaled import few_rows_scaled_config
 from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, PLAIN_CONFIG, ProductConfig
 from triton.compiler import CompiledKernel
 
@@ -83,7 +83,7 @@ def test_products_of_few_rows(
     rows: int, kind: str, run: int, gated: bool, features: int, inputs: int, tmp_path: Path
 ) -> None:
     grouped, normed = run > 1, rows == 1 and inputs == 4096
-    config = scaled_linear_config(
+    config = few_rows_scaled_config(
         rows, features, inputs, normed=normed, gated=gated, grouped=grouped
     )
     constants = {
@@ -99,7 +99,7 @@ def test_products_of_few_rows(
         "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
         "residual": "*bf16", "out": "*bf16", "eps": "fp32",
     }  # fmt: skip
-    source = scaled_linear._vector_kernel if rows == 1 else scaled_linear._tensor_kernel
+    source = few_rows_scaled._vector_kernel if rows == 1 else few_rows_scaled._tensor_kernel
     kernel = compile_kernel(source, types, constants, config)
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.block_hopper import block_product, select_config, supports
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.quantize import (
     GROUP,
     SCALE_ROWS,
@@ -17,7 +18,6 @@ from aioinfer.kernels.quantize import (
     quantize,
     quantize_reference,
 )
-from aioinfer.kernels.scaled_linear import ScaledMatrix
 from aioinfer.kernels.scaled_product import scaled_product_reference
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, GATED_BLOCK_CONFIGS, BlockConfig
 from cases import error, normal, poisoned

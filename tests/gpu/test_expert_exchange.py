@@ -79,7 +79,7 @@ class Rank:
 
     def launch(self, step: Step, max_few: int) -> None:
         """Launches a layer's exchange and products; up to `max_few` pairs are few."""
-        from aioinfer.kernels.expert_linear import expert_product
+        from aioinfer.kernels.expert_product import expert_product
         from aioinfer.kernels.expert_routing import RoutedTokens
 
         routed = RoutedTokens(step.weights, step.chosen)
@@ -95,7 +95,7 @@ class Rank:
         self.exchange.combine(self.pairs, routed, *self.places, step.x, step.out)
 
     def check(self, step: Step) -> None:
-        from aioinfer.kernels.expert_linear import experts_reference
+        from aioinfer.kernels.expert_product import experts_reference
 
         if len(step.x):
             exact = step.x.double()

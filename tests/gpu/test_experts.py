@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.expert_configs import CONFIGS, SCANNED_CONFIGS, ExpertConfig, VectorConfig
-from aioinfer.kernels.expert_linear import expert_product, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingRule, route
 from aioinfer.kernels.expert_sum import CONFIG
 from cases import error

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.few_rows_float8 import FewRowsConfig, few_rows_float8, supports
-from aioinfer.kernels.scaled_linear import scaled_linear_reference
+from aioinfer.kernels.few_rows_float8 import FewRowsFloat8Config, few_rows_float8, supports
+from aioinfer.kernels.few_rows_scaled import few_rows_scaled_reference
 from cases import normal, poisoned
 from scaled_cases import FP8, ScaledCase, matrix
 
@@ -30,7 +30,7 @@ SHAPES = [
     (96, 272, False),
 ]
 CONFIGS = [
-    FewRowsConfig(features, warps, depth, 1)
+    FewRowsFloat8Config(features, warps, depth, 1)
     for features in (16, 32)
     for warps in (4, 8)
     for depth in (1, 4)
@@ -39,7 +39,7 @@ CONFIGS = [
 
 def product(
     case: ScaledCase, *, normed: bool = False, residual: bool = False, magnitude: float = 1.0,
-    config: FewRowsConfig | None = None, pdl: bool = False,
+    config: FewRowsFloat8Config | None = None, pdl: bool = False,
 ) -> float:  # fmt: skip
     """Returns the largest normwise error of a row; with a residual the result is written over
     it. Rows differ in magnitude, and lie apart in memory."""
@@ -51,7 +51,7 @@ def product(
     shape = case.rows, case.features
     added = normal(*shape, dtype=case.dtype, device=DEVICE) * magnitude if residual else None
     wide = [None if t is None else t.double() for t in (norm, added)]
-    expected = scaled_linear_reference(
+    expected = few_rows_scaled_reference(
         x.double(), weight, norm_weight=wide[0], residual=wide[1], gated=case.gated
     )
     out = poisoned(*shape, dtype=case.dtype, device=DEVICE) if added is None else added
@@ -85,7 +85,7 @@ def test_the_tables_configurations(
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_every_configuration(config: FewRowsConfig, rows: int) -> None:
+def test_every_configuration(config: FewRowsFloat8Config, rows: int) -> None:
     """More tiles than programs, and inputs that are no whole steps."""
     for features, inputs, gated, run in (
         (4800, 1552, False, 0),

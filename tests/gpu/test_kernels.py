@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
 from aioinfer.kernels.decode_plan import DecodeWorkspace, decode_config, plan_decode
+from aioinfer.kernels.few_rows_dense import other_configs
 from aioinfer.kernels.gated_product import (
     CONFIGS,
     GatedConfig,
@@ -22,7 +23,6 @@ from aioinfer.kernels.gated_product import (
     gated_product_reference,
     supports,
 )
-from aioinfer.kernels.linear import other_configs
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import (
     make_prefill_plan,
@@ -44,8 +44,8 @@ from cases import (
     AttentionCase,
     activation,
     attention,
+    dense_rows,
     error,
-    linear,
     norm,
     norm_of_parts,
     normal,
@@ -413,7 +413,7 @@ def test_qk_norm_rope_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
+def test_few_rows_dense(gated: bool, dtype: torch.dtype) -> None:
     few, some = (40, 104) if gated else (37, 100)
     for rows, features, inputs in (
         (1, 4096, 4096),
@@ -425,7 +425,7 @@ def test_skinny_linear(gated: bool, dtype: torch.dtype) -> None:
     ):
         for normed in (True, False):
             assert (
-                error(linear(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated))
+                error(dense_rows(rows, features, inputs, dtype, DEVICE, normed=normed, gated=gated))
                 < LIMIT[dtype]
             ), (rows, features, inputs)
 
@@ -437,7 +437,7 @@ def test_other_configurations_of_one_row(inputs: int) -> None:
         assert configs
         for config in configs:
             options = {"normed": normed, "gated": gated, "config": config}
-            pair = linear(1, 1000, inputs, torch.bfloat16, DEVICE, **options)
+            pair = dense_rows(1, 1000, inputs, torch.bfloat16, DEVICE, **options)
             assert error(pair) < LIMIT[torch.bfloat16], (inputs, options)
 
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, ExpertConfig
-from aioinfer.kernels.expert_linear import expert_product, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingConfig, RoutingRule, route, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import PackedExperts, format_name, pack_floats

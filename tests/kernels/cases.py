@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from aioinfer.kernels.activation import gated_activation, gated_activation_reference
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
-from aioinfer.kernels.linear import LinearConfig, skinny_linear, skinny_linear_reference
+from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense, few_rows_dense_reference
 from aioinfer.kernels.norm import (
     add_parts,
     add_parts_rms_norm,
@@ -313,7 +313,7 @@ def qk_norm_rope(
     return [(q, reference), *zip(readable(caches, scales), wide_caches, strict=True)]
 
 
-def linear(
+def dense_rows(
     rows: int,
     features: int,
     inputs: int,
@@ -322,15 +322,15 @@ def linear(
     *,
     normed: bool,
     gated: bool,
-    config: LinearConfig | None = None,
+    config: FewRowsConfig | None = None,
 ) -> Pair:
-    """Runs `skinny_linear`: with a residual where it is not gated; where it is, `features` is a
+    """Runs `few_rows_dense`: with a residual where it is not gated; where it is, `features` is a
     multiple of 8."""
     x = normal(rows, inputs, dtype=dtype, device=device)
     weight = (torch.randn(features * (1 + gated), inputs, device=device) * inputs**-0.5).to(dtype)
     norm_weight = normal(inputs, dtype=dtype, device=device) if normed else None
     residual = None if gated else normal(rows, features, dtype=dtype, device=device)
-    out = skinny_linear(
+    out = few_rows_dense(
         x,
         weight,
         norm_weight=norm_weight,
@@ -340,7 +340,7 @@ def linear(
         out=poisoned(rows, features, dtype=dtype, device=device),
     )
     wide_norm, wide_residual = (None if t is None else t.double() for t in (norm_weight, residual))
-    return out, skinny_linear_reference(
+    return out, few_rows_dense_reference(
         x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, ExpertConfig, VectorConfig
-from aioinfer.kernels.expert_linear import expert_product, experts_reference, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, experts_reference, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from aioinfer.kernels.grouped_linear import (
+from aioinfer.kernels.few_rows_grouped import FewRowsGroupedConfig
+from aioinfer.kernels.grouped_product import (
     GroupedConfig,
-    grouped_linear,
-    grouped_linear_reference,
+    grouped_product,
+    grouped_product_reference,
 )
-from aioinfer.kernels.grouped_skinny import SkinnyConfig
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import Pair, normal, poisoned
 
@@ -41,11 +41,11 @@ def grouped(
     *,
     normed: bool = False,
     gated: bool = False,
-    config: GroupedConfig | SkinnyConfig | None = None,
+    config: GroupedConfig | FewRowsGroupedConfig | None = None,
     pdl: bool = False,
-    multiply: Callable[..., torch.Tensor] = grouped_linear,
+    multiply: Callable[..., torch.Tensor] = grouped_product,
 ) -> Pair:
-    """Runs `grouped_linear`, or a kernel with its arguments: with a residual where it is not
+    """Runs `grouped_product`, or a kernel with its arguments: with a residual where it is not
     gated."""
     device = str(weight.integers.device)
     features = weight.features // 2 if gated else weight.features
@@ -65,4 +65,4 @@ def grouped(
         pdl=pdl,
     )
     assert not weight.counters.any()
-    return out, grouped_linear_reference(x, weight, **given)
+    return out, grouped_product_reference(x, weight, **given)

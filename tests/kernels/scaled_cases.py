@@ -6,7 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from aioinfer.kernels.linear import LinearConfig
+from aioinfer.kernels.few_rows_dense import FewRowsConfig
+from aioinfer.kernels.few_rows_scaled import (
+    ScaledMatrix,
+    few_rows_scaled,
+    few_rows_scaled_reference,
+)
 from aioinfer.kernels.quantize import (
     GROUP,
     MAXIMA,
@@ -15,7 +20,6 @@ from aioinfer.kernels.quantize import (
     quantize,
     quantize_reference,
 )
-from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear, scaled_linear_reference
 from aioinfer.kernels.scaled_product import (
     ProductConfig,
     cublas_product,
@@ -75,19 +79,19 @@ def block_matrix(case: ScaledCase) -> ScaledMatrix:
     return ScaledMatrix(weight.values, scales, case.rows_per_scale, weight.counters, True)
 
 
-def few_rows(case: ScaledCase, *, normed: bool, config: LinearConfig | None = None) -> Pair:
-    """Runs `scaled_linear`: with a residual where it is not gated."""
+def few_rows(case: ScaledCase, *, normed: bool, config: FewRowsConfig | None = None) -> Pair:
+    """Runs `few_rows_scaled`: with a residual where it is not gated."""
     x = normal(case.rows, case.inputs, dtype=case.dtype, device=case.device)
     weight = matrix(case)
     norm = normal(case.inputs, dtype=case.dtype, device=case.device) if normed else None
     shape = case.rows, case.features
     residual = None if case.gated else normal(*shape, dtype=case.dtype, device=case.device)
-    out = scaled_linear(
+    out = few_rows_scaled(
         x, weight, norm_weight=norm, residual=residual, gated=case.gated, config=config,
         out=poisoned(*shape, dtype=case.dtype, device=case.device),
     )  # fmt: skip
     wide = [None if t is None else t.double() for t in (norm, residual)]
-    return out, scaled_linear_reference(
+    return out, few_rows_scaled_reference(
         x.double(), weight, norm_weight=wide[0], residual=wide[1], gated=case.gated
     )
 

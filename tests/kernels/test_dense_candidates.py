@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
-from aioinfer.kernels.linear import skinny_linear
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import KernelDenseWeight
 from aioinfer.layers.formats.dense_candidates import DenseCandidates
-from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Operation
+from aioinfer.layers.kernel_choices import CUBLAS, FEW_ROWS, GATED, SPLIT, Operation
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
@@ -111,16 +111,16 @@ def test_what_is_chosen_computes(backend: Backend) -> None:
     (choices,) = backend.choices.products.values()
     assert choices.weights == list(weights)
     assert weights[0].candidates("plain", 3)[0] == CUBLAS
-    skinny = next(each for each in weights[0].candidates("plain", 3) if each.kernel == SKINNY)
-    choices.choose({2: CUBLAS, 4: skinny})
+    few_rows = next(each for each in weights[0].candidates("plain", 3) if each.kernel == FEW_ROWS)
+    choices.choose({2: CUBLAS, 4: few_rows})
     configs = []
 
     def note(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
         configs.append(options["config"])
-        return skinny_linear(*operands, **options)
+        return few_rows_dense(*operands, **options)
 
     for weight, expected in zip(weights, exact, strict=True):
-        weight._skinny_linear = note
+        weight._few_rows_dense = note
         torch.testing.assert_close(weight.multiply(x), expected, rtol=1e-4, atol=1e-4)
         weight.multiply(torch.randn(5, INPUTS))
-    assert configs == [skinny.config] * 2
+    assert configs == [few_rows.config] * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from aioinfer.kernels.expert_configs import ExpertConfig
 from aioinfer.kernels.expert_exchange import ExchangeLayout, ExpertExchange
-from aioinfer.kernels.expert_linear import expert_product, experts_reference
+from aioinfer.kernels.expert_product import expert_product, experts_reference
 from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from peer_processes import run_ranks

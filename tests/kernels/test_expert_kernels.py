@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from aioinfer.kernels.expert_configs import ExpertConfig, VectorConfig, expert_config
-from aioinfer.kernels.expert_linear import expert_product
+from aioinfer.kernels.expert_product import expert_product
 from aioinfer.kernels.expert_routing import (
     CopyTable,
     RoutedTokens,

@@ -1,14 +1,14 @@
-"""Norm, activation, RoPE with KV write, and skinny linear layers at tiny sizes."""
+"""Norm, activation, RoPE with KV write, and products of few rows at tiny sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from aioinfer.kernels.activation import KINDS, gated_activation, gated_activation_reference
-from aioinfer.kernels.linear import LinearConfig, skinny_linear
+from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.norm import add_parts, rms_norm
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from cases import activation, error, linear, norm, norm_of_parts, qk_norm_rope
+from cases import activation, dense_rows, error, norm, norm_of_parts, qk_norm_rope
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
@@ -66,7 +66,7 @@ def test_norm_weights_wider_than_what_is_normed() -> None:
     assert torch.equal(rms_norm(x, weight, 1e-6), expected)
     identity = torch.eye(96).half()
     for rows in (1, 3):
-        normed = skinny_linear(x[:rows], identity, norm_weight=weight)
+        normed = few_rows_dense(x[:rows], identity, norm_weight=weight)
         torch.testing.assert_close(normed, expected[:rows], rtol=2**-11, atol=1e-7)
 
 
@@ -127,21 +127,21 @@ def test_kv_write_in_float8() -> None:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("inputs", [90, 192])
-def test_skinny_linear(inputs: int, rows: int, gated: bool, normed: bool) -> None:
+def test_few_rows_dense(inputs: int, rows: int, gated: bool, normed: bool) -> None:
     """With a last step that is whole, and one that is not."""
-    config = LinearConfig(4, 64, 4) if rows == 1 else LinearConfig(16, 32, 2, 2)
+    config = FewRowsConfig(4, 64, 4) if rows == 1 else FewRowsConfig(16, 32, 2, 2)
     shape = rows, 24 if gated else 21, inputs
-    pair = linear(*shape, torch.float32, "cpu", normed=normed, gated=gated, config=config)
+    pair = dense_rows(*shape, torch.float32, "cpu", normed=normed, gated=gated, config=config)
     assert error(pair) < 1e-5
 
 
-def test_skinny_linear_rejects_more_than_16_rows() -> None:
+def test_few_rows_dense_rejects_more_than_16_rows() -> None:
     with pytest.raises(ValueError, match="x must be"):
-        skinny_linear(torch.zeros(17, 8), torch.zeros(4, 8))
+        few_rows_dense(torch.zeros(17, 8), torch.zeros(4, 8))
 
 
 def test_half_a_run_of_gate_rows_is_rejected() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
-        skinny_linear(torch.zeros(1, 8), torch.zeros(24, 8), gated=True)
+        few_rows_dense(torch.zeros(1, 8), torch.zeros(24, 8), gated=True)
     with pytest.raises(ValueError, match="multiple of 8"):
         gated_activation(torch.zeros(1, 24))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels.few_rows_dense import MAX_ROWS
 from aioinfer.kernels.gated_product import interleave
-from aioinfer.kernels.linear import MAX_ROWS
 from aioinfer.kernels.quantize import ScaledInputs, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 

@@ -17,7 +17,7 @@ from sampling_cases import allowed_tokens, make_state
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
-from aioinfer.layers.formats.dense import SKINNY_ROWS
+from aioinfer.layers.formats.dense import MAX_FEW_ROWS
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
@@ -202,7 +202,7 @@ def test_biases_of_other_ranks_tokens_are_skipped() -> None:
     assert torch.equal(memory.flatten(1), whole)
 
 
-@pytest.mark.parametrize("rows", [2, SKINNY_ROWS + 1])
+@pytest.mark.parametrize("rows", [2, MAX_FEW_ROWS + 1])
 @torch.inference_mode()
 def test_each_rank_computes_the_logits_of_its_shard(rows: int, tmp_path: Path) -> None:
     tiny_model(

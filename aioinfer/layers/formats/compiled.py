@@ -1,5 +1,5 @@
 """Weights in 4 or 8 bits on a CPU, multiplied as they are by kernels that numba compiles
-(`kernels.affine_linear`): a quarter of the bytes of float16, and as exact as float32.
+(`kernels.affine_product`): a quarter of the bytes of float16, and as exact as float32.
 
 numba is an optional dependency (`aioinfer[cpu]`); without it such weights become float16 (`half`).
 """
@@ -48,7 +48,7 @@ def _compiled() -> Compiled | None:
 @cache
 def _compiled_once() -> Compiled | None:
     try:
-        from aioinfer.kernels.affine_linear import compile_kernel
+        from aioinfer.kernels.affine_product import compile_kernel
 
         return compile_kernel()
     except Exception as error:  # whatever a compiler says of a processor it does not know
@@ -58,7 +58,7 @@ def _compiled_once() -> Compiled | None:
 
 def can_lay_out(parts: Sequence[AffineRows | torch.Tensor]) -> bool:
     """Whether the kernels can compute with a weight of these parts."""
-    from aioinfer.kernels.affine_linear import PAIR
+    from aioinfer.kernels.affine_product import PAIR
 
     return all(
         len(part) % PAIR == 0 and (isinstance(part, torch.Tensor) or part.has_whole_groups)
@@ -91,7 +91,7 @@ class CompiledWeight:
     def __init__(
         self, parts: Sequence[AffineRows | torch.Tensor], inputs: int, *, gated: bool = False
     ):
-        from aioinfer.kernels.affine_linear import LANES, PAIR, TILE_BYTES, Segment, Task
+        from aioinfer.kernels.affine_product import LANES, PAIR, TILE_BYTES, Segment, Task
         from aioinfer.kernels.cpu_team import process_team
 
         kernels = _compiled()
@@ -163,7 +163,7 @@ class CompiledWeight:
 
     def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
         """Returns silu(gate) * up [..., out / 2] for x [..., in], or for norm(x)."""
-        from aioinfer.kernels.affine_linear import GATES
+        from aioinfer.kernels.affine_product import GATES
 
         out = torch.empty(*x.shape[:-1], self._outputs // 2)
         self._compute(x, out, GATES, None, norm)
@@ -171,7 +171,7 @@ class CompiledWeight:
 
     def add_product(self, x: torch.Tensor, total: torch.Tensor) -> None:
         """Adds x W^T to `total` [T, out], in place, for x [T, in]."""
-        from aioinfer.kernels.affine_linear import ADDS
+        from aioinfer.kernels.affine_product import ADDS
 
         self._compute(x, total, ADDS, None, None)
 
@@ -207,7 +207,7 @@ class CompiledWeight:
 def _in_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns [pairs, 2, lanes, n] of one tensor [outputs, n], or of the tensors of gate and up,
     panel by panel."""
-    from aioinfer.kernels.affine_linear import LANES
+    from aioinfer.kernels.affine_product import LANES
 
     if len(parts) == 1:
         return parts[0].unflatten(0, (-1, 2, LANES))

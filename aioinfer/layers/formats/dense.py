@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kernel_choices import (
+    FEW_ROWS,
     GATED,
-    SKINNY,
     SPLIT,
     Candidate,
     Operation,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _PACKED_ROWS = 8
 #: Up to so many rows our own products beat cuBLAS where nothing but a residual sum goes with them
 #: (docs/notes/products.md): where nothing was timed (`dense_candidates`).
-SKINNY_ROWS = 8
+MAX_FEW_ROWS = 8
 
 
 class DenseWeight:
@@ -171,13 +171,13 @@ class KernelDenseWeight(DenseWeight):
     ):
         super().__init__(sources, columns, backend, weight)
         from aioinfer.kernels.activation import gated_activation
+        from aioinfer.kernels.few_rows_dense import few_rows_dense
         from aioinfer.kernels.gated_product import gated_product, supports
         from aioinfer.kernels.hopper_pipeline import rows_are_aligned
-        from aioinfer.kernels.linear import skinny_linear
         from aioinfer.kernels.split_product import split_product, whole_product
 
         self._pdl = backend.pdl
-        self._skinny_linear, self._gated_activation = skinny_linear, gated_activation
+        self._few_rows_dense, self._gated_activation = few_rows_dense, gated_activation
         self._gated_product = gated_product
         self._split_product, self._whole_product = split_product, whole_product
         self._can_split = rows_are_aligned
@@ -201,7 +201,7 @@ class KernelDenseWeight(DenseWeight):
     def _candidates(self) -> DenseCandidates:
         from aioinfer.layers.formats.dense_candidates import DenseCandidates
 
-        return DenseCandidates(self._loaded, SKINNY_ROWS)
+        return DenseCandidates(self._loaded, MAX_FEW_ROWS)
 
     def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
         """See `TimedWeight.candidates`."""
@@ -226,9 +226,9 @@ class KernelDenseWeight(DenseWeight):
         weight = self._loaded
         operation: Operation = "plain" if out is None else "partial"
         selected = self._select(operation if bias is None else "biased", len(x))
-        if selected.kernel == SKINNY:
+        if selected.kernel == FEW_ROWS:
             added = None if bias is None else bias.expand(len(x), -1)
-            return self._skinny_linear(
+            return self._few_rows_dense(
                 x, weight, residual=added, out=out, pdl=self._pdl, config=selected.config
             )
         if selected.kernel == SPLIT and self._can_split(x):
@@ -251,7 +251,7 @@ class KernelDenseWeight(DenseWeight):
         if len(x) > 1:
             return self.multiply(norm(x), out=out)
         config = self._select("normed", 1, norm).config
-        return self._skinny_linear(
+        return self._few_rows_dense(
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl,
             config=config,
         )  # fmt: skip
@@ -261,14 +261,14 @@ class KernelDenseWeight(DenseWeight):
         weight = self._loaded
         if len(x) == 1 and norm is not None:
             config = self._select("normed gated", 1, norm).config
-            return self._skinny_linear(
+            return self._few_rows_dense(
                 x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl,
                 config=config,
             )  # fmt: skip
         selected = self._select("gated", len(x))
         normed = x if norm is None else norm(x)
-        if selected.kernel == SKINNY:
-            return self._skinny_linear(
+        if selected.kernel == FEW_ROWS:
+            return self._few_rows_dense(
                 normed, weight, gated=True, pdl=self._pdl, config=selected.config
             )
         if selected.kernel == GATED:
@@ -287,8 +287,8 @@ class KernelDenseWeight(DenseWeight):
         selected = self._select("residual", len(x))
         if selected.kernel == SPLIT and self._can_split(x):
             return self._split_product(x, self._loaded, selected.config, pdl=self._pdl)
-        if selected.kernel == SKINNY:
-            self._skinny_linear(
+        if selected.kernel == FEW_ROWS:
+            self._few_rows_dense(
                 x, self._loaded, residual=total, out=total, pdl=self._pdl, config=selected.config
             )
         else:

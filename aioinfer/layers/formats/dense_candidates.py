@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from aioinfer.kernels import gated_product, split_product
+from aioinfer.kernels.few_rows_dense import MAX_ROWS, few_rows_dense_config, other_configs
 from aioinfer.kernels.gated_product import (
     FEW_TOKENS,
     TILE_TIMES,
@@ -17,9 +18,8 @@ from aioinfer.kernels.gated_product import (
     use_fused,
 )
 from aioinfer.kernels.hopper_pipeline import supports_product
-from aioinfer.kernels.linear import MAX_ROWS, linear_config, other_configs
 from aioinfer.kernels.split_product import SplitConfig, split_config
-from aioinfer.layers.kernel_choices import CUBLAS, GATED, SKINNY, SPLIT, Candidate, Operation
+from aioinfer.layers.kernel_choices import CUBLAS, FEW_ROWS, GATED, SPLIT, Candidate, Operation
 
 #: Operations of one row that is normed in the same launch, and operations with a gate.
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
@@ -37,7 +37,7 @@ class DenseCandidates:
 
     Args:
         weight: [out, in], with `gated` products in the order of `gated_product.interleave`.
-        few_rows: up to so many rows `skinny_linear` is the default where nothing but a sum goes
+        few_rows: up to so many rows `few_rows_dense` is the default where nothing but a sum goes
             with the product.
     """
 
@@ -57,7 +57,7 @@ class DenseCandidates:
         an H200; of gated products with large weights see `gated_product.use_fused`."""
         is_few = rows <= self._few_rows and operation in ("partial", "residual")
         if is_few or (rows == 1 and operation != "biased"):
-            return self._skinny(operation, rows)
+            return self._few_rows_candidate(operation, rows)
         if operation in _GATED and self._has_gated and use_fused(rows, self._weight):
             return self._early(GATED, self._gated_config(rows), rows)
         return CUBLAS
@@ -81,9 +81,9 @@ class DenseCandidates:
         if operation not in _NORMED:
             yield CUBLAS
         if rows <= MAX_ROWS:
-            yield self._skinny(operation, rows)
+            yield self._few_rows_candidate(operation, rows)
             for config in other_configs(**self._shape(operation, rows)):
-                yield Candidate(SKINNY, config)
+                yield Candidate(FEW_ROWS, config)
         if operation == "gated" and rows > 1 and self._has_gated:
             for config in gated_product.candidates(rows):
                 yield self._early(GATED, config, rows)
@@ -111,11 +111,11 @@ class DenseCandidates:
         is_smaller = wide.consumers / wide.parts < narrow.consumers / narrow.parts
         return [narrow, wide] if rows <= MAX_ROWS or is_smaller else [narrow]
 
-    def _skinny(self, operation: Operation, rows: int) -> Candidate:
-        return Candidate(SKINNY, linear_config(**self._shape(operation, rows)))
+    def _few_rows_candidate(self, operation: Operation, rows: int) -> Candidate:
+        return Candidate(FEW_ROWS, few_rows_dense_config(**self._shape(operation, rows)))
 
     def _shape(self, operation: Operation, rows: int) -> dict[str, Any]:
-        """Returns the arguments of `linear_config`."""
+        """Returns the arguments of `few_rows_dense_config`."""
         out, inputs = self._weight.shape
         is_gated = operation in _GATED
         return {

@@ -1,5 +1,5 @@
-"""Weights in 4 or 8 bits in groups, computed with by our kernels: `kernels.grouped_linear`, and on
-Hopper `kernels.grouped_skinny` for few rows and `kernels.grouped_hopper` for dozens to hundreds.
+"""Weights in 4 or 8 bits in groups, computed with by our kernels: `kernels.grouped_product`, and on
+Hopper `kernels.few_rows_grouped` for few rows and `kernels.grouped_hopper` for dozens to hundreds.
 
 When it is loaded, a weight is brought into the order that the kernels read, layer by layer on the
 device, and the checkpoint's tensors are freed. Where groups are of inputs in another order (GPTQ's
@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
+from aioinfer.kernels.few_rows_grouped import MAX_ROWS as MAX_FEW_ROWS
+from aioinfer.kernels.few_rows_grouped import few_rows_grouped, few_rows_grouped_config, fuses_norm
+from aioinfer.kernels.few_rows_grouped import supports as few_rows_supports
 from aioinfer.kernels.grouped_hopper import MAX_ROWS, grouped_hopper, use_hopper
 from aioinfer.kernels.grouped_hopper import supports as hopper_supports
 from aioinfer.kernels.grouped_hopper_configs import grouped_hopper_config
-from aioinfer.kernels.grouped_linear import (
+from aioinfer.kernels.grouped_product import (
     MAX_FUSED_ROWS,
     grouped_config,
-    grouped_linear,
+    grouped_product,
     use_fused,
 )
-from aioinfer.kernels.grouped_skinny import MAX_ROWS as MAX_SKINNY_ROWS
-from aioinfer.kernels.grouped_skinny import fuses_norm, skinny_config, skinny_grouped_linear
-from aioinfer.kernels.grouped_skinny import supports as skinny_supports
 from aioinfer.kernels.grouped_weight import (
     PackedGroups,
     dequantize,
@@ -53,11 +53,11 @@ from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
 
-_SKINNY, _HOPPER, _FUSED = "grouped_skinny", "grouped_hopper", "grouped_linear"
+_FEW_ROWS, _HOPPER, _FUSED = "few_rows_grouped", "grouped_hopper", "grouped_product"
 _KERNELS: dict[str, Callable[..., torch.Tensor]] = {
-    _SKINNY: skinny_grouped_linear,
+    _FEW_ROWS: few_rows_grouped,
     _HOPPER: grouped_hopper,
-    _FUSED: grouped_linear,
+    _FUSED: grouped_product,
 }
 #: The weight is dequantized, and multiplied by cuBLAS.
 _DEQUANTIZED = Candidate("dequantized")
@@ -65,9 +65,9 @@ _DEQUANTIZED = Candidate("dequantized")
 _MIN_DEQUANTIZED_ROWS = 64
 
 
-def use_skinny(x: torch.Tensor, weight: PackedGroups) -> bool:
-    """Whether the product is `skinny_grouped_linear`'s: for 1 to 8 rows on Hopper."""
-    return skinny_supports(x, weight)
+def use_few_rows(x: torch.Tensor, weight: PackedGroups) -> bool:
+    """Whether the product is `few_rows_grouped`'s: for 1 to 8 rows on Hopper."""
+    return few_rows_supports(x, weight)
 
 
 class KernelGroupedWeight(GroupedWeight):
@@ -201,11 +201,11 @@ class KernelGroupedWeight(GroupedWeight):
 
     def _all(self, x: torch.Tensor, **options: Any) -> Iterator[Candidate]:
         """Yields all candidates, each in the configuration that it is the fastest in by its own
-        estimate; arguments as in `grouped_linear`."""
+        estimate; arguments as in `grouped_product`."""
         rows, weight = len(x), self._loaded
-        if skinny_supports(x, weight):
-            yield Candidate(_SKINNY, skinny_config(weight))
-        if MAX_SKINNY_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options):
+        if few_rows_supports(x, weight):
+            yield Candidate(_FEW_ROWS, few_rows_grouped_config(weight))
+        if MAX_FEW_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options):
             yield self._hopper(rows, options["gated"])
         if rows <= MAX_FUSED_ROWS:
             yield Candidate(_FUSED, grouped_config(rows, weight, x.element_size()))
@@ -214,10 +214,10 @@ class KernelGroupedWeight(GroupedWeight):
 
     def _default(self, x: torch.Tensor, **options: Any) -> Candidate:
         """Returns the candidate for a product where nothing was timed; arguments as in
-        `grouped_linear`."""
+        `grouped_product`."""
         weight = self._loaded
-        if use_skinny(x, weight):
-            return Candidate(_SKINNY, skinny_config(weight))
+        if use_few_rows(x, weight):
+            return Candidate(_FEW_ROWS, few_rows_grouped_config(weight))
         if use_hopper(x, weight, **options):
             return self._hopper(len(x), options["gated"])
         if use_fused(len(x)):
@@ -231,7 +231,7 @@ class KernelGroupedWeight(GroupedWeight):
         return Candidate(_HOPPER, config)
 
     def _select(self, operation: Operation, x: torch.Tensor, **options: Any) -> Candidate:
-        """Returns the candidate that computes a product; options as in `grouped_linear`."""
+        """Returns the candidate that computes a product; options as in `grouped_product`."""
         choices = self._choices.get(operation)
         if choices is None:
             size, bits = self._scheme.group_size, self._scheme.bits
@@ -243,7 +243,7 @@ class KernelGroupedWeight(GroupedWeight):
         chosen, weight = choices.find(len(x)), self._loaded
         if (
             chosen is None
-            or (chosen.kernel == _SKINNY and not skinny_supports(x, weight))
+            or (chosen.kernel == _FEW_ROWS and not few_rows_supports(x, weight))
             or (chosen.kernel == _HOPPER and not hopper_supports(x, weight, **options))
         ):
             return self._default(x, **options)
@@ -285,7 +285,7 @@ class KernelGroupedWeight(GroupedWeight):
         return self._expanded().multiply(x, bias, out) if product is None else product
 
     def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. Of one row on Hopper alone: in `grouped_linear` the norm
+        """See `WeightFormat.fuses_norm`. Of one row on Hopper alone: in `grouped_product` the norm
         took 10 us of a gated product on an H200, and 2 us as a launch of its own."""
         if self._dense is not None:
             return super().fuses_norm(rows)
@@ -295,7 +295,7 @@ class KernelGroupedWeight(GroupedWeight):
         """Whether the product's kernel norms x at no cost."""
         weight = self._loaded
         is_ordered = self._input_order is None
-        return is_ordered and fuses_norm(len(x), weight, x.dtype) and use_skinny(x, weight)
+        return is_ordered and fuses_norm(len(x), weight, x.dtype) and use_few_rows(x, weight)
 
     def multiply_normed(
         self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
@@ -305,7 +305,7 @@ class KernelGroupedWeight(GroupedWeight):
             return super().multiply_normed(x, norm, out)
         if not self._norms(x):
             return self.multiply(norm(x), out=out)
-        return skinny_grouped_linear(
+        return few_rows_grouped(
             x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._backend.pdl
         )
 
@@ -315,7 +315,7 @@ class KernelGroupedWeight(GroupedWeight):
             return super().multiply_gated(x, norm)
         if norm is not None and self._norms(x):
             given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
-            return skinny_grouped_linear(x, self._loaded, gated=True, **given)
+            return few_rows_grouped(x, self._loaded, gated=True, **given)
         x = self._ordered(x if norm is None else norm(x))
         product = self._product_of_integers("gated", x, gated=True)
         return self._expanded().multiply_gated(x) if product is None else product

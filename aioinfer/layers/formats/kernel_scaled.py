@@ -16,8 +16,9 @@ import torch
 from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.block_hopper import block_product, has_blocks, select_config
 from aioinfer.kernels.block_hopper import supports as block_supports
+from aioinfer.kernels.few_rows_dense import MAX_ROWS
 from aioinfer.kernels.few_rows_float8 import few_rows_float8, supports
-from aioinfer.kernels.linear import MAX_ROWS
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix, few_rows_scaled
 from aioinfer.kernels.quantize import (
     GROUP,
     MAX_CHANNELS,
@@ -27,7 +28,6 @@ from aioinfer.kernels.quantize import (
 )
 from aioinfer.kernels.scaled_hopper import hopper_product
 from aioinfer.kernels.scaled_hopper import supports as hopper_supports
-from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import (
     ALIGNMENT,
     CONFIGS,
@@ -310,7 +310,7 @@ class KernelScaledWeight(ScaledWeight):
 
 
 def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) -> bool:
-    """Whether `few_rows_float8` multiplies instead of `scaled_linear`: one row, on Hopper, of
+    """Whether `few_rows_float8` multiplies instead of `few_rows_scaled`: one row, on Hopper, of
     weights that it was measured to be faster with on an H200: weights of gate and up, and weights
     of many inputs with a scale for each output feature."""
     is_long = not weight.is_grouped and x.shape[1] > 8192
@@ -318,9 +318,9 @@ def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) 
 
 
 def _multiply_few(x: torch.Tensor, weight: ScaledMatrix, **options: Any) -> torch.Tensor:
-    """Returns the product of up to `MAX_ROWS` rows that are not quantized; see `scaled_linear`."""
+    """Returns the product of up to `MAX_ROWS` unquantized rows; see `few_rows_scaled`."""
     gated = options.get("gated", False)
-    product = few_rows_float8 if use_few_rows(x, weight, gated=gated) else scaled_linear
+    product = few_rows_float8 if use_few_rows(x, weight, gated=gated) else few_rows_scaled
     return product(x, weight, **options)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.linear import (
-    LinearConfig,
+from aioinfer.kernels.few_rows_dense import (
+    FewRowsConfig,
     _tensor_kernel,
     _vector_kernel,
-    linear_config,
+    few_rows_dense_config,
     other_configs,
 )
 
@@ -41,8 +41,8 @@ def test_they_fit(
     shape = {"normed": normed, "gated": gated}
     configs = other_configs(rows, features, inputs, **shape)
     assert configs or rows > 8
-    for config in (linear_config(rows, features, inputs, **shape), *configs):
-        assert isinstance(config, LinearConfig)
+    for config in (few_rows_dense_config(rows, features, inputs, **shape), *configs):
+        assert isinstance(config, FewRowsConfig)
         fixed = {
             "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
             "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "PDL": True,

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
-from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
+from aioinfer.kernels.product_arguments import check_product
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 16
@@ -31,7 +31,7 @@ EARLY_TRIGGER_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class LinearConfig:
+class FewRowsConfig:
     """The compile-time configuration of a kernel: output features a program, inputs a step, warps,
     pipeline stages (tensor cores only)."""
 
@@ -41,9 +41,9 @@ class LinearConfig:
     num_stages: int = 1
 
 
-def linear_config(
+def few_rows_dense_config(
     rows: int, features: int, inputs: int, *, normed: bool, gated: bool, itemsize: int = 2
-) -> LinearConfig:
+) -> FewRowsConfig:
     """Returns the configuration for x [rows, inputs] and `features` output features, measured on an
     H200 with 2-byte weights.
 
@@ -51,42 +51,44 @@ def linear_config(
     shared memory.
     """
     if rows > 1 and itemsize > 2:
-        return LinearConfig(16, 128, 4, 3)
+        return FewRowsConfig(16, 128, 4, 3)
     if rows > 1:
         if gated:
-            return LinearConfig(32, 256, 4, 4)
+            return FewRowsConfig(32, 256, 4, 4)
         if features >= 12288:
-            return LinearConfig(64, 256, 4, 3)
-        return LinearConfig(16, 512, 2, 4) if inputs >= features else LinearConfig(16, 256, 1, 5)
+            return FewRowsConfig(64, 256, 4, 3)
+        return FewRowsConfig(16, 512, 2, 4) if inputs >= features else FewRowsConfig(16, 256, 1, 5)
     step = min(4096, triton.next_power_of_2(inputs))
     if gated or normed:
-        return LinearConfig(1 if gated else 2, step, 4)
+        return FewRowsConfig(1 if gated else 2, step, 4)
     if features >= 4096:
-        return LinearConfig(4, step, 8) if inputs > step else LinearConfig(4, min(2048, step), 4)
-    return LinearConfig(1, step, 8 if step == 4096 else 4)
+        return FewRowsConfig(4, step, 8) if inputs > step else FewRowsConfig(4, min(2048, step), 4)
+    return FewRowsConfig(1, step, 8 if step == 4096 else 4)
 
 
 def other_configs(
     rows: int, features: int, inputs: int, *, normed: bool, gated: bool, itemsize: int = 2
-) -> list[LinearConfig]:
-    """Returns configurations that may be faster than `linear_config`'s with other shapes or on
-    other cards; arguments as there. They are few, since each takes a compilation."""
+) -> list[FewRowsConfig]:
+    """Returns configurations that may be faster than `few_rows_dense_config`'s with other shapes or
+    on other cards; arguments as there. They are few, since each takes a compilation."""
     if rows > MAX_ROWS // 2 or (rows > 1 and (gated or itemsize > 2)):
         return []
     if rows > 1:
-        configs = [LinearConfig(16, 512, 2, 4), LinearConfig(32, 256, 4, 4)]
+        configs = [FewRowsConfig(16, 512, 2, 4), FewRowsConfig(32, 256, 4, 4)]
     elif gated:
         step = min(4096, triton.next_power_of_2(inputs))
-        configs = [LinearConfig(1, step, 4), LinearConfig(2, step, 8)]
+        configs = [FewRowsConfig(1, step, 4), FewRowsConfig(2, step, 8)]
     else:
         step = min(4096, triton.next_power_of_2(inputs))
-        configs = [LinearConfig(4, step, 8), LinearConfig(1, step, 8 if step == 4096 else 4)]
+        configs = [FewRowsConfig(4, step, 8), FewRowsConfig(1, step, 8 if step == 4096 else 4)]
         if not normed:
-            configs.append(LinearConfig(4, min(2048, step), 4))
+            configs.append(FewRowsConfig(4, min(2048, step), 4))
     exact = inputs & -inputs  # no thread is idle in the last step
     if rows == 1 and 512 <= exact < step:
-        configs.append(LinearConfig(1 if gated else 2, exact, exact // 256))
-    default = linear_config(rows, features, inputs, normed=normed, gated=gated, itemsize=itemsize)
+        configs.append(FewRowsConfig(1 if gated else 2, exact, exact // 256))
+    default = few_rows_dense_config(
+        rows, features, inputs, normed=normed, gated=gated, itemsize=itemsize
+    )
     return [config for config in configs if config != default]
 
 
@@ -200,7 +202,7 @@ def _tensor_kernel(
     )
 
 
-def skinny_linear(
+def few_rows_dense(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -210,7 +212,7 @@ def skinny_linear(
     gated: bool = False,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    config: LinearConfig | None = None,
+    config: FewRowsConfig | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, for few rows of x, accumulated in float32.
 
@@ -225,7 +227,7 @@ def skinny_linear(
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
             read before that kernel ends, so that kernel must not write it.
-        config: instead of `linear_config`'s (for tests and tuning).
+        config: instead of `few_rows_dense_config`'s (for tests and tuning).
 
     Returns:
         [M, N] in x's dtype.
@@ -234,14 +236,14 @@ def skinny_linear(
         ValueError: the shapes do not fit, or there are more than 16 rows.
     """
     rows, inputs = x.shape
-    features = check_linear(
+    features = check_product(
         x, (weight.shape[0], weight.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(weight,)
     )
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x = rms_norm(x, norm_weight, eps, pdl=pdl)
     added = x if residual is None else residual
-    config = config or linear_config(
+    config = config or few_rows_dense_config(
         rows,
         features,
         inputs,
@@ -270,7 +272,7 @@ def skinny_linear(
     return out
 
 
-def skinny_linear_reference(
+def few_rows_dense_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -279,7 +281,7 @@ def skinny_linear_reference(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`skinny_linear` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
+    """`few_rows_dense` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
     if norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
     product = x @ weight.T

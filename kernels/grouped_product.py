@@ -14,7 +14,7 @@ Can't Run", 2022. Two words give eight 16-bit values by eleven instructions (`_e
 
 Where output features alone give too few programs, the inputs are divided over several of them
 (split-K); the last to finish sums their parts in a fixed order. The gate and the residual add after
-the product are fused as in `linear`.
+the product are fused as in `few_rows_dense`.
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -32,7 +32,7 @@ from aioinfer.kernels.grouped_weight import (
     dequantized_reference,
     split_zero,
 )
-from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.product_arguments import check_product
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
@@ -80,7 +80,7 @@ def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> Groupe
 
 
 def use_fused(rows: int) -> bool:
-    """Whether `grouped_linear` is faster than a dequantization and cuBLAS."""
+    """Whether `grouped_product` is faster than a dequantization and cuBLAS."""
     return rows <= MAX_FUSED_ROWS
 
 
@@ -285,7 +285,7 @@ def _kernel(
     )  # fmt: skip
 
 
-def grouped_linear(
+def grouped_product(
     x: torch.Tensor,
     weight: PackedGroups,
     *,
@@ -315,7 +315,7 @@ def grouped_linear(
         ValueError: the shapes do not fit.
     """
     rows, inputs = x.shape
-    features = check_linear(x, (weight.features, weight.inputs), gated=gated)
+    features = check_product(x, (weight.features, weight.inputs), gated=gated)
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
@@ -348,7 +348,7 @@ def _offset(x: torch.Tensor, weight: PackedGroups) -> int:
     return {torch.bfloat16: 128, torch.float16: 1024}.get(x.dtype, 0)
 
 
-def grouped_linear_reference(
+def grouped_product_reference(
     x: torch.Tensor,
     weight: PackedGroups,
     *,
@@ -357,7 +357,7 @@ def grouped_linear_reference(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`grouped_linear` in plain torch, in float64; of an RMSNorm of x, if `norm_weight` [K] is
+    """`grouped_product` in plain torch, in float64; of an RMSNorm of x, if `norm_weight` [K] is
     given."""
     x = x.double()
     if norm_weight is not None:

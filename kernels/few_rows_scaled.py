@@ -1,10 +1,11 @@
 """Linear layers with weights of one byte for one to sixteen rows, whose time is that of reading the
 weights.
 
-The counterpart of `linear`, with the same two kernels and fusions: float8 or int8 weights are read
-once, 16 bytes a thread, converted in registers and multiplied with 16-bit activations. A scale of
-an output feature is applied to its sum; scales of blocks are applied to the sums of 16 inputs, the
-ones that a thread has, or of one tensor-core step. More rows are left to `scaled_product`.
+The counterpart of `few_rows_dense`, with the same two kernels and fusions: float8 or int8 weights
+are read once, 16 bytes a thread, converted in registers and multiplied with 16-bit activations. A
+scale of an output feature is applied to its sum; scales of blocks are applied to the sums of 16
+inputs, the ones that a thread has, or of one tensor-core step. More rows are left to
+`scaled_product`.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -16,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
-from aioinfer.kernels.linear import EARLY_TRIGGER_BYTES, MAX_ROWS, LinearConfig, _finish
-from aioinfer.kernels.linear_arguments import check_linear
+from aioinfer.kernels.few_rows_dense import EARLY_TRIGGER_BYTES, MAX_ROWS, FewRowsConfig, _finish
 from aioinfer.kernels.norm import rms_norm
+from aioinfer.kernels.product_arguments import check_product
 from aioinfer.kernels.quantize import GROUP
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -61,13 +62,13 @@ class ScaledMatrix:
         return self.values.float() * scales
 
 
-def scaled_linear_config(
+def few_rows_scaled_config(
     rows: int, features: int, inputs: int, *, normed: bool, gated: bool, grouped: bool,
     itemsize: int = 2,
-) -> LinearConfig:  # fmt: skip
+) -> FewRowsConfig:  # fmt: skip
     """Returns the configuration for x [rows, inputs] and `features` output features.
 
-    Derived from `linear.linear_config`: a tile holds twice the weights, for as many bytes. With
+    Derived from `few_rows_dense_config`: a tile holds twice the weights, for as many bytes. With
     scales of blocks a tensor-core step is one block of inputs. Those of one row are measured on an
     H200; more rows come here only with activations that are not quantized, and are not tuned.
 
@@ -75,19 +76,19 @@ def scaled_linear_config(
         itemsize: bytes of an activation; float32 (for tests) takes the smallest tile.
     """
     if rows > 1 and itemsize > 2:
-        return LinearConfig(16, GROUP, 4, 3)
+        return FewRowsConfig(16, GROUP, 4, 3)
     if rows > MAX_ROWS // 2:  # 64 features would be a wgmma of 16 columns, which loads single bytes
         if features >= 12288 or gated:
-            return LinearConfig(32, GROUP if grouped else 256, 4, 5)
-        return LinearConfig(16, GROUP, 1, 8) if grouped else LinearConfig(16, 256, 2, 6)
+            return FewRowsConfig(32, GROUP if grouped else 256, 4, 5)
+        return FewRowsConfig(16, GROUP, 1, 8) if grouped else FewRowsConfig(16, 256, 2, 6)
     if rows > 1:
         if features >= 12288:
-            return LinearConfig(64, GROUP, 4, 6) if grouped else LinearConfig(64, 256, 4, 4)
+            return FewRowsConfig(64, GROUP, 4, 6) if grouped else FewRowsConfig(64, 256, 4, 4)
         if gated:
-            return LinearConfig(32, GROUP if grouped else 256, 4, 5)
-        return LinearConfig(16, GROUP, 1, 8) if grouped else LinearConfig(16, 512, 2, 6)
+            return FewRowsConfig(32, GROUP if grouped else 256, 4, 5)
+        return FewRowsConfig(16, GROUP, 1, 8) if grouped else FewRowsConfig(16, 512, 2, 6)
     step = max(GROUP, min(4096 if gated and not grouped else 2048, triton.next_power_of_2(inputs)))
-    return LinearConfig(8 if grouped else 4, step, 4)
+    return FewRowsConfig(8 if grouped else 4, step, 4)
 
 
 @triton.jit
@@ -234,7 +235,7 @@ def _tensor_kernel(
     )  # fmt: skip
 
 
-def scaled_linear(
+def few_rows_scaled(
     x: torch.Tensor,
     weight: ScaledMatrix,
     *,
@@ -244,7 +245,7 @@ def scaled_linear(
     gated: bool = False,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    config: LinearConfig | None = None,
+    config: FewRowsConfig | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, for few rows of x, accumulated in float32.
 
@@ -258,7 +259,7 @@ def scaled_linear(
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
             read before that kernel ends, so that kernel must not write it.
-        config: instead of `scaled_linear_config`'s (for tests and tuning).
+        config: instead of `few_rows_scaled_config`'s (for tests and tuning).
 
     Returns:
         [M, N] in x's dtype.
@@ -268,7 +269,7 @@ def scaled_linear(
     """
     rows, inputs = x.shape
     values, scales = weight.values, weight.scales
-    features = check_linear(
+    features = check_product(
         x,
         (values.shape[0], values.shape[1]),
         gated=gated,
@@ -280,7 +281,7 @@ def scaled_linear(
     if norm_weight is not None and rows > 1:  # fused, every program would repeat it
         x = rms_norm(x, norm_weight, eps, pdl=pdl)
     added = x if residual is None else residual
-    config = config or scaled_linear_config(
+    config = config or few_rows_scaled_config(
         rows, features, inputs, normed=norm_weight is not None, gated=gated, grouped=grouped,
         itemsize=x.element_size(),
     )  # fmt: skip
@@ -311,7 +312,7 @@ def scaled_linear(
     return out
 
 
-def scaled_linear_reference(
+def few_rows_scaled_reference(
     x: torch.Tensor,
     weight: ScaledMatrix,
     *,
@@ -320,7 +321,7 @@ def scaled_linear_reference(
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> torch.Tensor:
-    """`scaled_linear` in plain torch, in x's dtype (pass float64 for a reference)."""
+    """`few_rows_scaled` in plain torch, in x's dtype (pass float64 for a reference)."""
     if norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
     product = x @ weight.dequantized().to(x.dtype).T

@@ -1,7 +1,7 @@
 """Products of few rows with 4-bit weights in groups, compiled for Hopper without a GPU: weights and
 x go from memory to the tensor cores' registers by 16 bytes, and registers suffice.
 
-Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_grouped_skinny.py`.
+Gluon has no interpreter; what it computes is tested in `tests/gpu/test_few_rows_grouped.py`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 
 import torch
 import triton
-from aioinfer.kernels.grouped_skinny import (
+from aioinfer.kernels.few_rows_grouped import (
     OFFSETS,
-    SkinnyConfig,
+    FewRowsGroupedConfig,
     _kernel,
+    few_rows_grouped,
+    few_rows_grouped_config,
     fuses_norm,
-    skinny_config,
-    skinny_grouped_linear,
     supports,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
@@ -43,13 +43,13 @@ def weight_of(
 
 def compile_kernel(
     weight: PackedGroups,
-    config: SkinnyConfig,
+    config: FewRowsGroupedConfig,
     dtype: str = "bf16",
     *,
     normed: bool = False,
     gated: bool = False,
 ) -> CompiledKernel:
-    """Compiles what `skinny_grouped_linear` launches."""
+    """Compiles what `few_rows_grouped` launches."""
     constants = {
         "INPUTS": weight.inputs, "UNITS": weight.units, "RUN": weight.run, "GROUP": weight.group,
         "WIDTH": weight.width, "WARPS": config.warps, "DEPTH": config.depth,
@@ -91,7 +91,7 @@ def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
     shape: tuple[int, int], dtype: str, has_zeros: bool, gated: bool, tmp_path: Path
 ) -> None:
     weight = weight_of(*shape, has_zeros=has_zeros)
-    config = skinny_config(weight)
+    config = few_rows_grouped_config(weight)
     kernel = compile_kernel(weight, config, dtype, gated=gated)
     assert spilled(kernel, tmp_path) <= 64
     ptx, shares = kernel.asm["ptx"], weight.units // config.warps
@@ -109,7 +109,7 @@ def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
 
 def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
     weight = weight_of(24576, 4096)
-    config = SkinnyConfig(16, 2)
+    config = FewRowsGroupedConfig(16, 2)
     assert fuses_norm(1, weight, torch.bfloat16, config)
     assert not fuses_norm(1, weight, torch.bfloat16)  # two warps would have to share x
     kernel = compile_kernel(weight, config, normed=True, gated=True)
@@ -120,7 +120,7 @@ def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("group", "inputs"), [(32, 4096), (64, 320), (384, 768), (None, 1000)])
 def test_other_groups_and_edges_compile(group: int | None, inputs: int, tmp_path: Path) -> None:
     weight = weight_of(40, inputs, group=group, has_zeros=True)
-    kernel = compile_kernel(weight, skinny_config(weight))
+    kernel = compile_kernel(weight, few_rows_grouped_config(weight))
     assert spilled(kernel, tmp_path) <= 48  # groups of 64 need twice the sums of x
     width = "v2.b32" if weight.run == 32 else "v4.b32"
     # rows of x, whose stride is a multiple of eight elements, are read by as much as words are
@@ -131,6 +131,6 @@ def test_tensors_on_a_cpu_are_rejected() -> None:
     weight, x = weight_of(16, 256), torch.zeros(1, 256, dtype=torch.bfloat16)
     assert not supports(x, weight)
     with pytest.raises(ValueError, match="supports"):
-        skinny_grouped_linear(x, weight)
+        few_rows_grouped(x, weight)
     with pytest.raises(ValueError, match="x must be"):
-        skinny_grouped_linear(torch.zeros(9, 256), weight)
+        few_rows_grouped(torch.zeros(9, 256), weight)

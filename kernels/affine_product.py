@@ -368,4 +368,4 @@ def _run(task):
 @cache
 def compile_kernel() -> Compiled:
     """Compiles the functions; see `compile_functions`."""
-    return Compiled.compile("affine_linear", _run, _work)
+    return Compiled.compile("affine_product", _run, _work)

@@ -8,7 +8,7 @@ import torch
 from aioinfer.kernels.activation import GATE_RUN
 
 
-def check_linear(
+def check_product(
     x: torch.Tensor,
     shape: tuple[int, int],
     *,
@@ -21,7 +21,7 @@ def check_linear(
     Args:
         x: the argument; it must be [M, K] with contiguous rows.
         shape: of the weight: [N, K], with `gated` [2 * N, K], N a multiple of `GATE_RUN`.
-        gated: see `linear.skinny_linear`.
+        gated: see `few_rows_dense.few_rows_dense`.
         max_rows: M must be in 1 .. max_rows; None: any number of rows.
         stored: tensors of the weight that must be contiguous.
 

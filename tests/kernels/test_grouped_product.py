@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_linear import (
+from aioinfer.kernels.grouped_product import (
     GroupedConfig,
     grouped_config,
-    grouped_linear,
+    grouped_product,
 )
 from aioinfer.kernels.grouped_weight import (
     dequantize,
@@ -112,13 +112,13 @@ def test_what_does_not_fit_is_rejected() -> None:
     assert not supports_group(96)
     weight = random_groups(24, 128)
     with pytest.raises(ValueError, match="x must be"):
-        grouped_linear(torch.zeros(1, 64), weight)
+        grouped_product(torch.zeros(1, 64), weight)
     with pytest.raises(ValueError, match="with contiguous rows"):
-        grouped_linear(torch.zeros(128, 1).T[:, ::2], random_groups(24, 64))
+        grouped_product(torch.zeros(128, 1).T[:, ::2], random_groups(24, 64))
     with pytest.raises(ValueError, match="multiple of 8"):
-        grouped_linear(torch.zeros(1, 128), weight, gated=True)
+        grouped_product(torch.zeros(1, 128), weight, gated=True)
     with pytest.raises(ValueError, match="more tiles than there are counters"):
-        grouped_linear(torch.zeros(9, 128), weight, config=GroupedConfig(16, 8, splits=2))
+        grouped_product(torch.zeros(9, 128), weight, config=GroupedConfig(16, 8, splits=2))
     with pytest.raises(ValueError, match="groups of 48"):
         pack_groups(torch.zeros(8, 96), torch.zeros(8, 2), None, 4, 48)
     with pytest.raises(ValueError, match="scales are"):

@@ -15,14 +15,14 @@ pytest.importorskip("triton")
 
 import triton
 from aioinfer.kernels.few_rows_float8 import (
-    FewRowsConfig,
+    FewRowsFloat8Config,
     _few_rows_kernel,
     constants,
-    few_rows_config,
     few_rows_float8,
+    few_rows_float8_config,
     supports,
 )
-from aioinfer.kernels.scaled_linear import ScaledMatrix
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -37,7 +37,7 @@ INSTRUCTIONS = {False: 1.6, True: 1.7}
 
 
 def compile_product(
-    config: FewRowsConfig, rows: int, inputs: int, *, normed: bool, gated: bool, run: int
+    config: FewRowsFloat8Config, rows: int, inputs: int, *, normed: bool, gated: bool, run: int
 ) -> CompiledKernel:
     """Compiles what `few_rows_float8` launches; `run`: rows that share scales of blocks, or 0."""
     fixed = constants(config, rows, inputs) | {
@@ -90,7 +90,7 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
 def test_the_tables_configurations(
     rows: int, lines: int, inputs: int, run: int, normed: bool, gated: bool, tmp_path: Path
 ) -> None:
-    config = few_rows_config(rows, lines, inputs, grouped=run > 0)
+    config = few_rows_float8_config(rows, lines, inputs, grouped=run > 0)
     kernel = compile_product(config, rows, inputs, normed=normed, gated=gated, run=run)
     ptx = kernel.asm["ptx"]
     used, stack = registers(kernel, tmp_path)

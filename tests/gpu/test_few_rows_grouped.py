@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_linear import grouped_linear_reference
-from aioinfer.kernels.grouped_skinny import (
-    SkinnyConfig,
+from aioinfer.kernels.few_rows_grouped import (
+    FewRowsGroupedConfig,
+    few_rows_grouped,
+    few_rows_grouped_config,
     fuses_norm,
-    skinny_config,
-    skinny_grouped_linear,
     supports,
 )
+from aioinfer.kernels.grouped_product import grouped_product_reference
 from aioinfer.kernels.grouped_weight import PackedGroups
 from cases import Pair, error, normal
 from grouped_cases import grouped, random_groups
@@ -36,7 +36,7 @@ SHAPES = {
 }
 ROWS = (1, 2, 5, 8)
 CONFIGS = [
-    SkinnyConfig(warps, depth, programs)
+    FewRowsGroupedConfig(warps, depth, programs)
     for warps, depth, programs in (
         (16, 1, 1),
         (16, 2, 1),
@@ -53,9 +53,9 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def skinny(weight: PackedGroups, rows: int, dtype: torch.dtype, **given: Any) -> Pair:
+def few_rows(weight: PackedGroups, rows: int, dtype: torch.dtype, **given: Any) -> Pair:
     """Runs the kernel and its reference in float64."""
-    return grouped(weight, rows, dtype, multiply=skinny_grouped_linear, **given)
+    return grouped(weight, rows, dtype, multiply=few_rows_grouped, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -66,7 +66,7 @@ def test_products(shape: str, has_zeros: bool, dtype: torch.dtype) -> None:
     weight = random_groups(features, inputs, has_zeros=has_zeros, device=DEVICE)
     for rows in ROWS:
         for normed in (False, True):
-            assert error(skinny(weight, rows, dtype, normed=normed, gated=gated)) < 1e-2
+            assert error(few_rows(weight, rows, dtype, normed=normed, gated=gated)) < 1e-2
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 384, None])
@@ -76,16 +76,16 @@ def test_groups(group: int | None, has_zeros: bool) -> None:
         weight = random_groups(2048, inputs, group=group, has_zeros=has_zeros, device=DEVICE)
         for rows in (1, 5):
             for dtype in (torch.bfloat16, torch.float16):
-                assert error(skinny(weight, rows, dtype, pdl=True)) < 5e-3
+                assert error(few_rows(weight, rows, dtype, pdl=True)) < 5e-3
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_configurations(config: SkinnyConfig, shape: str) -> None:
+def test_configurations(config: FewRowsGroupedConfig, shape: str) -> None:
     features, inputs, gated = SHAPES[shape]
     weight = random_groups(features, inputs, device=DEVICE)
     for rows in (1, 8):
-        result = skinny(weight, rows, torch.bfloat16, gated=gated, config=config)
+        result = few_rows(weight, rows, torch.bfloat16, gated=gated, config=config)
         assert error(result) < 5e-3
 
 
@@ -94,19 +94,19 @@ def test_large_values_lose_nothing_by_the_offset() -> None:
     weight = random_groups(512, 4096, device=DEVICE)
     x = 100 + normal(2, 4096, dtype=torch.bfloat16, device=DEVICE)
     x[:, 7] = 20000.0
-    assert error((skinny_grouped_linear(x, weight), grouped_linear_reference(x, weight))) < 5e-3
+    assert error((few_rows_grouped(x, weight), grouped_product_reference(x, weight))) < 5e-3
 
 
 def test_products_are_the_same_every_time_and_in_a_graph() -> None:
     weight = random_groups(4096, 4096, device=DEVICE)
     x = normal(1, 4096, dtype=torch.bfloat16, device=DEVICE)
-    first = skinny_grouped_linear(x, weight)
-    chained = skinny_grouped_linear(first, weight)
+    first = few_rows_grouped(x, weight)
+    chained = few_rows_grouped(first, weight)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        inner = skinny_grouped_linear(x, weight, pdl=True)
-        outer = skinny_grouped_linear(inner, weight, pdl=True)
+        inner = few_rows_grouped(x, weight, pdl=True)
+        outer = few_rows_grouped(inner, weight, pdl=True)
     for _ in range(5):
         graph.replay()
         torch.cuda.synchronize()
@@ -118,8 +118,8 @@ def test_the_residual_is_added_in_place() -> None:
     weight = random_groups(4096, 12288, device=DEVICE)
     x = normal(3, 12288, dtype=torch.bfloat16, device=DEVICE)
     total = normal(3, 4096, dtype=torch.bfloat16, device=DEVICE)
-    expected = skinny_grouped_linear(x, weight, residual=total.clone())
-    assert torch.equal(skinny_grouped_linear(x, weight, residual=total, out=total), expected)
+    expected = few_rows_grouped(x, weight, residual=total.clone())
+    assert torch.equal(few_rows_grouped(x, weight, residual=total, out=total), expected)
 
 
 def test_what_is_supported() -> None:
@@ -131,11 +131,11 @@ def test_what_is_supported() -> None:
     assert not supports(x[:8, :4096].float(), weight)
     assert not supports(x[:1, :4096], random_groups(48, 4096, bits=8, device=DEVICE))
     with pytest.raises(ValueError, match="supports"):
-        skinny_grouped_linear(x[:8, 1:4097], weight)
+        few_rows_grouped(x[:8, 1:4097], weight)
     narrow = random_groups(48, 2048, device=DEVICE)
     assert fuses_norm(1, narrow, torch.bfloat16)
     assert not fuses_norm(2, narrow, torch.bfloat16)
     assert not fuses_norm(1, weight, torch.bfloat16)
     wide = random_groups(48, 12288, device=DEVICE)
     assert not fuses_norm(1, wide, torch.bfloat16)
-    assert skinny_config(wide).warps * skinny_config(wide).depth >= 32
+    assert few_rows_grouped_config(wide).warps * few_rows_grouped_config(wide).depth >= 32

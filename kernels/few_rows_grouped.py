@@ -1,7 +1,7 @@
 """Linear layers of 1 to 8 rows whose weights are 4-bit integers in groups (`grouped_weight`), on
 Hopper GPUs, in Triton's Gluon dialect; accumulated in float32.
 
-Called by the linear layers in decode steps where `use_skinny` says so; otherwise `grouped_linear`
+Called by linear layers in decode steps where `supports` is true; otherwise `grouped_product`
 computes the same from the same packed weight.
 
 The weight is read from global memory into the registers in which the tensor cores take it, 16 bytes
@@ -15,7 +15,7 @@ The warps of a program divide the inputs among themselves, unit by unit; their s
 of shared memory, in a fixed order.
 
 An integer q becomes 128 + q in bfloat16 (1024 + q in float16) by writing its bits below the bits of
-128 (1024), see `grouped_linear`; here the offset and the zero point are subtracted from the sum of
+128 (1024), see `grouped_product`; here the offset and the zero point are subtracted from the sum of
 a group: sum((128 + q) x) - (128 + zero) sum(x), where sum(x) is a product with ones, computed once
 for all output features of a program. In float32 this costs five (eight) bits of 24.
 """
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups
-from aioinfer.kernels.linear_arguments import check_linear
 from aioinfer.kernels.norm import rms_norm
+from aioinfer.kernels.product_arguments import check_product
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -56,7 +56,7 @@ EXPANSION_1024 = gl.constexpr(EXPANSION.replace("MAGIC", "0x64006400"))
 
 
 @dataclass(frozen=True, slots=True)
-class SkinnyConfig:
+class FewRowsGroupedConfig:
     """The configuration of the kernel and of its launch.
 
     Attributes:
@@ -76,9 +76,9 @@ class SkinnyConfig:
         return min(255, 65536 // (self.programs * self.warps * 32) // 8 * 8)
 
 
-def skinny_config(weight: PackedGroups) -> SkinnyConfig:
+def few_rows_grouped_config(weight: PackedGroups) -> FewRowsGroupedConfig:
     """Returns the configuration for a weight, measured on an H200 for one and eight rows."""
-    return SkinnyConfig(8, 2, 2) if weight.units <= 16 else SkinnyConfig(8, 4)
+    return FewRowsGroupedConfig(8, 2, 2) if weight.units <= 16 else FewRowsGroupedConfig(8, 4)
 
 
 def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
@@ -102,11 +102,11 @@ def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
 
 
 def fuses_norm(
-    rows: int, weight: PackedGroups, dtype: torch.dtype, config: SkinnyConfig | None = None
+    rows: int, weight: PackedGroups, dtype: torch.dtype, config: FewRowsGroupedConfig | None = None
 ) -> bool:
     """Whether the kernel computes the RMSNorm itself: of one row, where each warp has one unit. In
     float16 the product of x and the norm's weight, which is scaled afterwards, may overflow."""
-    warps = (config or skinny_config(weight)).warps
+    warps = (config or few_rows_grouped_config(weight)).warps
     return rows == 1 and weight.units <= warps and dtype == torch.bfloat16
 
 
@@ -418,7 +418,7 @@ def _kernel(
                 )  # fmt: skip
 
 
-def skinny_grouped_linear(
+def few_rows_grouped(
     x: torch.Tensor,
     weight: PackedGroups,
     *,
@@ -428,11 +428,11 @@ def skinny_grouped_linear(
     gated: bool = False,
     out: torch.Tensor | None = None,
     pdl: bool = False,
-    config: SkinnyConfig | None = None,
+    config: FewRowsGroupedConfig | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T for a weight of 4-bit integers in groups, accumulated in float32.
 
-    Arguments, result and reference are the same as for `grouped_linear`.
+    Arguments, result and reference are the same as for `grouped_product`.
 
     Args:
         x: [M, K]; `supports(x, weight)` must be true.
@@ -445,17 +445,17 @@ def skinny_grouped_linear(
         out: [M, N] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
             that kernel ends, so that kernel must not write it.
-        config: instead of `skinny_config`'s (for tests and tuning).
+        config: instead of `few_rows_grouped_config`'s (for tests and tuning).
 
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
     """
     rows, inputs = x.shape
-    features = check_linear(x, (weight.features, weight.inputs), gated=gated, max_rows=MAX_ROWS)
+    features = check_product(x, (weight.features, weight.inputs), gated=gated, max_rows=MAX_ROWS)
     if not supports(x, weight):
         raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
     out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    config = config or skinny_config(weight)
+    config = config or few_rows_grouped_config(weight)
     if norm_weight is not None and not fuses_norm(rows, weight, x.dtype, config):
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count

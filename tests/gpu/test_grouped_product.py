@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_linear import MAX_FUSED_ROWS, GroupedConfig, grouped_config
+from aioinfer.kernels.grouped_product import MAX_FUSED_ROWS, GroupedConfig, grouped_config
 from aioinfer.kernels.grouped_weight import dequantize, dequantized_reference
 from cases import error, poisoned
 from engine_settings import engine_settings
@@ -84,7 +84,7 @@ def test_instructions_for_pairs_give_what_the_plain_expansion_does(
                 torch.manual_seed(2)
                 fast = grouped(weight, 8, dtype, config=config)[0]
                 with monkeypatch.context() as patch:
-                    patch.setattr("aioinfer.kernels.grouped_linear._offset", lambda x, w: 0)
+                    patch.setattr("aioinfer.kernels.grouped_product._offset", lambda x, w: 0)
                     torch.manual_seed(2)
                     plain = grouped(weight, 8, dtype, config=config)[0]
                 assert torch.equal(fast, plain)

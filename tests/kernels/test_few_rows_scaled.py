@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.linear import LinearConfig
+from aioinfer.kernels.few_rows_dense import FewRowsConfig
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix, few_rows_scaled
 from aioinfer.kernels.quantize import GROUP, InputFormat, quantize
-from aioinfer.kernels.scaled_linear import ScaledMatrix, scaled_linear
 from aioinfer.kernels.scaled_product import ProductConfig, product_config, scaled_product
 from cases import error
 from scaled_cases import (
@@ -29,7 +29,7 @@ from scaled_cases import (
 def test_few_rows(kind: torch.dtype, grouped: bool, rows: int, gated: bool, normed: bool) -> None:
     """Inputs that are no multiple of a step; blocks of rows of eight, as interleaving leaves
     them."""
-    config = LinearConfig(4, GROUP, 4) if rows == 1 else LinearConfig(16, GROUP, 2, 2)
+    config = FewRowsConfig(4, GROUP, 4) if rows == 1 else FewRowsConfig(16, GROUP, 2, 2)
     features = 24 if gated else 21
     case = ScaledCase(
         rows, features, 208, kind, torch.float32, "cpu", grouped, 8 if grouped else 1, gated
@@ -146,9 +146,9 @@ def test_static_scales(kind: torch.dtype) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     matrix = ScaledMatrix(torch.zeros(24, 8, dtype=INT8), torch.ones(24, 1))
     with pytest.raises(ValueError, match="x must be"):
-        scaled_linear(torch.zeros(17, 8), matrix)
+        few_rows_scaled(torch.zeros(17, 8), matrix)
     with pytest.raises(ValueError, match="multiple of 8"):
-        scaled_linear(torch.zeros(1, 8), matrix, gated=True)
+        few_rows_scaled(torch.zeros(1, 8), matrix, gated=True)
     with pytest.raises(ValueError, match="multiple of 16"):
         scaled_product(torch.zeros(20, 8), matrix, torch.float32)
     with pytest.raises(ValueError, match="the weight has none"):
