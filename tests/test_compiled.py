@@ -22,7 +22,6 @@ from aioinfer.kernels.cpu_vectors import load_integer
 from numba import cfunc, types
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.compiled_attention import CompiledAttention, supports
 from aioinfer.layers.formats.affine_rows import AffineRows
 from aioinfer.layers.formats.compiled import (
     CompiledWeight,
@@ -36,7 +35,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope
 from aioinfer.layers.shards import Shard, Source
-from aioinfer.layers.torch_attention import TorchAttention
+from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
 from tests.paged_model import make_step
 
 CPU = torch.device("cpu")
@@ -135,41 +134,50 @@ HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 64, 16
 
 
 def attend(
-    rows: list[tuple[int, int]], projected: torch.Tensor, cached: torch.Tensor, window: int | None
+    rows: list[tuple[int, int]],
+    projected: torch.Tensor,
+    cached: torch.Tensor,
+    window: int | None,
+    *,
+    is_rotated: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, KVCache, KVCache]:
     """Computes rows (tokens before, tokens in the step) with the kernels and in torch."""
     tables = [list(range(20 * number, 20 * number + 20)) for number in range(len(rows))]
     before, counts = (list(part) for part in zip(*rows, strict=True))
     ids = torch.zeros(sum(counts), dtype=torch.int32)
     step = make_step(tables, before, counts, BLOCK, ids)
-    rotary = RotaryTable(RopeConfig(), SIZE, 400, CPU)
+    rotary = RotaryTable(RopeConfig(), SIZE, 400, CPU) if is_rotated else None
     shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window)
     caches = [KVCache(*cached.clone()) for _ in range(2)]
     assert supports(shape, rotary, caches[0])
     found = CompiledAttention(shape, 0, caches[0], rotary).rotate_and_attend(projected, step)
     step.memo.clear()
-    rotated = apply_rope(projected[:, : HEADS + KV_HEADS], *rotary.at_step(step))
+    rotated = projected[:, : HEADS + KV_HEADS]
+    if rotary is not None:
+        rotated = apply_rope(rotated, *rotary.at_step(step))
     queries, keys = rotated[:, :HEADS], rotated[:, HEADS:]
     values = projected[:, HEADS + KV_HEADS :]
     expected = TorchAttention(shape, 0)(queries, keys, values, caches[1], step)
     return found, expected, *caches
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_attention_is_that_of_torch_and_decodes_do_not_depend_on_each_other(window: int | None):
+@pytest.mark.parametrize(("window", "is_rotated"), [(None, True), (40, True), (None, False)])
+def test_attention_is_that_of_torch_and_decodes_do_not_depend_on_each_other(
+    window: int | None, is_rotated: bool
+):
     rows = [(0, 1), (15, 1), (16, 1), (77, 1), (250, 1), (30, 7), (0, 20)]
     projected = torch.randn(32, HEADS + 2 * KV_HEADS, SIZE)
     cached = torch.full((2, 160, BLOCK, KV_HEADS, SIZE), torch.nan)
     for number, (before, _) in enumerate(rows):
         for place in range(before):
             cached[:, 20 * number + place // BLOCK, place % BLOCK].normal_()
-    found, expected, *caches = attend(rows, projected, cached, window)
+    found, expected, *caches = attend(rows, projected, cached, window, is_rotated=is_rotated)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip((caches[0].keys, caches[0].values),
                             (caches[1].keys, caches[1].values), strict=True):  # fmt: skip
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
     last = random.Random(0).randrange(2, 5)
-    some = attend(rows[:last], projected[:last], cached, window)[0]
+    some = attend(rows[:last], projected[:last], cached, window, is_rotated=is_rotated)[0]
     assert torch.equal(some, found[:last])
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, Phi3Config, Qwen2_5_VLTextConfig, Qwen3VLTextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as apply_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.rotary import (
@@ -190,6 +192,45 @@ def test_apply_rope_equals_transformers(tmp_path: Path, fields: dict[str, Any], 
             torch.testing.assert_close(
                 rotated.float(), right[0].transpose(0, 1), rtol=2**-8, atol=5e-4
             )
+
+
+SECTIONS = [
+    ({"type": "mrope", "mrope_section": [16, 24, 24]}, Qwen2_5_VLTextConfig,
+     Qwen2_5_VLRotaryEmbedding),
+    ({"mrope_section": [24, 20, 20], "mrope_interleaved": True}, Qwen3VLTextConfig,
+     Qwen3VLTextRotaryEmbedding),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scaling", "config_class", "embedding"), SECTIONS)
+def test_three_positions_a_token_equal_transformers(
+    tmp_path: Path, scaling: dict[str, Any], config_class: Any, embedding: Any
+):
+    """In time, height and width, which differ."""
+    config = read(tmp_path, rope_scaling=scaling, rope_theta=1e4)
+    given = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": scaling["mrope_section"]}
+    theirs = embedding(config_class(
+        hidden_size=256, num_attention_heads=2, num_key_value_heads=2, head_dim=128,
+        rope_parameters=given,
+    ))  # fmt: skip
+    positions = torch.tensor([[0, 5, 5, 5, 90], [0, 5, 6, 7, 90], [0, 9, 2, 77, 90]])
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 128)
+    cos, sin = theirs(x, positions[:, None])
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    table = RotaryTable(config.rope, 128, config.max_len, torch.device("cpu"))
+    rotated = apply_rope(x, *table.at(positions))
+    torch.testing.assert_close(rotated, expected[0].transpose(0, 1))
+    assert not torch.allclose(rotated[2], apply_rope(x, *table.at(positions[0]))[2], atol=0.1)
+    one_each = torch.stack([positions[0]] * 3)
+    assert torch.equal(apply_rope(x, *table.at(one_each)), apply_rope(x, *table.at(positions[0])))
+
+
+def test_sections_of_other_heads_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"mrope_section .* 64 pairs"):
+        read(tmp_path, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 25]})
+    with pytest.raises(ConfigError, match="three integers"):
+        read(tmp_path, rope_scaling={"type": "mrope", "mrope_section": [16, 48]})
 
 
 def test_scores_depend_on_distances_alone():

@@ -4,6 +4,7 @@ NaN."""
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +64,15 @@ class Batch:
         group: int = 0,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         new = [
             torch.cat([part[past:] for part, (past, _) in zip(parts, self.rows, strict=True)])
             for parts in (self.keys, self.values)
         ]
         shape = AttentionShape(HEADS, KV_HEADS, SIZE, SIZE**-0.5, window, soft_cap)
-        return TorchAttention(shape, group, sinks)(self.queries, *new, self.cache, self.step)
+        attention = TorchAttention(shape, group, sinks, slopes)
+        return attention(self.queries, *new, self.cache, self.step)
 
     def plan(self, window: int | None) -> list[Gather]:
         assert self.step.host is not None
@@ -80,6 +83,7 @@ class Batch:
         window: int | None = None,
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Each token and head by itself, float64 [T, HEADS, SIZE]."""
         outputs, token = [], 0
@@ -95,6 +99,9 @@ class Batch:
                     )
                     if soft_cap:
                         scores = soft_cap * torch.tanh(scores / soft_cap)
+                    if slopes is not None:
+                        places = torch.arange(first, position + 1)
+                        scores = scores + slopes[head].double() * (places - position)
                     weights = scores.exp()
                     total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
                     outputs.append(weights / total @ values[first : position + 1, shared].double())
@@ -205,6 +212,19 @@ def test_sinks(name: str, window: int | None, soft_cap: float):
     expected = batch.reference(window, soft_cap, sinks)
     torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(expected, batch.reference(window, soft_cap), rtol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 0.7, "sinks": torch.ones(HEADS)}], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("name", BATCHES)
+def test_alibi(name: str, window: int | None, options: dict[str, Any]):
+    batch = Batch(BATCHES[name], 4)
+    slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
+    attended = batch.attend(window, slopes=slopes, **options)
+    expected = batch.reference(window, slopes=slopes, **options)
+    torch.testing.assert_close(attended.double(), expected, rtol=1e-5, atol=1e-5)
+    if window != 1 and name != "first token":
+        assert not torch.allclose(expected, batch.reference(window, **options), rtol=1e-2)
 
 
 def test_blocks_before_the_window_are_not_gathered():

@@ -14,7 +14,6 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.compiled_attention import CompiledAttention, supports
 from aioinfer.layers.formats.affine import AffineWeight
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,7 +22,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.step import Step
-from aioinfer.layers.torch_attention import TorchAttention
+from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans, KernelAttention

@@ -9,6 +9,9 @@ In transformers "dynamic" and "longrope" depend on the length of each text. Here
 for all texts at the start, since keys in the cache were rotated when they were written, and are not
 rotated again: "dynamic" has the factor of the longest text, and "longrope" its long factors where
 longer texts are served than the model was first trained for, else its short ones (as in vLLM).
+
+Models that read pictures may give a token three positions, in time, height and width, and rotate
+some pairs of channels by each ("M-RoPE", Qwen2-VL, Wang et al. 2024); see `Sections`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +28,25 @@ from aioinfer.layers.step import Step
 
 #: Longer than any text.
 _ANY_LEN = 2**31
+
+
+class Sections(NamedTuple):
+    """How many pairs of channels are rotated by a token's position in time, in height and in width,
+    one after the other (Qwen2-VL), or interleaved (Qwen3-VL): pair i by the time, height or width
+    for i mod 3 = 0, 1 or 2, as long as there are such pairs, and all further pairs by the time."""
+
+    time: int
+    height: int
+    width: int
+    is_interleaved: bool = False
+
+    def axes(self) -> torch.Tensor:
+        """Returns which position rotates each pair of channels, 0, 1 or 2: int64 [pairs]."""
+        counts = torch.tensor(self[:3])
+        if not self.is_interleaved:
+            return torch.arange(3).repeat_interleave(counts)
+        pairs = torch.arange(sum(self[:3]))
+        return torch.where(pairs < 3 * counts[pairs % 3], pairs % 3, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +61,7 @@ class RopeConfig:
         interleaved: whether channels 2 i and 2 i + 1 of the checkpoint's heads are a pair (GPT-J's
             order) instead of i and i + rotary_size / 2 (GPT-NeoX's order). Such heads are brought
             into GPT-NeoX's order when the weights are loaded; see `half_split_order`.
+        sections: of the pairs of channels, where tokens have three positions; else None.
     """
 
     theta: float = 10_000.0
@@ -46,15 +69,23 @@ class RopeConfig:
     scaling: Mapping[str, Any] | None = None
     rotary_size: int | None = None
     interleaved: bool = False
+    sections: Sections | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for variants that have the same table."""
         scaling = sorted((name, repr(value)) for name, value in (self.scaling or {}).items())
-        return self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved
+        return (
+            self.theta, self.kind, tuple(scaling), self.rotary_size, self.interleaved, self.sections
+        )  # fmt: skip
 
     def check(self, rotary_size: int) -> None:
         """Raises `ConfigError` unless `rotary_size` channels have finite angles at every length."""
+        if self.sections is not None and sum(self.sections[:3]) != rotary_size // 2:
+            raise ConfigError(
+                f"mrope_section {list(self.sections[:3])} does not divide {rotary_size // 2} pairs "
+                f"of channels"
+            )
         for served_len in (0, _ANY_LEN):  # "longrope" has two sets of factors
             try:
                 inverse, scale = inverse_wavelengths(self, rotary_size, served_len)
@@ -71,7 +102,7 @@ class RotaryTable:
     Attributes:
         cos_sin: float32 [max_len, R], R the rotated channels of a head: R / 2 cosines, then R / 2
             sines.
-        interleaved: as in `RopeConfig`.
+        interleaved, sections: as in `RopeConfig`.
     """
 
     def __init__(
@@ -89,25 +120,32 @@ class RotaryTable:
             device: of the table.
             served_len: the longest sequence that is served; `max_len` by default.
         """
-        self.interleaved = rope.interleaved
+        self.interleaved, self.sections = rope.interleaved, rope.sections
         size = rope.rotary_size or head_size
         inverse, scale = inverse_wavelengths(rope, size, served_len or max_len)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
         self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cosines and sines that `apply_rope` takes for positions [T], each [T, 1, R].
+        """Returns the cosines and sines that `apply_rope` takes for positions [T], or [3, T] with
+        sections, each [T, 1, R].
 
         Both channels of a pair are rotated by the same angle; the sines of the first half are
         negative, so that `apply_rope` only adds.
         """
-        return _of_both(self.cos_sin[positions])
+        if positions.ndim == 1:
+            return _of_both(self.cos_sin[positions])
+        assert self.sections is not None
+        axes = self.sections.axes().to(positions.device)
+        by_pair = self.cos_sin.unflatten(1, (2, -1)).transpose(1, 2)
+        pairs = torch.arange(len(axes), device=positions.device)
+        return _of_both(by_pair[positions[axes].t(), pairs].transpose(1, 2).flatten(1))
 
     def at_step(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `at` of a step's positions, computed once for all layers."""
+        """Returns `at` of a step's rotary positions, computed once for all layers."""
         angles = step.memo.get(self)
         if angles is None:
-            angles = step.memo[self] = self.at(step.inputs.positions)
+            angles = step.memo[self] = self.at(step.inputs.rotary_positions)
         return angles
 
     def mean(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,8 @@ class StepInputs:
         seq_lens: int32 [R], tokens of each row that are in the cache once this step's are written;
             0 for padding rows.
         groups: one for each KV group.
+        rotary: int32 [T], or [3, T] for tables with sections (see `rotary.Sections`): where rotary
+            embeddings place each token; None: at its position.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +44,12 @@ class StepInputs:
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     groups: tuple[GroupInputs, ...]
+    rotary: torch.Tensor | None = None
+
+    @property
+    def rotary_positions(self) -> torch.Tensor:
+        """int32 [T] or [3, T]: see `rotary`."""
+        return self.positions if self.rotary is None else self.rotary
 
     @property
     def token_places(self) -> torch.Tensor:
@@ -58,16 +66,19 @@ class SampledRows:
         rows: int32 [S], which rows.
         last: int32 [S], the last token of each, as an index of the step's tokens.
         seq_lens: int32 [S], of these rows, as in `StepInputs`.
+        rotary: int32 [S] or [3, S], of their last tokens, as in `StepInputs`.
     """
 
     rows: torch.Tensor
     last: torch.Tensor
     seq_lens: torch.Tensor
+    rotary: torch.Tensor | None = None
 
     @classmethod
     def of(cls, inputs: StepInputs, rows: torch.Tensor, last: torch.Tensor) -> SampledRows:
         """Returns `rows` (int32 [S]) of a step, with their last tokens `last` (int32 [S])."""
-        return cls(rows, last, inputs.seq_lens.index_select(0, rows))
+        rotary = None if inputs.rotary is None else inputs.rotary.index_select(-1, last)
+        return cls(rows, last, inputs.seq_lens.index_select(0, rows), rotary)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,23 @@
-"""Attention over the paged KV cache in plain torch: on CPUs, and for shapes that the kernels lack.
+"""Attention over the paged KV cache without Triton: on CPUs, and for shapes that the kernels lack.
 
-A sequence's blocks are gathered and torch's own attention is called: decodes of about equal length
-in one call, every other row in a call of its own. How rows are grouped is worked out once a step
-for each KV group and used by all of its layers.
+`TorchAttention` gathers a sequence's blocks and calls torch's own attention: decodes of about equal
+length in one call, every other row in a call of its own. How rows are grouped is worked out once a
+step for each KV group and used by all of its layers. `CompiledAttention` leaves rotary embeddings,
+writing to the cache and decodes to kernels that numba compiles (`kernels.cpu_attention`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.step import HostRows, Step
 
 
@@ -29,6 +34,8 @@ class Gather:
         mask: what may be attended to, to be added to the scores, or None for all (or plainly
             causal).
         padding: int64 [m], the positions of gathered keys past their sequence's end.
+        distances: float32, how far each key is behind the query, negative for later keys: [rows, 1,
+            1, tokens of the longest], or [count, tokens] of one row.
     """
 
     first: int
@@ -37,6 +44,7 @@ class Gather:
     shape: tuple[int, int]
     mask: torch.Tensor | None
     padding: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
 
 
 class TorchAttention:
@@ -47,12 +55,22 @@ class TorchAttention:
         group: the number of its KV group.
         sinks: float32 [num_heads], a logit of each query head that takes part in the sum of its
             softmax and has no value; or none.
+        slopes: float32 [num_heads], of each query head how much a key's score falls with every
+            token between the key and the query (ALiBi, Press et al. 2022), after scale and soft
+            cap; or none.
     """
 
-    def __init__(self, shape: AttentionShape, group: int, sinks: torch.Tensor | None = None):
+    def __init__(
+        self,
+        shape: AttentionShape,
+        group: int,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ):
         self._shape = shape
         self._group = group
         self._sinks = None if sinks is None else sinks.view(shape.num_kv_heads, -1)
+        self._slopes = slopes
 
     def __call__(
         self,
@@ -92,7 +110,10 @@ class TorchAttention:
         if gathers is None:
             assert step.host is not None
             tables = step.inputs.groups[self._group].block_tables
-            gathers = plan_gathers(step.host, tables, cache.keys, self._shape.window, dtype)
+            gathers = plan_gathers(
+                step.host, tables, cache.keys, self._shape.window, dtype,
+                with_distances=self._slopes is not None,
+            )  # fmt: skip
             step.memo[memo] = gathers
         return gathers
 
@@ -129,7 +150,7 @@ class TorchAttention:
             grouped,
             all_keys.view(paged)[:, :length].transpose(1, 2),
             all_values.view(paged)[:, :length].transpose(1, 2),
-            gather.mask,
+            self._mask_of(gather, grouped),
             is_causal=False,
         )
         return attended.reshape(queries.shape)
@@ -146,14 +167,27 @@ class TorchAttention:
         if gather.blocks is not None:
             gathered = self._gather(cache, gather.blocks, queries.dtype)
             keys, values = (kv[: gather.shape[1]] for kv in gathered)
+        queries = queries.transpose(0, 1).unsqueeze(0)
+        mask = self._mask_of(gather, queries)
         attended = self._dot_product(
-            queries.transpose(0, 1).unsqueeze(0),
+            queries,
             keys.transpose(0, 1).unsqueeze(0),
             values.transpose(0, 1).unsqueeze(0),
-            gather.mask,
-            is_causal=gather.mask is None and gather.count > 1,
+            mask,
+            is_causal=mask is None and gather.count > 1,
         )
         return attended[0].transpose(0, 1)
+
+    def _mask_of(self, gather: Gather, queries: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is added to the scores of queries [B, H, Q, D]: the gather's mask, and what
+        distances take from them with ALiBi."""
+        if self._slopes is None:
+            return gather.mask
+        assert gather.distances is not None
+        # decodes have the heads that share keys in the place of Q
+        taken = self._slopes.view(queries.shape[1], -1, 1) * gather.distances
+        mask = (-taken).masked_fill_(gather.distances < 0, -torch.inf).to(queries.dtype)
+        return mask if gather.mask is None else mask + gather.mask
 
     @staticmethod
     def _gather(
@@ -173,8 +207,8 @@ class TorchAttention:
         is_causal: bool,
     ) -> torch.Tensor:
         """Returns attention [B, Hq, Q, D] of queries [B, Hq, Q, D] to keys and values [B, Hkv, K,
-        D]. torch's own attention knows no soft caps and no sinks: with them all scores are
-        written."""
+        D], `mask` added to the scores. torch's own attention knows no soft caps and no sinks: with
+        them all scores are written."""
         shape, is_grouped = self._shape, queries.shape[1] != keys.shape[1]
         if not shape.soft_cap and self._sinks is None:
             return F.scaled_dot_product_attention(
@@ -212,6 +246,8 @@ def plan_gathers(
     keys: torch.Tensor,
     window: int | None,
     dtype: torch.dtype | None = None,
+    *,
+    with_distances: bool = False,
 ) -> list[Gather]:
     """Divides the rows of a step into calls of attention over a cache like `keys` [num_blocks,
     block_size, ...].
@@ -225,6 +261,7 @@ def plan_gathers(
         keys: [num_blocks, block_size, ...], for block size and device.
         window: of the layer, or None.
         dtype: of the arithmetic; by default that of `keys`.
+        with_distances: whether to compute `Gather.distances`.
     """
     block_size, dtype = keys.shape[1], dtype or keys.dtype
     longer = (row for row, count in enumerate(host.query_lens) if count > 1)
@@ -250,7 +287,22 @@ def plan_gathers(
             _gather_row(tables[row], first, host.query_lens[row], lengths[row], keys, window, dtype)
         )
         first += host.query_lens[row]
+    if with_distances:
+        first = 0
+        for gather in gathers:
+            last = first + max(1, gather.shape[0])
+            gather.distances = _distances(gather, lengths[first:last]).to(keys.device)
+            first = last
     return gathers
+
+
+def _distances(gather: Gather, lengths: list[int]) -> torch.Tensor:
+    """Returns `Gather.distances` of rows of these lengths."""
+    if gather.shape[0]:
+        queries = torch.tensor(lengths)[:, None, None, None] - 1
+    else:
+        queries = torch.arange(lengths[0] - gather.count, lengths[0])[:, None]
+    return queries - torch.arange(gather.shape[1], dtype=torch.float32)
 
 
 def _group_by_length(lengths: list[int], block_size: int) -> list[tuple[int, int]]:
@@ -317,3 +369,113 @@ def _gather_row(
 def _mask(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns the mask to be added to the scores: minus infinity where `hidden`."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).to(device)
+
+
+def supports(shape: AttentionShape, rotary: RotaryTable | None, cache: KVCache) -> bool:
+    """Whether `CompiledAttention` computes attention without sinks and ALiBi, where numba is
+    installed."""
+    if cache.keys.dtype != torch.float32 or (rotary is not None and rotary.sections is not None):
+        return False
+    from aioinfer.kernels.cpu_attention import HEAD_STEP
+
+    rotated = 0 if rotary is None else rotary.cos_sin.shape[1]
+    is_even = shape.head_size % HEAD_STEP == 0 and rotated % HEAD_STEP == 0
+    return is_even and not shape.soft_cap and shape.num_heads % shape.num_kv_heads == 0
+
+
+class CompiledAttention(TorchAttention):
+    """`TorchAttention` with compiled decodes.
+
+    Args:
+        shape, group: as in `TorchAttention`. There are no sinks, and no ALiBi.
+        cache: of the layer.
+        rotary: of queries and keys; none where they are not rotated.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, group: int, cache: KVCache, rotary: RotaryTable | None
+    ):
+        from aioinfer.kernels.cpu_attention import AttentionTask, compile_kernel
+        from aioinfer.kernels.cpu_team import process_team
+
+        super().__init__(shape, group)
+        kernels = compile_kernel()
+        self._run = kernels.run
+        self._cache = cache
+        self._cos_sin = cache.keys.new_empty(0, 0) if rotary is None else rotary.cos_sin
+        self._shared = shape.num_heads // shape.num_kv_heads
+        self._threads = torch.get_num_threads()
+        self._task = (ctypes.c_int64 * len(AttentionTask))()
+        self._task[AttentionTask.KEYS : AttentionTask.NEXT] = [
+            cache.keys.data_ptr(), cache.values.data_ptr(), shape.num_kv_heads, self._shared,
+            shape.head_size, cache.keys.shape[1], shape.window or 0,
+            struct.unpack("i", struct.pack("f", shape.scale))[0],
+            self._cos_sin.data_ptr(), self._cos_sin.shape[1],
+            process_team().grow(self._threads), kernels.work,
+        ]  # fmt: skip
+        self._address = ctypes.addressof(self._task)
+
+    def rotate_and_attend(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns [T, num_heads, head_size].
+
+        Args:
+            projected: [T, heads of queries, keys and values, head_size], queries and keys not
+                rotated yet.
+            step: as in `TorchAttention`.
+        """
+        projected = projected.contiguous()
+        shape, inputs = self._shape, step.inputs
+        tokens, size, heads = len(projected), shape.head_size, shape.num_heads
+        num_rotated = heads + shape.num_kv_heads
+        rotated = projected.new_empty(tokens, num_rotated, size)
+        self._task[:12] = [
+            tokens, 0, projected.data_ptr(), 4 * size * projected.shape[1],
+            rotated.data_ptr(), 4 * size * num_rotated,
+            inputs.groups[self._group].slot_mapping.data_ptr(), 0,
+            inputs.rotary_positions.data_ptr(),
+            0, 0, 1,
+        ]  # fmt: skip
+        self._run(self._address)
+        queries, keys, values = rotated[:, :heads], rotated[:, heads:], projected[:, num_rotated:]
+        decodes = self._count_decodes(step)
+        if decodes == tokens:
+            return self._decode(queries, step, decodes)
+        output = torch.empty(tokens, heads, size)
+        if decodes:
+            output[:decodes] = self._decode(queries[:decodes], step, decodes)
+        for gather in self._gathers_of(step, self._cache, queries.dtype):
+            if not gather.shape[0]:
+                some = slice(gather.first, gather.first + gather.count)
+                output[some] = self._attend_row(
+                    queries[some], keys[some], values[some], self._cache, gather
+                )
+        return output
+
+    @staticmethod
+    def _count_decodes(step: Step) -> int:
+        """Returns how many of the first rows have one token."""
+        found: int | None = step.memo.get(CompiledAttention)
+        if found is None:
+            assert step.host is not None
+            found = sum(1 for _ in takewhile(lambda count: count == 1, step.host.query_lens))
+            step.memo[CompiledAttention] = found
+        return found
+
+    def _decode(self, queries: torch.Tensor, step: Step, rows: int) -> torch.Tensor:
+        """Attends the only token of each of the first rows of a step."""
+        from aioinfer.kernels.cpu_attention import TILE_BYTES
+
+        assert step.host is not None
+        shape, inputs = self._shape, step.inputs
+        tables = inputs.groups[self._group].block_tables
+        # a vector before the weights, in which their sum is, and one of padding behind them
+        scores = self._shared * (4 * tables.shape[1] * self._cache.keys.shape[1] + 128)
+        memory = torch.empty(self._threads * (TILE_BYTES + scores), dtype=torch.uint8)
+        output = torch.empty(rows, shape.num_heads, shape.head_size)
+        self._task[:12] = [
+            0, rows, queries.data_ptr(), 4 * queries.stride(0), output.data_ptr(),
+            4 * output.stride(0), tables.data_ptr(), 4 * tables.stride(0),
+            inputs.seq_lens.data_ptr(), memory.data_ptr(), TILE_BYTES + scores, self._threads,
+        ]  # fmt: skip
+        self._run(self._address)
+        return output

@@ -18,7 +18,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.mixture_shape import MixtureShape
 from aioinfer.layers.mlp import ACTIVATIONS
-from aioinfer.layers.rotary import RopeConfig
+from aioinfer.layers.rotary import RopeConfig, Sections
 from aioinfer.models.fields import check_fields, check_shape
 
 #: What each variant of RoPE needs in the configuration.
@@ -31,7 +31,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", "short_factor", "long_factor"),
 }
 #: Other names of these variants.
-_ROPE_ALIASES = {"su": "longrope"}
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 #: The cosines and sines of all positions are computed at the start.
@@ -218,7 +218,19 @@ def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = 
                 f"the RoPE variant {kind!r} lacks {key!r} in rope_parameters (or rope_scaling)"
             )
     rotary_size = int(_head_size(config) * rotated) if rotated and rotated != 1 else None
-    return RopeConfig(float(theta), kind, scaling, rotary_size)
+    return RopeConfig(float(theta), kind, scaling, rotary_size, sections=_pop_sections(scaling))
+
+
+def _pop_sections(scaling: dict[str, Any]) -> Sections | None:
+    """Takes the sections of pairs of channels out of the numbers of `rope_parameters`."""
+    counts = scaling.pop("mrope_section", None)
+    is_interleaved = bool(scaling.pop("mrope_interleaved", False))
+    if counts is None:
+        return None
+    if not isinstance(counts, list) or [type(count) for count in counts] != [int] * 3:
+        raise ConfigError(f"mrope_section must be three integers, not {counts!r}")
+    time, height, width = counts
+    return Sections(time, height, width, is_interleaved)
 
 
 def read_num_experts(config: Mapping[str, Any]) -> int:
