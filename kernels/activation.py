@@ -14,7 +14,6 @@ Linear Units", 2016, for GELU and its approximation by tanh.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -117,13 +116,3 @@ def gated_activation(
             launch_pdl=pdl,
         )
     return out
-
-
-def gated_activation_reference(gate_up: torch.Tensor, kind: str = "silu") -> torch.Tensor:
-    """`gated_activation` in plain torch, for interleaved columns [..., 2 * I]."""
-    gate, up = gate_up.unflatten(-1, (-1, 2, GATE_RUN)).unbind(-2)
-    if kind == "silu":
-        activated = F.silu(gate)
-    else:
-        activated = F.gelu(gate, approximate="tanh" if kind == "gelu_pytorch_tanh" else "none")
-    return (activated * up).flatten(-2)

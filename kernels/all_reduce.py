@@ -503,12 +503,3 @@ def _two_shot_kernel(
                         MAXIMUM, TINY, VALUE,
                     )  # fmt: skip
     tl.store(epochs + tl.program_id(0), epoch)
-
-
-def all_reduce_reference(
-    partials: list[torch.Tensor], residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`AllReduce.add` in plain torch: returns the new residual and its norm, in the inputs' dtype
-    (pass float64 for a reference)."""
-    total = residual + sum(partials)
-    return total, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * norm_weight

@@ -16,12 +16,9 @@ rows between the products and of the results, and `sum_pairs` skips them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
 from aioinfer.kernels.expert_arguments import (
     SILU,
     Activation,
@@ -193,43 +190,3 @@ def sum_pairs(
         EXPERTS_PAD=triton.next_power_of_2(max(1, experts)), PDL=pdl, num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def activation_reference(gate_up: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
-    """Returns the activations [..., I] of interleaved columns [..., 2 * I], in plain torch."""
-    if not activation.alpha:
-        return gated_activation_reference(gate_up)
-    gate, up = gate_up.unflatten(-1, (-1, 2, GATE_RUN)).unbind(-2)
-    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).flatten(-2)
-
-
-def experts_reference(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    *,
-    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-    activation: Activation = SILU,
-    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
-) -> torch.Tensor:
-    """Returns the weighted sum of the experts' outputs [T, H], expert by expert in plain torch and
-    in x's dtype, for interleaved `gate_up` [E, 2 * I, H], `down` [E, H, I], and the `weights` and
-    `experts` [T, top_k] of each token of x [T, H].
-
-    Args:
-        biases: of both products, [E, 2 * I] and [E, H].
-        activation: of the first product.
-        rounded: a function applied to the inputs of both products.
-    """
-    total = torch.zeros_like(x)
-    for expert in experts.unique().tolist():
-        token, place = (experts == expert).nonzero(as_tuple=True)
-        both = rounded(x[token]) @ gate_up[expert].to(x.dtype).T
-        both = both if biases is None else both + biases[0][expert].to(x.dtype)
-        output = rounded(activation_reference(both, activation)) @ down[expert].to(x.dtype).T
-        output = output if biases is None else output + biases[1][expert].to(x.dtype)
-        total.index_add_(0, token, output * weights[token, place].to(x.dtype).unsqueeze(1))
-    return total

@@ -473,23 +473,3 @@ def make_counters(num_places: int, device: torch.device) -> torch.Tensor:
     """Returns the counters of `route`, zeros. `route` leaves them 0 but for the counters of places,
     which are experts where experts have no copies."""
     return torch.zeros(MAX_SHARED_TILES + num_places, dtype=torch.int32, device=device)
-
-
-def select_reference(
-    logits: torch.Tensor, rule: RoutingRule, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (weights [T, top_k], experts int64 [T, top_k]) for the router's logits [T, E], in
-    plain torch and in the logits' dtype."""
-    scores = logits.sigmoid() if rule.is_sigmoid else logits.softmax(-1)
-    preferred = scores if bias is None else scores + bias
-    if rule.top_groups < rule.num_groups:
-        groups = preferred.unflatten(1, (rule.num_groups, -1))
-        totals = groups.topk(rule.group_best, dim=-1).values.sum(-1)
-        best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
-        is_in = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
-        preferred = groups.masked_fill(~is_in.unsqueeze(-1), -torch.inf).flatten(1)
-    experts = preferred.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
-    weights = scores.gather(1, experts)
-    if rule.is_normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
-    return weights * rule.scale, experts

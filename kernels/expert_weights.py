@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from aioinfer.kernels.grouped_weight import TILE, PackedGroups, dequantized_reference
-from aioinfer.kernels.quantize import GROUP
+from aioinfer.kernels.grouped_weight import TILE
 
 #: Inputs that share a scale in MXFP4, and numbers in a word.
 BLOCK, PARTS = 32, 4
@@ -27,7 +26,6 @@ PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 11, 10))
 MAX_SCALE = 128
 #: The number added to the codes of scales: the exponent, in bfloat16, of the scale times 2 ** 126.
 SCALE_OFFSET = 126
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +58,6 @@ class ScaledExperts:
     def nbytes(self) -> int:
         """Bytes of all experts."""
         return self.values.nbytes + self.scales.nbytes
-
-    def dequantized(self) -> torch.Tensor:
-        """Returns the weights in float32 [E, N, K], in plain torch."""
-        _, rows, inputs = self.shape
-        scales = self.scales.repeat_interleave(self.rows_per_scale, 1)[:, :rows]
-        if self.is_grouped:
-            scales = scales.repeat_interleave(GROUP, 2)[..., :inputs]
-        return self.values.float() * scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +110,6 @@ class PackedExperts:
     def nbytes(self) -> int:
         """Bytes of all experts."""
         return self.words.nbytes + self.scales.nbytes
-
-    def dequantized(self) -> torch.Tensor:
-        """Returns the weights in float32 [E, N, K], in plain torch."""
-        pairs = zip(self.words, self.scales, strict=True)
-        if not self.is_float:
-            return torch.stack([self._integers(*pair) for pair in pairs])
-        return torch.stack([self._floats(*pair) for pair in pairs])
-
-    def _integers(self, words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        one = PackedGroups(
-            words, scales, self.has_zeros, scales, self.features, self.inputs, self.group, 4
-        )
-        return dequantized_reference(one).float()
-
-    def _floats(self, words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        rows = words.transpose(1, 2).flatten(0, 1).int()  # [N, units, run]
-        magnitudes = torch.tensor(_MAGNITUDES, device=words.device)
-        runs = []
-        for sign, *bits in PLACES:
-            code = sum((rows >> place & 1) << 2 - number for number, place in enumerate(bits))
-            assert isinstance(code, torch.Tensor)
-            runs.append(magnitudes[code] * (1 - 2 * (rows >> sign & 1)))
-        values = torch.stack(runs, 2)  # [N, units, part, run]
-        shifts = torch.arange(0, 32, 8, device=words.device)
-        codes = (scales.t()[..., None] >> shifts & 255) + self.shift - SCALE_OFFSET
-        powers = torch.exp2((codes - 127).double()).float()
-        return (values * powers[..., None]).flatten(1)[: self.features, : self.inputs]
 
 
 ExpertWeights: TypeAlias = torch.Tensor | ScaledExperts | PackedExperts

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.product_arguments import check_product
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -270,21 +270,3 @@ def few_rows_dense(
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
-
-
-def few_rows_dense_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """`few_rows_dense` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
-    if norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
-    product = x @ weight.T
-    if gated:
-        product = gated_activation_reference(product)
-    return product if residual is None else product + residual

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.few_rows_dense import EARLY_TRIGGER_BYTES, MAX_ROWS, FewRowsConfig, _finish
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.product_arguments import check_product
@@ -52,14 +52,6 @@ class ScaledMatrix:
     def is_grouped(self) -> bool:
         """Whether scales belong to `GROUP` inputs, instead of to a row."""
         return self.scales.shape[1] > 1
-
-    def dequantized(self) -> torch.Tensor:
-        """Returns the weight in float32 [N, K]."""
-        rows, inputs = self.values.shape
-        scales = self.scales.repeat_interleave(self.rows_per_scale, 0)[:rows]
-        if self.is_grouped:
-            scales = scales.repeat_interleave(GROUP, 1)[:, :inputs]
-        return self.values.float() * scales
 
 
 def few_rows_scaled_config(
@@ -310,21 +302,3 @@ def few_rows_scaled(
             num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
     return out
-
-
-def few_rows_scaled_reference(
-    x: torch.Tensor,
-    weight: ScaledMatrix,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """`few_rows_scaled` in plain torch, in x's dtype (pass float64 for a reference)."""
-    if norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight
-    product = x @ weight.dequantized().to(x.dtype).T
-    if gated:
-        product = gated_activation_reference(product)
-    return product if residual is None else product + residual

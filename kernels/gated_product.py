@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.hopper_pipeline import (
     PRODUCER_REGISTERS,
     STEP,
@@ -324,8 +324,3 @@ def interleave(weight: torch.Tensor) -> torch.Tensor:
             f"weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {weight.shape[0]}"
         )
     return weight.unflatten(0, (2, -1, GATE_RUN)).transpose(0, 1).flatten(0, 2).contiguous()
-
-
-def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`gated_product` in plain torch, in the inputs' dtype (pass float64 for a reference)."""
-    return gated_activation_reference(x @ weight.T)

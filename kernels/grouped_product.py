@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.grouped_weight import (
     TILE,
     PackedGroups,
-    dequantized_reference,
     split_zero,
 )
 from aioinfer.kernels.product_arguments import check_product
@@ -346,23 +345,3 @@ def _offset(x: torch.Tensor, weight: PackedGroups) -> int:
     if weight.bits == 8 or not x.is_cuda:
         return 0
     return {torch.bfloat16: 128, torch.float16: 1024}.get(x.dtype, 0)
-
-
-def grouped_product_reference(
-    x: torch.Tensor,
-    weight: PackedGroups,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """`grouped_product` in plain torch, in float64; of an RMSNorm of x, if `norm_weight` [K] is
-    given."""
-    x = x.double()
-    if norm_weight is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.double()
-    product = x @ dequantized_reference(weight).T
-    if gated:
-        product = gated_activation_reference(product)
-    return product if residual is None else product + residual.double()

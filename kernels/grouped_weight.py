@@ -134,20 +134,6 @@ def pack_groups(
     )  # fmt: skip
 
 
-def dequantized_reference(weight: PackedGroups) -> torch.Tensor:
-    """Returns the weight, float64 [N, K], in plain torch."""
-    packed = weight.integers.transpose(1, 2).flatten(0, 1).int()  # [N, units, run]
-    runs = [packed >> shift & 2**weight.bits - 1 for shift in range(0, 16, weight.bits)]
-    integers = torch.stack(runs, 2).flatten(1).double()
-    of_group = torch.arange(integers.shape[1], device=packed.device) // weight.group
-    scales, zeros = weight.scales.t(), torch.full_like(weight.scales.t(), 2 ** (weight.bits - 1))
-    if weight.has_zeros:
-        scales, zeros = scales & ~255, scales & 255
-    floats = scales.contiguous().view(torch.float32).double()
-    values = (integers - zeros[:, of_group]) * floats[:, of_group]
-    return values[: weight.features, : weight.inputs]
-
-
 @triton.jit
 def split_zero(kept, BITS: tl.constexpr, HAS_ZEROS: tl.constexpr):
     """Returns the scales, float32, and the zero points, int32, of elements of

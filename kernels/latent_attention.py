@@ -231,25 +231,3 @@ def latent_decode(
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def latent_decode_reference(
-    absorbed: torch.Tensor,
-    rotated: torch.Tensor,
-    cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """`latent_decode` in plain torch, row by row, in the inputs' dtype (pass float64 for a
-    reference)."""
-    out = torch.zeros_like(absorbed)
-    for row, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len:
-            blocks = block_tables[row, : -(-seq_len // cache.shape[1])].long()
-            keys = cache[blocks].flatten(0, 1)[:seq_len]
-            queries = torch.cat((absorbed[row], rotated[row]), dim=-1)
-            weights = (queries @ keys.t() * scale).softmax(-1)
-            out[row] = weights @ keys[:, : absorbed.shape[2]]
-    return out

@@ -106,29 +106,3 @@ def latent_cache(
         ROTARY=rotary, ROTARY_PAD=triton.next_power_of_2(rotary), BLOCK_SIZE=cache.shape[1],
         PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def latent_cache_reference(
-    latents: torch.Tensor,
-    queries: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> torch.Tensor:
-    """`latent_cache` in plain torch, in the inputs' dtype; writes to the cache and returns the
-    rotated queries [T, H, P]."""
-    latent, key = latents.split((len(weight), queries.shape[2]), dim=-1)
-    normed = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight
-    cos, sin = cos_sin[positions.long()].to(latents.dtype)[:, None].chunk(2, dim=-1)
-
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-    is_written = slot_mapping >= 0
-    new = torch.cat((normed, rotate(key.unsqueeze(1)).squeeze(1)), dim=-1)
-    cache.view(-1, cache.shape[2])[slot_mapping[is_written].long()] = new[is_written]
-    return rotate(queries)

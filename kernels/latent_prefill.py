@@ -254,22 +254,3 @@ def latent_prefill(
 def _padded(size: int) -> int:
     """Returns the channels of a tile with `size` of them: at least 16, for tensor cores."""
     return max(16, triton.next_power_of_2(size))
-
-
-def latent_prefill_reference(
-    queries: torch.Tensor,
-    plain_keys: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-) -> torch.Tensor:
-    """The attention of one row's queries [Q, H, N + P], its last tokens, to its keys [K, H, N] and
-    [K, P] and values [K, H, V], in the inputs' dtype: [Q, H, V]."""
-    shared = keys.unsqueeze(1).expand(-1, plain_keys.shape[1], -1)
-    whole = torch.cat((plain_keys, shared), dim=-1)
-    scores = torch.einsum("qhd,khd->hqk", queries, whole) * scale
-    count, length = len(queries), len(keys)
-    later = torch.arange(length) > torch.arange(length - count, length)[:, None]
-    weights = scores.masked_fill(later.to(scores.device), float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, values)

@@ -173,16 +173,3 @@ def _launch(
             CHUNKS_PAD=triton.next_power_of_2(count), SHARED=totals is not None, num_warps=4,
         )  # fmt: skip
     return logprobs, top_tokens, top_logprobs
-
-
-def token_logprobs_reference(
-    logits: torch.Tensor, sampled: torch.Tensor, top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`token_logprobs` in plain torch, for rows that all request it."""
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.sort(dim=-1, descending=True, stable=True)
-    return (
-        logprobs.gather(1, sampled.long()[:, None])[:, 0],
-        best.indices[:, :top].int(),
-        best.values[:, :top],
-    )

@@ -53,14 +53,3 @@ def gather_masked(
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def gather_masked_reference(
-    logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, first: int = 0
-) -> torch.Tensor:
-    """`gather_masked` in plain torch."""
-    tokens = torch.arange(first, first + logits.shape[1], device=logits.device)
-    allowed = (masks[:, tokens // 32] >> (tokens % 32).int() & 1).bool()
-    gathered = logits[rows.long()].float()
-    broken = gathered.isnan() | (gathered == float("inf"))
-    return torch.where(allowed | broken, gathered, float("-inf"))

@@ -187,16 +187,3 @@ def _launch(
         num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm` in plain torch, in x's dtype throughout (pass float64 for a reference)."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the norm of x + residual, and x + residual, in plain torch."""
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total

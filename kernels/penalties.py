@@ -217,23 +217,3 @@ def ban_tokens(
             logits, slot_ids, counts, until, positions, ids, ids, logits.shape[1],
             logits.stride(0), ids.stride(0), first, BLOCK=64, BANS=True, num_warps=1,
         )  # fmt: skip
-
-
-def penalties_reference(
-    logits: torch.Tensor,
-    tokens: list[list[int]],
-    prompt_lens: list[int],
-    repetition: list[float],
-    presence: list[float],
-    frequency: list[float],
-) -> torch.Tensor:
-    """`apply_penalties` in plain torch, from each row's tokens (prompt and output); returns new
-    logits [S, V]."""
-    out = logits.clone()
-    for row, (ids, prompt_len) in enumerate(zip(tokens, prompt_lens, strict=True)):
-        for token in set(ids):
-            count = ids[prompt_len:].count(token)
-            value = out[row, token]
-            value = value / repetition[row] if value > 0 else value * repetition[row]
-            out[row, token] = value - frequency[row] * count - presence[row] * (count > 0)
-    return out

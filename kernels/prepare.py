@@ -169,35 +169,6 @@ def prepare_inputs(
     )  # fmt: skip
 
 
-def prepare_inputs_reference(
-    slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor,
-    tables: torch.Tensor, inputs: PreparedInputs,
-    *, block_size: int,
-) -> None:  # fmt: skip
-    """`prepare_inputs` in plain torch, row by row."""
-    inputs.input_ids.zero_()
-    inputs.positions.zero_()
-    inputs.slot_mapping.fill_(-1)
-    first = 0
-    for row, (slot, start, length) in enumerate(
-        zip(slots.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    ):
-        end = start + length if length else 0
-        blocks = -(-end // block_size)
-        positions = torch.arange(start, start + length, device=tokens.device)
-        here = slice(first, first + length)
-        inputs.input_ids[here] = tokens[slot, start : start + length]
-        inputs.positions[here] = positions.int()
-        inputs.slot_mapping[here] = (
-            tables[slot, positions // block_size].long() * block_size + positions % block_size
-        )
-        inputs.query_starts[row] = first
-        inputs.seq_lens[row] = end
-        inputs.block_tables[row, :blocks] = tables[slot, :blocks]
-        first += length
-    inputs.query_starts[len(slots)] = first
-
-
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
@@ -346,10 +317,3 @@ def embed(
             launch_pdl=pdl,
         )
     return out
-
-
-def embed_reference(ids: torch.Tensor, weight: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """`embed` in plain torch."""
-    index = ids.long() - first
-    in_shard = (index >= 0) & (index < weight.shape[0])
-    return torch.where(in_shard[:, None], weight[index.clamp(0, weight.shape[0] - 1)], 0)

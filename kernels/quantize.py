@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.norm import rms_norm_reference
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Channels that share a scale in blocks.
@@ -62,13 +61,6 @@ class ScaledInputs:
 
     def __len__(self) -> int:
         return len(self.values)
-
-    def dequantized(self) -> torch.Tensor:
-        """Returns the activations in float32 [T, K]."""
-        groups = self.scales.shape[1]
-        width = self.values.shape[1] if groups == 1 else GROUP
-        wide = self.scales.repeat_interleave(width, 1)[:, : self.values.shape[1]]
-        return self.values.float() * wide
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -161,27 +153,3 @@ def empty_inputs(
     stride = rows if groups == 1 else rows + -rows % SCALE_ROWS
     scales = torch.empty((groups, stride), dtype=torch.float32, device=device)
     return ScaledInputs(values, scales[:, :rows].t()), stride
-
-
-def quantize_reference(
-    x: torch.Tensor,
-    format: InputFormat,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-) -> ScaledInputs:
-    """`quantize` in plain torch, in float32."""
-    x = x.float()
-    if norm_weight is not None:
-        x = rms_norm_reference(x, norm_weight.float(), eps)
-    width = x.shape[1]
-    size = GROUP if format.is_grouped else width
-    maximum = MAXIMA[format.dtype]
-    parts = torch.nn.functional.pad(x, (0, -width % size)).unflatten(1, (-1, size))
-    if format.static_scale is None:
-        scales = parts.abs().amax(-1).clamp(min=SMALLEST) / maximum
-    else:
-        scales = format.static_scale.expand(parts.shape[:2])
-    values = (parts / scales[..., None]).clamp(-maximum, maximum).flatten(1)[:, :width]
-    values = (values.round() if format.dtype == torch.int8 else values).to(format.dtype)
-    return ScaledInputs(values, scales.t().contiguous().t())

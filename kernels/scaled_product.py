@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN, gated_activation_reference
+from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -359,18 +359,3 @@ def cublas_product(
     if out is None:
         return torch._scaled_mm(*arguments, **options)
     return torch._scaled_mm(*arguments, **options, out=out)
-
-
-def scaled_product_reference(
-    x: Inputs,
-    weight: ScaledMatrix,
-    *,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> torch.Tensor:
-    """`scaled_product` in plain torch, in float64."""
-    wide = (x if isinstance(x, torch.Tensor) else x.dequantized()).double()
-    product = wide @ weight.dequantized().double().T
-    if gated:
-        product = gated_activation_reference(product)
-    return product if residual is None else product + residual.double()

@@ -146,11 +146,3 @@ def admit_requests(packed: PackedAdmissions, slots: SlotTensors, longest: int) -
             slots.banned_ids, slots.tokens.stride(0), slots.bias_ids.stride(0),
             slots.banned_ids.stride(0), len(slots.tokens), BLOCK=TOKENS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
-
-
-def grow_tables_reference(
-    rows: torch.Tensor, indices: torch.Tensor, blocks: torch.Tensor, tables: torch.Tensor
-) -> None:
-    """`grow_tables` in plain torch."""
-    valid = rows >= 0
-    tables[rows[valid].long(), indices[valid].long()] = blocks[valid]

@@ -104,10 +104,11 @@ def test_the_lock_files_hold_every_dependency_once() -> None:
 
 
 def test_the_scripts_import_what_the_server_needs_and_nothing_else() -> None:
-    """They run in the environment of `make serve`. Those of Ray need its extra, and the checks of
-    the source the packages of the tests."""
+    """They run in the environment of `make serve`. Those of Ray need its extra, the checks of the
+    source the packages of the tests, and the benchmarks of kernels the tests' references."""
     providers = packages_distributions()
-    own = {file.stem for file in (ROOT / "scripts").glob("*.py")} | {"aioinfer", "benchlib", "ray"}
+    own = {file.stem for file in (ROOT / "scripts").glob("*.py")}
+    own |= {"aioinfer", "benchlib", "ray", "tests"}
     files = [file for file in (ROOT / "scripts").rglob("*.py") if not file.stem.startswith("check")]
     for file in files:
         for name in top_level_imports(file) - own - sys.stdlib_module_names:

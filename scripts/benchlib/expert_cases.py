@@ -20,7 +20,7 @@ from aioinfer.kernels.expert_configs import (
     expert_config,
     vector_config,
 )
-from aioinfer.kernels.expert_product import expert_product, experts_reference, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,
@@ -30,7 +30,6 @@ from aioinfer.kernels.expert_routing import (
     padded_experts,
     route,
     routing_config,
-    select_reference,
     tile_config,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
@@ -38,6 +37,7 @@ from aioinfer.kernels.expert_sum import CONFIG, summed_product
 from aioinfer.kernels.norm import rms_norm
 
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
+from tests.kernels.references import experts_reference, select_reference
 
 HIDDEN, CHANNELS = 2048, 768
 RULE = RoutingRule(128, 8)

@@ -24,12 +24,12 @@ from aioinfer.kernels.grouped_product import (
     GroupedConfig,
     grouped_config,
     grouped_product,
-    grouped_product_reference,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, dequantize, pack_groups
 from aioinfer.kernels.norm import rms_norm
 
 from benchlib.kernel_cases import BF16, DEVICE, Case, random_tensor
+from tests.kernels.references import product_reference
 
 #: Output features (of gate and up together), inputs, whether the norm comes before, whether the
 #: gate comes after; where neither, a residual is added.
@@ -140,7 +140,7 @@ def row_cases(
     )
     last = slice(max(0, rows - 64), rows)
     part = {k: v[last] if k == "residual" and v is not None else v for k, v in given.items()}
-    expected = grouped_product_reference(x[last], weight, **part)
+    expected = product_reference(x[last], weight, **part)
 
     def checked(run: Callable[[PackedGroups], object]) -> Callable[[], float]:
         def check() -> float:

@@ -12,13 +12,12 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
-from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense, few_rows_dense_reference
+from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.gated_product import (
     GatedConfig,
     candidates,
     gated_config,
     gated_product,
-    gated_product_reference,
 )
 from aioinfer.kernels.logprobs import token_logprobs
 from aioinfer.kernels.norm import add_rms_norm
@@ -28,6 +27,8 @@ from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.prepare import PreparedInputs, prepare_inputs
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
+
+from tests.kernels.references import product_reference
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -295,7 +296,7 @@ def few_rows_cases(tune: bool) -> Iterator[Case]:
                     run=run, x=x, w=weights[0], norm=norm, residual=residual, gated=gated
                 ) -> float:
                     wide = [None if t is None else t.double() for t in (norm, residual)]
-                    expected = few_rows_dense_reference(
+                    expected = product_reference(
                         x.double(), w.double(), norm_weight=wide[0], residual=wide[1], gated=gated
                     )
                     return float((run(w).double() - expected).norm() / expected.norm())
@@ -335,7 +336,7 @@ def gated_cases(tune: bool) -> Iterator[Case]:
         for rows in (9, 16, 24, 33, 64, 100, 128, 192, 256, 300, 512, 1024, 2048, 8192):
             x, product, out = (random_tensor(rows, n) for n in (inputs, 2 * features, features))
             last = slice(max(0, rows - 200), rows)
-            expected = gated_product_reference(x[last].double(), weights[0].double())
+            expected = product_reference(x[last], weights[0], gated=True)
             size, flops = weights[0].nbytes + x.nbytes + out.nbytes, 4.0 * rows * features * inputs
 
             def apart(w, x=x, product=product, out=out) -> None:

@@ -11,7 +11,6 @@ from aioinfer.kernels.decode_plan import DecodeConfig, plan_decode
 from aioinfer.kernels.latent_attention import (
     latent_config,
     latent_decode,
-    latent_decode_reference,
     make_latent_workspace,
 )
 from aioinfer.kernels.latent_prefill import (
@@ -23,6 +22,7 @@ from aioinfer.kernels.latent_prefill import (
 )
 
 from benchlib.kernel_cases import DEVICE, Case, ints, paged, random_tensor
+from tests.kernels.references import latent_decode_reference
 
 LATENT, ROTARY, PLAIN, VALUE = 512, 64, 128, 128
 SCALE = (PLAIN + ROTARY) ** -0.5

@@ -21,7 +21,7 @@ from aioinfer.kernels.expert_configs import (
     expert_config,
     vector_config,
 )
-from aioinfer.kernels.expert_product import expert_product, experts_reference, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutedTokens, RoutingRule, make_counters, route
 from aioinfer.kernels.expert_weights import (
     BLOCK,
@@ -37,6 +37,7 @@ from aioinfer.kernels.quantize import GROUP, InputFormat, ScaledInputs, quantize
 
 from benchlib.expert_cases import label
 from benchlib.kernel_cases import DEVICE, Case, random_tensor
+from tests.kernels.references import dequantized, experts_reference
 
 LAYERS = 3
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -217,8 +218,10 @@ def one_of(weight: ExpertWeights, expert: int) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight[some]
     if isinstance(weight, ScaledExperts):
-        return replace(weight, values=weight.values[some], scales=weight.scales[some]).dequantized()
-    return replace(weight, words=weight.words[some], scales=weight.scales[some]).dequantized()
+        one = replace(weight, values=weight.values[some], scales=weight.scales[some])
+    else:
+        one = replace(weight, words=weight.words[some], scales=weight.scales[some])
+    return dequantized(one)
 
 
 def configs(

@@ -20,7 +20,6 @@ from aioinfer.kernels.few_rows_scaled import (
     ScaledMatrix,
     few_rows_scaled,
     few_rows_scaled_config,
-    few_rows_scaled_reference,
 )
 from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
@@ -29,11 +28,11 @@ from aioinfer.kernels.scaled_product import (
     cublas_product,
     product_config,
     scaled_product,
-    scaled_product_reference,
 )
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, CONFIGS, BlockConfig, HopperConfig
 
 from benchlib.kernel_cases import BF16, DEVICE, PRODUCTS, Case, random_tensor
+from tests.kernels.references import product_reference
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SHAPES = {name: shape for name, shape in PRODUCTS.items() if name in (
@@ -156,7 +155,7 @@ def few_rows(
         def check(run: Callable[..., torch.Tensor] = run) -> float:
             wide = None if residual is None else residual.double()
             given = {name: norm.double() for name in normed}
-            expected = few_rows_scaled_reference(
+            expected = product_reference(
                 x.double(), weights[0], residual=wide, gated=gated, **given
             )
             return float((run(weights[0]).double() - expected).norm() / expected.norm())
@@ -190,9 +189,7 @@ def few_rows_gluon(
     size = nbytes(weights[0], x, features)
 
     def error(out: torch.Tensor) -> float:
-        expected = few_rows_scaled_reference(
-            x.double(), weights[0], residual=wide, gated=gated, **given
-        )
+        expected = product_reference(x.double(), weights[0], residual=wide, gated=gated, **given)
         return float((out.double() - expected).norm() / expected.norm())
 
     for config in [table, *others]:
@@ -239,7 +236,7 @@ def many_rows(
     def error(out: torch.Tensor) -> float:
         few = ScaledInputs(x.values[last], x.scales[last])
         wide = None if residual is None else residual[last]
-        expected = scaled_product_reference(few, weights[0], residual=wide, gated=gated)
+        expected = product_reference(few, weights[0], residual=wide, gated=gated)
         return float((out[last].double() - expected).norm() / expected.norm())
 
     table = product_config(rows, len(weights[0].values), inputs, grouped=grouped)

@@ -25,7 +25,6 @@ from aioinfer.kernels.gated_product import (
     candidates,
     gated_config,
     gated_product,
-    gated_product_reference,
     interleave,
     supports,
 )
@@ -34,6 +33,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon
+from tests.kernels.references import product_reference
 
 # the accumulators of the widest tile fill the registers
 FULLEST = [(config, "fp16", False) for config in CONFIGS if config.tokens == 256]
@@ -124,7 +124,7 @@ def test_the_reference_is_silu_of_gate_times_up() -> None:
     x, weight = torch.randn(5, 20, dtype=torch.float64), torch.randn(48, 20, dtype=torch.float64)
     gate, up = (x @ weight.T).chunk(2, dim=-1)
     torch.testing.assert_close(
-        gated_product_reference(x, interleave(weight)), torch.nn.functional.silu(gate) * up
+        product_reference(x, interleave(weight), gated=True), torch.nn.functional.silu(gate) * up
     )
 
 

@@ -38,7 +38,7 @@ def join(rank: int, size: int, folder: Path) -> ParallelGroup:
 
 def check_against_nccl(rank: int, size: int, folder: Path) -> None:
     from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
-    from aioinfer.kernels.norm import rms_norm_reference
+    from references import rms_norm_reference
 
     group = join(rank, size, folder)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)):

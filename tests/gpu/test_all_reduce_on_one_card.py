@@ -16,11 +16,11 @@ from aioinfer.kernels.all_reduce import (
     AllReduceLayout,
     _push_kernel,
     _two_shot_kernel,
-    all_reduce_reference,
 )
 from aioinfer.kernels.quantize import InputFormat, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from cases import normal
+from references import all_reduce_reference
 from scaled_cases import check_quantized_sums
 
 from aioinfer.worker.compilation import compile_only

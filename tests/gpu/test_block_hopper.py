@@ -16,11 +16,10 @@ from aioinfer.kernels.quantize import (
     InputFormat,
     ScaledInputs,
     quantize,
-    quantize_reference,
 )
-from aioinfer.kernels.scaled_product import scaled_product_reference
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, GATED_BLOCK_CONFIGS, BlockConfig
 from cases import error, normal, poisoned
+from references import product_reference, quantize_reference
 from scaled_cases import FP8, ScaledCase, block_matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
@@ -52,7 +51,7 @@ def check(case: ScaledCase, config: BlockConfig, *, residual: bool, wide: int = 
     assert supports(inputs, weight, case.dtype)
     shape = case.rows, case.features
     added = normal(*shape, dtype=BF16, device=DEVICE) if residual else None
-    expected = scaled_product_reference(inputs, weight, residual=added, gated=case.gated)
+    expected = product_reference(inputs, weight, residual=added, gated=case.gated)
     first = None
     for _ in range(4):
         whole = poisoned(case.rows, case.features + wide, dtype=BF16, device=DEVICE)

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.few_rows_float8 import FewRowsFloat8Config, few_rows_float8, supports
-from aioinfer.kernels.few_rows_scaled import few_rows_scaled_reference
 from cases import normal, poisoned
+from references import product_reference
 from scaled_cases import FP8, ScaledCase, matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
@@ -51,7 +51,7 @@ def product(
     shape = case.rows, case.features
     added = normal(*shape, dtype=case.dtype, device=DEVICE) * magnitude if residual else None
     wide = [None if t is None else t.double() for t in (norm, added)]
-    expected = few_rows_scaled_reference(
+    expected = product_reference(
         x.double(), weight, norm_weight=wide[0], residual=wide[1], gated=case.gated
     )
     out = poisoned(*shape, dtype=case.dtype, device=DEVICE) if added is None else added

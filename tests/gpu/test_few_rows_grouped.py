@@ -14,10 +14,10 @@ from aioinfer.kernels.few_rows_grouped import (
     fuses_norm,
     supports,
 )
-from aioinfer.kernels.grouped_product import grouped_product_reference
 from aioinfer.kernels.grouped_weight import PackedGroups
 from cases import Pair, error, normal
 from grouped_cases import grouped, random_groups
+from references import product_reference
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
@@ -94,7 +94,7 @@ def test_large_values_lose_nothing_by_the_offset() -> None:
     weight = random_groups(512, 4096, device=DEVICE)
     x = 100 + normal(2, 4096, dtype=torch.bfloat16, device=DEVICE)
     x[:, 7] = 20000.0
-    assert error((few_rows_grouped(x, weight), grouped_product_reference(x, weight))) < 5e-3
+    assert error((few_rows_grouped(x, weight), product_reference(x, weight))) < 5e-3
 
 
 def test_products_are_the_same_every_time_and_in_a_graph() -> None:

@@ -18,10 +18,10 @@ from aioinfer.kernels.grouped_hopper_configs import (
     configs,
     grouped_hopper_config,
 )
-from aioinfer.kernels.grouped_product import grouped_product_reference
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import error, normal, poisoned
 from grouped_cases import random_groups
+from references import product_reference
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -60,7 +60,7 @@ def product(
     x = poisoned(rows, weight.inputs + 8, dtype=dtype, device=DEVICE)[:, : weight.inputs]
     x.copy_(normal(rows, weight.inputs, dtype=dtype, device=DEVICE))
     added = normal(rows, features, dtype=dtype, device=DEVICE) if residual else None
-    expected = grouped_product_reference(x, weight, residual=added, gated=gated)
+    expected = product_reference(x, weight, residual=added, gated=gated)
     out = poisoned(rows, features, dtype=dtype, device=DEVICE) if added is None else added
     assert supports(x, weight, residual=added, gated=gated, out=out)
     grouped_hopper(x, weight, residual=added, gated=gated, out=out, pdl=pdl, config=config)
@@ -109,7 +109,7 @@ def test_integers_and_scales_that_16_bits_hold_are_exact() -> None:
     x = torch.zeros(100, 1024, dtype=BF16, device=DEVICE)
     for row in range(100):
         x[row, torch.randint(0, 1024, (3,), device=DEVICE)] = 1.0
-    expected = grouped_product_reference(x, weight)
+    expected = product_reference(x, weight)
     for splits in (1, 2):
         config = GroupedHopperConfig(64, 3, 5, splits=splits)
         assert torch.equal(grouped_hopper(x, weight, config=config), expected.to(BF16))

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from aioinfer.kernels.grouped_product import MAX_FUSED_ROWS, GroupedConfig, grouped_config
-from aioinfer.kernels.grouped_weight import dequantize, dequantized_reference
+from aioinfer.kernels.grouped_weight import dequantize
 from cases import error, poisoned
 from engine_settings import engine_settings
 from grouped_cases import grouped, random_groups
 from random_models import random_model
+from references import dequantized
 
 from aioinfer import LLM, SamplingParams
 from benchlib.quantized_folder import Groups, awq, gptq, packed, quantize_folder
@@ -95,7 +96,7 @@ def test_dequantization(dtype: torch.dtype) -> None:
     for bits, group in ((4, 128), (4, 32), (8, None)):
         weight = random_groups(1000, 1500, bits=bits, group=group, has_zeros=True, device=DEVICE)
         out = dequantize(weight, poisoned(1000, 1500, dtype=dtype, device=DEVICE), pdl=True)
-        assert torch.equal(out, dequantized_reference(weight).float().to(dtype))
+        assert torch.equal(out, dequantized(weight).float().to(dtype))
 
 
 def test_every_number_of_rows_has_a_configuration_that_fits() -> None:

@@ -20,23 +20,19 @@ from aioinfer.kernels.gated_product import (
     CONFIGS,
     GatedConfig,
     gated_product,
-    gated_product_reference,
     supports,
 )
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.paged_attention import (
     make_prefill_plan,
     paged_attention,
-    paged_attention_reference,
 )
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.prepare import (
     PreparedInputs,
     append_tokens,
     embed,
-    embed_reference,
     prepare_inputs,
-    prepare_inputs_reference,
 )
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
@@ -55,6 +51,14 @@ from cases import (
     random_rows,
 )
 from channel_cases import expand_all_words
+from references import (
+    embed_reference,
+    paged_attention_reference,
+    penalties_reference,
+    prepare_inputs_reference,
+    product_reference,
+    token_logprobs_reference,
+)
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
 
 from aioinfer.layers.kv_cache import to_float8
@@ -451,7 +455,7 @@ def test_gated_product(config: GatedConfig, dtype: torch.dtype) -> None:
         wide = poisoned(2048, inputs + 8, dtype=dtype, device=DEVICE)
         x = wide[:, :inputs].normal_()
         weight = (torch.randn(2 * features, inputs, device=DEVICE) * inputs**-0.5).to(dtype)
-        reference = gated_product_reference(x.double(), weight.double())
+        reference = product_reference(x, weight, gated=True)
         for rows in (1, 2, 63, 64, 100, 128, 129, 200, 256, 257, 511, 700, 2048):
             buffer = poisoned(rows + 3, features + 8, dtype=dtype, device=DEVICE)
             gated_product(x[:rows], weight, out=buffer[:rows, :features], config=config)
@@ -477,7 +481,7 @@ def test_gated_product_in_a_graph() -> None:
         x.normal_()
         out.fill_(float("nan"))
         graph.replay()
-        assert error((out, gated_product_reference(x.double(), weight.double()))) < 1e-2
+        assert error((out, product_reference(x, weight, gated=True))) < 1e-2
 
 
 @needs_hopper
@@ -610,7 +614,7 @@ def test_logprobs() -> None:
     sampled = torch.randint(0, 151_936, (40,), dtype=torch.int32, device=DEVICE)
     ours = logprobs.token_logprobs(logits, sampled, torch.ones_like(sampled), 20)
     for mine, theirs in zip(
-        ours, logprobs.token_logprobs_reference(logits.double(), sampled, 20), strict=True
+        ours, token_logprobs_reference(logits.double(), sampled, 20), strict=True
     ):
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=1e-4)
 
@@ -627,7 +631,7 @@ def test_penalties() -> None:
         torch.randn(3, 1000, device=DEVICE),
         torch.arange(3, dtype=torch.int32, device=DEVICE),
     )
-    expected = penalties.penalties_reference(
+    expected = penalties_reference(
         logits.double().cpu(), tokens, [len(ids) // 2 for ids in tokens], *params
     )
     penalties.apply_penalties(

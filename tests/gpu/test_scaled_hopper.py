@@ -14,12 +14,11 @@ from aioinfer.kernels.quantize import (
     InputFormat,
     ScaledInputs,
     quantize,
-    quantize_reference,
 )
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
-from aioinfer.kernels.scaled_product import scaled_product_reference
 from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 from cases import error, normal, poisoned
+from references import product_reference, quantize_reference
 from scaled_cases import FP8, ScaledCase, matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
@@ -39,7 +38,7 @@ def product(case: ScaledCase, config: HopperConfig, *, residual: bool) -> float:
     assert supports(inputs, weight, case.dtype)
     shape = case.rows, case.features
     added = normal(*shape, dtype=case.dtype, device=DEVICE) if residual else None
-    expected = scaled_product_reference(inputs, weight, residual=added, gated=case.gated)
+    expected = product_reference(inputs, weight, residual=added, gated=case.gated)
     out = poisoned(*shape, dtype=case.dtype, device=DEVICE) if added is None else added
     hopper_product(
         inputs, weight, case.dtype, residual=added, gated=case.gated, out=out, config=config

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from aioinfer.kernels.cascade_attention import CascadeConfig
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
-from aioinfer.kernels.paged_attention import paged_attention, paged_attention_reference
+from aioinfer.kernels.paged_attention import paged_attention
 from aioinfer.kernels.projection import Projection
-from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache_reference
 from cases import Pair, cached, normal, poisoned, readable
+from references import paged_attention_reference, qk_norm_rope_cache_reference
 
 
 @dataclass(slots=True)

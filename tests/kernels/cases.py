@@ -12,25 +12,30 @@ import random
 from dataclasses import dataclass
 
 import torch
-from aioinfer.kernels.activation import gated_activation, gated_activation_reference
+from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
-from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense, few_rows_dense_reference
+from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.norm import (
     add_parts,
     add_parts_rms_norm,
     add_rms_norm,
-    add_rms_norm_reference,
     rms_norm,
-    rms_norm_reference,
 )
 from aioinfer.kernels.paged_attention import (
     make_prefill_plan,
     paged_attention,
-    paged_attention_reference,
 )
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.projection import Projection
-from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, qk_norm_rope_cache_reference
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from references import (
+    add_rms_norm_reference,
+    gated_activation_reference,
+    paged_attention_reference,
+    product_reference,
+    qk_norm_rope_cache_reference,
+    rms_norm_reference,
+)
 
 from aioinfer.layers.kv_cache import FLOAT8, KVScales, to_float8
 from aioinfer.layers.shards import Shard
@@ -340,7 +345,7 @@ def dense_rows(
         out=poisoned(rows, features, dtype=dtype, device=device),
     )
     wide_norm, wide_residual = (None if t is None else t.double() for t in (norm_weight, residual))
-    return out, few_rows_dense_reference(
+    return out, product_reference(
         x.double(), weight.double(), norm_weight=wide_norm, residual=wide_residual, gated=gated
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, ExpertConfig, VectorConfig
-from aioinfer.kernels.expert_product import expert_product, experts_reference, sum_pairs
+from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import (
     MAX_SHARED_TILES,
     RoutedTokens,
@@ -17,7 +17,6 @@ from aioinfer.kernels.expert_routing import (
     RoutingRule,
     make_counters,
     route,
-    select_reference,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_sum import CONFIG, summed_product
@@ -29,8 +28,9 @@ from aioinfer.kernels.expert_weights import (
     pack_floats,
 )
 from aioinfer.kernels.grouped_weight import pack_groups
-from aioinfer.kernels.quantize import GROUP, InputFormat, ScaledInputs, quantize, quantize_reference
+from aioinfer.kernels.quantize import GROUP, InputFormat, ScaledInputs, quantize
 from cases import Pair, normal, poisoned
+from references import dequantized, experts_reference, quantize_reference, select_reference
 
 
 @dataclass(slots=True)
@@ -180,11 +180,6 @@ def packed_weight(weight: torch.Tensor, format: str, *, gated: bool) -> ExpertWe
     return PackedExperts(words, kept, rows, inputs, packed[0].group, has_zeros)
 
 
-def dense_weight(weight: ExpertWeights) -> torch.Tensor:
-    """Returns weights [E, N, K], as they are or dequantized."""
-    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
-
-
 def _part(weight: ExpertWeights, local: range) -> ExpertWeights:
     some = slice(local.start, local.stop)
     if isinstance(weight, torch.Tensor):
@@ -242,10 +237,10 @@ def whole(
     factors = found.weights.double() * is_local
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
-        return quantize_reference(values, case.input_format).dequantized().double()
+        return dequantized(quantize_reference(values, case.input_format)).double()
 
     expected = experts_reference(
-        given.x.double(), *map(dense_weight, weights), factors, found.experts.long(),
+        given.x.double(), *map(dequantized, weights), factors, found.experts.long(),
         biases=biases, activation=case.activation,
         **{"rounded": rounded} if case.quantized else {},
     )  # fmt: skip
@@ -295,7 +290,7 @@ def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
     assert torch.equal(found.experts.sort().values.long(), experts.sort().values)
     factors *= (experts >= local.start) & (experts < local.stop)
     expected = experts_reference(
-        normed, *map(dense_weight, weights), factors, experts, biases=biases,
+        normed, *map(dequantized, weights), factors, experts, biases=biases,
         activation=case.activation,
     )  # fmt: skip
     return out, expected + residual.double() + added.double()

@@ -10,10 +10,10 @@ from aioinfer.kernels.few_rows_grouped import FewRowsGroupedConfig
 from aioinfer.kernels.grouped_product import (
     GroupedConfig,
     grouped_product,
-    grouped_product_reference,
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import Pair, normal, poisoned
+from references import product_reference
 
 
 def random_groups(
@@ -65,4 +65,4 @@ def grouped(
         pdl=pdl,
     )
     assert not weight.counters.any()
-    return out, grouped_product_reference(x, weight, **given)
+    return out, product_reference(x, weight, **given)

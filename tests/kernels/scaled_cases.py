@@ -10,7 +10,6 @@ from aioinfer.kernels.few_rows_dense import FewRowsConfig
 from aioinfer.kernels.few_rows_scaled import (
     ScaledMatrix,
     few_rows_scaled,
-    few_rows_scaled_reference,
 )
 from aioinfer.kernels.quantize import (
     GROUP,
@@ -18,15 +17,14 @@ from aioinfer.kernels.quantize import (
     InputFormat,
     ScaledInputs,
     quantize,
-    quantize_reference,
 )
 from aioinfer.kernels.scaled_product import (
     ProductConfig,
     cublas_product,
     scaled_product,
-    scaled_product_reference,
 )
 from cases import Pair, normal, poisoned
+from references import dequantized, product_reference, quantize_reference
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -91,7 +89,7 @@ def few_rows(case: ScaledCase, *, normed: bool, config: FewRowsConfig | None = N
         out=poisoned(*shape, dtype=case.dtype, device=case.device),
     )  # fmt: skip
     wide = [None if t is None else t.double() for t in (norm, residual)]
-    return out, few_rows_scaled_reference(
+    return out, product_reference(
         x.double(), weight, norm_weight=wide[0], residual=wide[1], gated=case.gated
     )
 
@@ -117,7 +115,7 @@ def many_rows(
         added = added[:1].expand(shape) if residual == "bias" else added
     out = poisoned(*shape, dtype=case.dtype, device=case.device)
     scaled_product(x, weight, case.dtype, residual=added, gated=case.gated, out=out, config=config)
-    return out, scaled_product_reference(x, weight, residual=added, gated=case.gated)
+    return out, product_reference(x, weight, residual=added, gated=case.gated)
 
 
 def cublas(case: ScaledCase) -> Pair:
@@ -125,7 +123,7 @@ def cublas(case: ScaledCase) -> Pair:
     x, weight = inputs_of(case, groups=False), matrix(case)
     assert isinstance(x, ScaledInputs)
     out = poisoned(case.rows, case.features, dtype=case.dtype, device=case.device)
-    return cublas_product(x, weight, out), scaled_product_reference(x, weight)
+    return cublas_product(x, weight, out), product_reference(x, weight)
 
 
 def quantized(
@@ -157,5 +155,5 @@ def quantization_error(ours: ScaledInputs, theirs: ScaledInputs) -> float:
     scales = (ours.scales - theirs.scales).norm() / theirs.scales.norm()
     values, expected = ours.values.float(), theirs.values.float()
     assert (values != expected).float().mean() < 1 / 500
-    wide, reference = ours.dequantized(), theirs.dequantized()
+    wide, reference = dequantized(ours), dequantized(theirs)
     return max(float(scales), float((wide - reference).norm() / reference.norm()))

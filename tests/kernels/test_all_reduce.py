@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout, all_reduce_reference
+from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
+from references import all_reduce_reference
 from scaled_cases import check_quantized_sums
 
 from tests.kernels.peer_processes import run_ranks

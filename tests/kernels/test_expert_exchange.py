@@ -6,10 +6,11 @@ import pytest
 import torch
 from aioinfer.kernels.expert_configs import ExpertConfig
 from aioinfer.kernels.expert_exchange import ExchangeLayout, ExpertExchange
-from aioinfer.kernels.expert_product import expert_product, experts_reference
+from aioinfer.kernels.expert_product import expert_product
 from aioinfer.kernels.expert_routing import RoutedTokens
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from peer_processes import run_ranks
+from references import experts_reference
 
 HIDDEN, CHANNELS, TOP_K, MAX_TOKENS = 24, 16, 3, 9
 #: Tokens of each rank in one exchange after the other.

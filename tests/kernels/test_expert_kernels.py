@@ -16,7 +16,6 @@ from aioinfer.kernels.expert_routing import (
     make_counters,
     padded_experts,
     route,
-    select_reference,
     supports_rule,
 )
 from aioinfer.kernels.expert_selection import FewTokensConfig
@@ -24,6 +23,7 @@ from aioinfer.kernels.expert_sum import CONFIG, summed_product
 from aioinfer.kernels.expert_weights import MAX_SCALE, PackedExperts, pack_floats
 from cases import error
 from expert_cases import ExpertCase, check_routing, one_token, packed_weight, whole
+from references import dequantized, select_reference
 
 from aioinfer.layers.formats.mxfp4 import dequantize
 
@@ -245,7 +245,7 @@ def test_large_scales_of_blocks_are_shifted() -> None:
     weight = packed_weight(torch.empty(2, 16, 64), "mxfp4", gated=False)
     assert isinstance(weight, PackedExperts)
     shifted = replace(weight, shift=3)
-    assert torch.equal(shifted.dequantized(), 8 * weight.dequantized())
+    assert torch.equal(dequantized(shifted), 8 * dequantized(weight))
     x, chosen = torch.randn(2, 64), torch.tensor([[0], [1]], dtype=torch.int32)
     found = [
         expert_product(x, one, RoutedTokens(torch.ones(2, 1), chosen), gated=False)
@@ -259,7 +259,7 @@ def test_numbers_in_four_bits_are_those_of_the_standard() -> None:
     scales = torch.randint(0, MAX_SCALE + 1, (20, 5), dtype=torch.uint8)
     words, kept = pack_floats(blocks, scales)
     packed = PackedExperts(words[None], kept[None], 20, 160, 32, is_float=True)
-    assert torch.equal(packed.dequantized()[0], dequantize(blocks, scales))
+    assert torch.equal(dequantized(packed)[0], dequantize(blocks, scales))
 
 
 def test_every_number_of_tokens_has_a_configuration() -> None:

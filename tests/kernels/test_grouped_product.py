@@ -13,12 +13,12 @@ from aioinfer.kernels.grouped_product import (
 )
 from aioinfer.kernels.grouped_weight import (
     dequantize,
-    dequantized_reference,
     pack_groups,
     supports_group,
 )
 from cases import error, poisoned
 from grouped_cases import grouped, random_groups
+from references import dequantized
 from safetensors.torch import save_file
 
 from aioinfer.layers.backend import Backend
@@ -55,7 +55,7 @@ def test_the_order_holds_the_weight(
     middle = torch.full_like(zeros, 2 ** (bits - 1))
     expected = integers - (zeros if has_zeros else middle)[:, of_group]
     expected = expected * scales.double()[:, of_group]
-    assert torch.equal(dequantized_reference(weight), expected)
+    assert torch.equal(dequantized(weight), expected)
     out = dequantize(weight, poisoned(21, inputs, dtype=torch.float32, device="cpu"))
     assert torch.equal(out, expected.float())
 

@@ -9,10 +9,9 @@ from aioinfer.kernels.prepare import (
     PreparedInputs,
     append_tokens,
     embed,
-    embed_reference,
     prepare_inputs,
-    prepare_inputs_reference,
 )
+from references import embed_reference, prepare_inputs_reference
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from aioinfer.kernels import logprobs, penalties, sampling
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
+from references import penalties_reference, token_logprobs_reference
 from sampling_cases import make_state, sample_and_judge, uniforms_agree
 
 
@@ -52,7 +53,7 @@ def test_rows_with_nan_or_infinite_logits_give_minus_one_and_affect_no_other_row
 def test_logprobs_of_sampled_and_of_the_most_likely_tokens() -> None:
     logits, sampled = torch.randn(3, 1500), int32(1, 2, 1499)
     ours = logprobs.token_logprobs(logits, sampled, int32(1, 0, 1), 20)
-    reference = logprobs.token_logprobs_reference(logits.double(), sampled, 20)
+    reference = token_logprobs_reference(logits.double(), sampled, 20)
     for mine, theirs in zip(ours, reference, strict=True):
         torch.testing.assert_close(
             mine[[0, 2]].double(), theirs[[0, 2]].double(), rtol=0, atol=1e-5
@@ -73,7 +74,7 @@ def test_penalties_from_counts() -> None:
         torch.tensor([0, 0.25, 0, 1.0]),
     )
     logits = torch.randn(3, 600)
-    expected = penalties.penalties_reference(
+    expected = penalties_reference(
         logits[[0, 2]].double(), tokens, prompt_lens, [1.3, 0.8], [0.5, -0.5], [0.25, 1.0]
     )
     untouched = logits[1].clone()

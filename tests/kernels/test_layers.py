@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.activation import KINDS, gated_activation, gated_activation_reference
+from aioinfer.kernels.activation import KINDS, gated_activation
 from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.norm import add_parts, rms_norm
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from cases import activation, dense_rows, error, norm, norm_of_parts, qk_norm_rope
+from references import gated_activation_reference
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from aioinfer.kernels import logprobs, masks, sampling
-from aioinfer.kernels.masks import gather_masked, gather_masked_reference
+from aioinfer.kernels.masks import gather_masked
 from aioinfer.kernels.prepare import append_tokens
+from references import gather_masked_reference
 
 from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.features.logprobs.worker import Work as LogprobWork

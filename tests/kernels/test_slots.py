@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aioinfer.kernels.slots import grow_tables, grow_tables_reference
+from aioinfer.kernels.slots import grow_tables
+from references import grow_tables_reference
 from slot_cases import NONE, apply_with_kernels, kernels_agree, make_plan
 
 from aioinfer.ipc.plan import Admission, StepPlan
