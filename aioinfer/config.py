@@ -55,6 +55,7 @@ __all__ = [
     "TracingConfig",
     "describe_keys",
     "load_config",
+    "parse_override",
 ]
 
 #: A header of HTTP as `tracing.headers` gives it (RFC 9110, 5.1 and 5.5).
@@ -120,7 +121,7 @@ def load_config(
         tree = {} if file is None else tomllib.loads(Path(file).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    pairs = dict(overrides if isinstance(overrides, Mapping) else map(_parse_override, overrides))
+    pairs = dict(overrides if isinstance(overrides, Mapping) else map(parse_override, overrides))
     _drop_names(tree, pairs)
     for dotted, value in pairs.items():
         section, _, name = dotted.partition(".")
@@ -160,7 +161,8 @@ def _drop_names(tree: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         server.pop("served_model_names", None)
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
+    """Returns the key and the value of `section.key=value`. Raises `ConfigError`."""
     dotted, equals, raw = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not an override: write section.key=value")
@@ -211,7 +213,7 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
     _check_experts(parallel)
     if model.skip_tokenizer:
-        for name in ("tokenizer", "chat_template"):
+        for name in ("tokenizer", "tokenizer_revision", "chat_template"):
             if getattr(model, name) is not None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
     _check_tracing(config.tracing)

@@ -36,8 +36,8 @@ def key(
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
     metadata = {"doc": doc, "secret": secret, **bounds}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata, repr=not secret)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata, repr=not secret)
     return field(default=default, metadata=metadata, repr=not secret)
 
 
@@ -55,6 +55,8 @@ def type_name(hint: Any) -> str:
         return next(type_name(o) for o in typing.get_args(hint) if o is not type(None))
     if origin is list:
         return f"list of {type_name(typing.get_args(hint)[0])}"
+    if origin is dict:
+        return "table"
     return {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]
 
 
@@ -96,6 +98,9 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         (item,) = typing.get_args(hint)
         if isinstance(value, list):
             return [_typed(item, v, dotted) for v in value]
+    elif origin is dict:
+        if isinstance(value, Mapping):
+            return dict(value)
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isfinite(value):
             return float(value)

@@ -29,6 +29,16 @@ class ModelConfig:
     tokenizer: str | None = key(
         "Folder or hub id of the tokenizer, where it does not lie with the model.", None
     )
+    tokenizer_revision: str | None = key(
+        "Branch, tag or commit of the tokenizer's hub id: of `tokenizer`, or else of `path`. "
+        "Default: that of `revision` for `path`'s own.",
+        None,
+    )
+    hf_overrides: dict[str, Any] = key(
+        "Values laid over the model's `config.json` before it is read, such as "
+        "`{ rope_parameters = { rope_theta = 1e6 } }`; nested tables are merged.",
+        {},
+    )
     skip_tokenizer: bool = key(
         "Load no tokenizer: prompts must be token ids, and completions return `token_ids` and no "
         "text. Text prompts, chat, stop strings and `/tokenize` are answered 400.",

@@ -6,9 +6,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from aioinfer.config import ModelConfig
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.backend import Backend
@@ -19,6 +21,11 @@ from aioinfer.models.registry import build_model
 from aioinfer.worker.kv_tensors import KVTensors
 
 CPU = torch.device("cpu")
+
+
+def model_options(**fields: Any) -> ModelConfig:
+    """Returns the section `[model]` of a model whose folder is given by itself."""
+    return ModelConfig(path="", **fields)
 
 
 def load_model(
@@ -33,7 +40,7 @@ def load_model(
     """Returns this rank's part of the model, ready to use; `served_len` as in `build_model`."""
     backend = Backend(CPU, dtype, group, expert_parallel=expert_parallel)
     backend.expert_placement = expert_placement or ExpertPlacement()
-    model = build_model(folder, backend, served_len=served_len)
+    model = build_model(folder, backend, model_options(max_model_len=served_len))
     model.load(folder, "auto", 0, lambda done, total: None)
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import json
@@ -22,6 +23,7 @@ from aioinfer.api.batch_lines import Requests, check_input, take_up
 from aioinfer.cli.bench import find_bench
 from aioinfer.cli.chat import ChatError, ChatServer, _Pace
 from aioinfer.cli.commands import COMMANDS
+from aioinfer.cli.model_options import add_model_options, load
 from aioinfer.errors import ConfigError
 from tests.scripted_server import USAGE_EVENT, serving, sse, stream
 
@@ -48,6 +50,26 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_a_command_without_a_model_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve"]) == 2
     assert "which model?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"rope_parameters": {"rope_theta": 1e6}, "a": null}', None),
+        ("{", "--hf-overrides must be a JSON object"),
+        ("[1]", "model.hf_overrides must be table, not [1]"),
+    ],
+)
+def test_overrides_of_config_json(text: str, expected: str | None) -> None:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    options = parser.parse_args(["a/model", "--hf-overrides", text, "--set", "model.seed=3"])
+    if expected is not None:
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            load(options)
+        return
+    model = load(options).model
+    assert (model.path, model.seed, model.hf_overrides) == ("a/model", 3, json.loads(text))
 
 
 def test_bench_is_the_load_generator() -> None:

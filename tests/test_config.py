@@ -75,6 +75,7 @@ def test_a_file_and_what_lies_over_it(tmp_path: Path) -> None:
         ("model.dtype=float32", "model", "dtype", "float32"),
         ('model.dtype="float32"', "model", "dtype", "float32"),
         ("model.tokenizer=/a folder/with=sign", "model", "tokenizer", "/a folder/with=sign"),
+        ("model.hf_overrides={a = {b = [1]}}", "model", "hf_overrides", {"a": {"b": [1]}}),
     ],
 )
 def test_overrides_in_toml_or_as_bare_strings(
@@ -241,7 +242,7 @@ def test_default_sampling_holds_what_is_given_and_no_more(tmp_path: Path) -> Non
     assert config.sampling.given() == {"temperature": 0.0, "top_k": 40, "max_tokens": 100}
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "chat_template"])
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_revision", "chat_template"])
 def test_text_settings_without_a_tokenizer_are_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{name} has no effect"):
         load_config(overrides=[MODEL, "model.skip_tokenizer=true", f"model.{name}=x"])

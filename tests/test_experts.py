@@ -21,7 +21,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard
 from aioinfer.models.registry import build_model, load_model_config
-from tests.paged_model import CPU, PagedModel, load_model
+from tests.paged_model import CPU, PagedModel, load_model, model_options
 from tests.tiny_models import tiny_model
 
 HIDDEN, CHANNELS = 16, 24
@@ -153,7 +153,9 @@ def test_quantized_experts(tmp_path: Path) -> None:
     """Experts in float8 are those of a model with their dequantized weights."""
     folder = tiny_model("qwen3_moe", tmp_path / "model")
     texts = {0: list(range(3, 40))}
-    model = build_model(folder, Backend(CPU, torch.float32, SINGLE), quantization="fp8")
+    model = build_model(
+        folder, Backend(CPU, torch.float32, SINGLE), model_options(quantization="fp8")
+    )
     model.load(folder, "auto", 0, lambda done, total: None)
     quantized = PagedModel(model, 16).step(texts)[0]
     tensors = load_file(folder / "model.safetensors")
@@ -213,7 +215,10 @@ def test_a_rank_reads_its_experts_alone(tmp_path: Path, quantization: str) -> No
         Backend(CPU, torch.float32, ParallelGroup(rank, 2), expert_parallel=True)
         for rank in range(2)
     ]
-    models = [build_model(folder, backend, quantization=quantization) for backend in backends]
+    models = [
+        build_model(folder, backend, model_options(quantization=quantization))
+        for backend in backends
+    ]
     numbers = [
         {int(name.split(".")[5]) for name, _ in model.weight_shards() if ".experts." in name}
         for model in models
@@ -238,9 +243,9 @@ def test_what_ranks_with_whole_experts_add_is_the_mixture(
     mixtures = []
     for group in (SINGLE, *(ParallelGroup(rank, 4) for rank in range(4))):
         backend = Backend(CPU, torch.float32, group, expert_parallel=group.size > 1)
-        model: Any = build_model(folder, backend, quantization=quantization)
+        model: Any = build_model(folder, backend, model_options(quantization=quantization))
         model.load(folder, "auto", 0, lambda done, total: None)
-        mixtures.append(model.layers[0].parts[1])
+        mixtures.append(model.layers[0].mlp)
     x = torch.randn(9, 64)
     expected, *parts = (mixture._mix(x) for mixture in mixtures)
     assert all(float(part.abs().max()) > 0 for part in parts)

@@ -17,7 +17,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.fields import check_fields
-from aioinfer.models.registry import FAMILIES, build_model, load_model_config
+from aioinfer.models.registry import build_model, families, load_model_config
 
 #: A model of every family, with all the fields that any of them reads.
 WHOLE: dict[str, Any] = {
@@ -68,7 +68,7 @@ _SMALL = {"vocab_size": 300, "hidden_size": 300, "intermediate_size": 300, "num_
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Returns a config of which some fields are missing, and some are wrong."""
-    architecture = draw(st.sampled_from(list(FAMILIES)))
+    architecture = draw(st.sampled_from(list(families())))
     config = {"architectures": [architecture]} | WHOLE
     rope = draw(
         st.fixed_dictionaries(

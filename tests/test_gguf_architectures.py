@@ -19,7 +19,7 @@ from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.checkpoint.gguf_architectures import ARCHITECTURES, TENSORS, read_config
 from aioinfer.checkpoint.gguf_file import GgufFile
 from aioinfer.errors import ConfigError
-from aioinfer.models.registry import FAMILIES, load_model_config
+from aioinfer.models.registry import families, load_model_config
 from tests.gguf_models import Change, config_of, random_model, write_gguf
 
 #: What a GGUF file does not contain, and no forward pass needs.
@@ -65,7 +65,7 @@ def assert_same_model(source: Path, converted: Path) -> None:
     transformers' logits over a text longer than the windows."""
     configs = [AutoConfig.from_pretrained(folder) for folder in (source, converted)]
     assert said(configs[1]) == said(configs[0])
-    if configs[0].architectures[0] in FAMILIES:
+    if configs[0].architectures[0] in families():
         ours, expected = load_model_config(converted), load_model_config(source)
         assert replace(ours, dtype=expected.dtype) == expected  # it is not in a GGUF file
     weights = [load_file(folder / "model.safetensors") for folder in (source, converted)]

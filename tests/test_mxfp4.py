@@ -19,7 +19,7 @@ from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import build_model
 from tests.mxfp4_models import quantize_experts
-from tests.paged_model import CPU, PagedModel, load_model
+from tests.paged_model import CPU, PagedModel, load_model, model_options
 from tests.tiny_models import tiny_model
 
 SINGLE = ParallelGroup.single()
@@ -35,7 +35,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def build(folder: Path, load_format: str = "auto", quantization: str = "auto") -> DecoderModel:
-    model = build_model(folder, Backend(CPU, torch.float32, SINGLE), quantization=quantization)
+    model = build_model(
+        folder, Backend(CPU, torch.float32, SINGLE), model_options(quantization=quantization)
+    )
     assert isinstance(model, DecoderModel)
     model.load(folder, load_format, 0, lambda done, total: None)
     return model
@@ -120,7 +122,7 @@ def test_random_weights(folders: tuple[Path, Path]) -> None:
     model = build_model(folders[0], Backend(CPU, torch.float32, SINGLE))
     assert isinstance(model, DecoderModel)
     model.load(folders[0], "dummy", 0, lambda done, total: None)
-    expert = model.layers[0].parts[1].experts[0]  # type: ignore[union-attr]
+    expert = model.layers[0].mlp.experts[0]  # type: ignore[union-attr]
     product = expert.down.multiply(torch.eye(96))
     assert 0.015 < product.std() < 0.045
 

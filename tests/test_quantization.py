@@ -13,6 +13,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.formats.schemes import GroupScheme, Quantization, ScaledScheme, Scheme
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import load_model_config
+from tests.paged_model import model_options
 from tests.scaled_models import compressed, set_config, token
 from tests.tiny_models import tiny_model
 
@@ -230,7 +231,7 @@ def test_a_checkpoint_that_is_quantized_already() -> None:
 def test_config_json(tmp_path: Path) -> None:
     """What cannot be read is an error before weights are; families alone can be quantized."""
     tiny_model("llama", tmp_path)
-    load_model_config(tmp_path, quantization="int8")
+    load_model_config(tmp_path, model_options(quantization="int8"))
     set_config(tmp_path, quantization_config={"quant_method": "hqq"})
     with pytest.raises(ConfigError, match="'hqq' is not supported"):
         load_model_config(tmp_path)

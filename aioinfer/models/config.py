@@ -20,6 +20,7 @@ from aioinfer.layers.mixture_shape import MixtureShape
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.rotary import RopeConfig, Sections
 from aioinfer.models.fields import check_fields, check_shape
+from aioinfer.models.text_model import read_text_config
 
 #: What each variant of RoPE needs in the configuration.
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -49,6 +50,7 @@ class DecoderConfig:
         dtype: of the checkpoint.
         mixture: the experts of layers that have them.
         unused_layers: how many layers behind the last one checkpoints have.
+        has_other_parts: whether checkpoints have parts beside the text model, which are not loaded.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -69,6 +71,7 @@ class DecoderConfig:
     dtype: torch.dtype
     mixture: MixtureShape | None = None
     unused_layers: int = 0
+    has_other_parts: bool = False
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -101,6 +104,7 @@ class DecoderConfig:
             "rope": rope,
             "windows": (None,) * config["num_hidden_layers"],
             "dtype": read_dtype(config),
+            "has_other_parts": bool(config.get("vision_config")),
         }
         read = cls(**{**fields, **cls.own_fields(config)})
         read._check()
@@ -184,6 +188,19 @@ def read_json(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} does not hold an object")
     return config
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a folder's text model (see `read_text_config`).
+
+    Args:
+        folder: of the model.
+        overrides: `model.hf_overrides`, laid over `config.json`.
+
+    Raises:
+        ConfigError: `config.json` cannot be read.
+    """
+    return read_text_config(read_json(folder), overrides)
 
 
 def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = None) -> RopeConfig:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import AttentionInterface
 
+from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
@@ -34,8 +35,9 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
-from aioinfer.models.config import read_dtype
+from aioinfer.models.config import read_dtype, read_json
 from aioinfer.models.decoder import describe_attention
+from aioinfer.models.text_model import lay_over
 
 #: The name under which transformers finds our attention.
 _INTERFACE = "aioinfer_paged"
@@ -66,13 +68,13 @@ class FallbackConfig:
     has_tp_plan: bool
 
     @classmethod
-    def load(cls, folder: Path, *, trust_remote_code: bool) -> FallbackConfig:
-        """Reads `config.json` of a model folder.
+    def load(cls, folder: Path, options: ModelConfig) -> FallbackConfig:
+        """Reads `config.json` of a model folder; `options` is the section `[model]`.
 
         Raises:
             ConfigError: transformers does not know the model, or it is none that we can run.
         """
-        config = _read_config(folder, trust_remote_code)
+        config = _read_config(folder, options)
         name = (config.architectures or ["a model without architectures"])[0]
         text = config.get_text_config()
         kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind}
@@ -112,9 +114,12 @@ class FallbackConfig:
             )
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+def _read_config(folder: Path, options: ModelConfig) -> Any:
+    trust_remote_code, overrides = options.trust_remote_code, options.hf_overrides
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        merged = lay_over(read_json(folder), overrides)
+        changed = {name: merged[name] for name in overrides}
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **changed)
     except Exception as error:  # each model's configuration checks itself in its own way
         remedy = ""
         if "auto_map" in (folder / "config.json").read_text("utf-8") and not trust_remote_code:
@@ -133,7 +138,7 @@ class FallbackModel:
     scales and caps of its head.
     """
 
-    def __init__(self, config: FallbackConfig, backend: Backend, *, trust_remote_code: bool):
+    def __init__(self, config: FallbackConfig, backend: Backend, options: ModelConfig):
         config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
         config.check_pipeline_parallel(backend.num_stages)
         self.backend = backend
@@ -142,12 +147,12 @@ class FallbackModel:
         self.hidden_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
-        self.kv_specs: Sequence[Sequence[KVSpec]] = ()
+        self.kv_specs: Sequence[KVSpec] = ()
         self.kv_scales: Sequence[KVScales] = ()
         self.expert_counters: Sequence[ExpertCounter] = ()
         self.weights_bytes = 0
         self._config = config
-        self._trust_remote_code = trust_remote_code
+        self._options = options
         self._model: Any = None
         self._attentions: list[PagedAttention] = []
         self._plans: Any = None
@@ -159,16 +164,16 @@ class FallbackModel:
         AttentionInterface.register(_INTERFACE, _attend)
         options: dict[str, Any] = {
             "attn_implementation": _INTERFACE,
-            "trust_remote_code": self._trust_remote_code,
+            "trust_remote_code": self._options.trust_remote_code,
             "dtype": self.backend.dtype,
         }
+        config = _read_config(folder, self._options)
         try:
             if load_format in ("dummy", "dummy_skewed"):
                 torch.manual_seed(seed)
-                config = _read_config(folder, self._trust_remote_code)
                 model = AutoModelForCausalLM.from_config(config, **options)
             else:
-                model = AutoModelForCausalLM.from_pretrained(folder, **options)
+                model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
         except (ValueError, OSError, KeyError, ImportError) as error:
             raise ConfigError(f"transformers cannot load {folder}: {error}") from error
         model = model.eval().requires_grad_(False)
@@ -199,7 +204,7 @@ class FallbackModel:
                 "others cannot be served"
             )
         self._attentions = [found[number] for number in sorted(found)]
-        self.kv_specs = [(attention.shape.kv_spec,) for attention in self._attentions]
+        self.kv_specs = [attention.shape.kv_spec for attention in self._attentions]
         self.kv_scales = [self._make_scales(a.shape.num_kv_heads) for a in self._attentions]
 
     def _make_scales(self, num_kv_heads: int) -> KVScales:

@@ -21,6 +21,9 @@ class Gemma3Config(Gemma2Config):
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "max_position_embeddings": 131_072,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
     }
 
     @classmethod
@@ -44,3 +47,6 @@ class Gemma3Config(Gemma2Config):
 
 class Gemma3Model(Gemma2Model):
     """Gemma 2's layers; all differences are in the configuration."""
+
+
+FAMILIES = {"Gemma3ForCausalLM": (Gemma3Config, Gemma3Model)}

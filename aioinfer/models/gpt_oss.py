@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.layers.biased_experts import ClampedSwiGLU
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_windows
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class GptOssModel(DecoderModel):
     """Pre-normed attention and experts."""
 
     def __init__(self, config: GptOssConfig, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -70,6 +69,9 @@ class GptOssModel(DecoderModel):
                 config.swiglu,
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
             )
-            return Layer([attention, mixture])
+            return DecoderLayer(attention, mixture)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {"GptOssForCausalLM": (GptOssConfig, GptOssModel)}

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 from aioinfer.models.llama import LlamaConfig
 
 
@@ -39,7 +38,7 @@ class GraniteModel(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
     def __init__(self, config: GraniteConfig, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -58,7 +57,7 @@ class GraniteModel(DecoderModel):
                 residual_scale=config.residual_multiplier,
                 bias=config.mlp_bias,
             )
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         embedding = make.embedding(
             "model.embed_tokens", config.vocab_size, scale=config.embedding_multiplier
@@ -67,3 +66,6 @@ class GraniteModel(DecoderModel):
             "lm_head", embedding, tied=config.tied_embeddings, scale=1 / config.logits_scaling
         )
         super().__init__(config, make, layer, embedding=embedding, head=head)
+
+
+FAMILIES = {"GraniteForCausalLM": (GraniteConfig, GraniteModel)}

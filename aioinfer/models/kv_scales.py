@@ -3,7 +3,7 @@ scales of keys and values among the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def load_kv_scales(folder: Path, layers: Sequence[KVScales]) -> bool:
     return True
 
 
-def _names_of(module: str, stored: Mapping[str, Path]) -> tuple[str, str] | None:
+def _names_of(module: str, stored: Collection[str]) -> tuple[str, str] | None:
     """Returns the names of the scales of keys and of values of an attention module."""
     for keys, values in _NAMES:
         names = f"{module}.{keys}", f"{module}.{values}"

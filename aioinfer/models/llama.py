@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class LlamaModel(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
     def __init__(self, config: LlamaConfig, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -60,6 +59,12 @@ class LlamaModel(DecoderModel):
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 bias=config.mlp_bias,
             )
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": (LlamaConfig, LlamaModel),
+    "MistralForCausalLM": (MistralConfig, LlamaModel),
+}

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import WeightShard
+from aioinfer.models.text_model import own_name
 
 #: Tensors that checkpoints carry and no model needs: they are computed.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -40,6 +41,13 @@ _STORED_DTYPES: dict[torch.dtype | None, Sequence[str]] = {
 READING_THREADS = 4
 #: Standard deviations of random weights, and of float8 values behind a scale.
 WEIGHT_DEVIATION, FLOAT8_DEVIATION = 0.02, 64.0
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint: its file, and its name in there."""
+
+    file: Path
+    name: str
 
 
 def load_weights(
@@ -72,16 +80,16 @@ def load_weights(
         if load_format == "dummy_skewed":
             _skew([shard for _, shard in shards])
     else:
-        file_of = locate_tensors(folder)
+        located = locate_tensors(folder)
         known = {*(name for name, _ in shards), *_OTHERS}
         others = [
             name
-            for name in file_of
+            for name in located
             if name not in known and name.endswith(tuple(zero)) and not is_unused(name)
         ]
-        zeros = frozenset(name for name in others if _is_zero(name, file_of))
+        zeros = frozenset(name for name in others if _is_zero(located[name]))
         _load_safetensors(
-            shards, folder, file_of, on_progress, total, lambda n: n in zeros or is_unused(n)
+            shards, folder, located, on_progress, total, lambda n: n in zeros or is_unused(n)
         )
 
 
@@ -136,16 +144,16 @@ def _fill_normally(shard: WeightShard, generator: torch.Generator) -> None:
 def _load_safetensors(
     shards: Sequence[tuple[str, WeightShard]],
     folder: Path,
-    file_of: Mapping[str, Path],
+    located: Mapping[str, StoredTensor],
     on_progress: Callable[[int, int], None],
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    missing = list(dict.fromkeys(name for name, _ in shards if name not in file_of))
+    missing = list(dict.fromkeys(name for name, _ in shards if name not in located))
     wanted = {name for name, _ in shards}
     unknown = [
         name
-        for name in file_of
+        for name in located
         if name not in wanted
         and not name.endswith((*_COMPUTED, *_CACHE_SCALES))
         and name not in _OTHERS
@@ -160,7 +168,7 @@ def _load_safetensors(
         raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
     by_file: dict[Path, list[tuple[str, WeightShard]]] = {}
     for name, shard in shards:
-        by_file.setdefault(file_of[name], []).append((name, shard))
+        by_file.setdefault(located[name].file, []).append((located[name].name, shard))
     progress = _Progress(on_progress, total)
 
     mode = torch.is_inference_mode_enabled()  # which each thread has for itself
@@ -206,26 +214,28 @@ def read_tensor(folder: Path, name: str) -> torch.Tensor:
 
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Returns tensors of a checkpoint that are there, whole."""
-    file_of, found = locate_tensors(folder), {}
-    for file in sorted({file_of[name] for name in names}):
+    located, found = locate_tensors(folder), {}
+    for file in sorted({located[name].file for name in names}):
         with _open(file) as tensors:
             for name in names:
-                if file_of[name] == file:
-                    found[name] = _slice_of(tensors, name, file)[...]
+                if located[name].file == file:
+                    found[name] = _slice_of(tensors, located[name].name, file)[...]
     return found
 
 
-def _is_zero(name: str, file_of: Mapping[str, Path]) -> bool:
+def _is_zero(tensor: StoredTensor) -> bool:
     """Whether all of a tensor is zero."""
-    with _open(file_of[name]) as tensors:
-        return not bool(_slice_of(tensors, name, file_of[name])[:].any())
+    with _open(tensor.file) as tensors:
+        return not bool(_slice_of(tensors, tensor.name, tensor.file)[:].any())
 
 
 def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
     """Copies the part of a stored tensor that a shard needs, converting its dtype."""
     shape = list(stored.get_shape())
     expected = shard.checkpoint_shape
-    if shape != expected:
+    # transformers 5 writes stacks of Qwen3-VL's experts as [experts, out, in]
+    is_swapped = shape != expected and shard.stack is not None and _is_swapped(shape, expected)
+    if shape != expected and not is_swapped:
         if not shard.is_scale or not _are_scales(shape, expected):
             raise ConfigError(
                 f"the tensor {name} has the shape {shape}; by config.json it should be {expected}"
@@ -234,16 +244,23 @@ def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
         whole = stored[:] if shape else stored[...]
         stored = whole.reshape(()).expand(expected) if whole.numel() == 1 else whole.view(expected)
     part = slice(shard.start, shard.start + shard.destination.shape[shard.dim])
-    place = (part,) if shard.dim == 0 else (slice(None), part)
+    dim = 1 - shard.dim if is_swapped else shard.dim
+    place = (part,) if dim == 0 else (slice(None), part)
     if shard.stack is None:
         found = stored[place]
     else:
         number = shard.stack.number
         found = stored[(slice(number, number + 1), *place)][0]
+        found = found.t() if is_swapped else found
     if shard.store is None:
         shard.destination.copy_(found)
     else:
         shard.store(found)
+
+
+def _is_swapped(shape: list[int], expected: list[int]) -> bool:
+    """Whether two matrices of a stack have each other's shape, transposed."""
+    return len(expected) == 3 and shape == [expected[0], expected[2], expected[1]]
 
 
 def _are_scales(shape: list[int], expected: list[int]) -> bool:
@@ -279,15 +296,15 @@ def _stored_dtypes(shard: WeightShard | None) -> Sequence[str]:
     return _STORED_DTYPES.get(dtype, ("F16", "BF16", "F32", "F64"))
 
 
-def locate_tensors(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, from the index of a sharded checkpoint or from the files
-    themselves."""
+def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns where each tensor is stored, from the index of a sharded checkpoint or from the files
+    themselves. Its key is the name in a checkpoint of the text model alone; see `own_name`."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
+            files = json.loads(index.read_text("utf-8"))["weight_map"]
             return {
-                name: folder / file
-                for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()
+                own_name(name): StoredTensor(folder / file, name) for name, file in files.items()
             }
         # a wrong content raises TypeError or AttributeError
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -300,10 +317,11 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
             f"{folder} holds no safetensors files; model.load_format = 'dummy' "
             f"would make random weights"
         )
-    located: dict[str, Path] = {}
+    located: dict[str, StoredTensor] = {}
     for file in files:
         with _open(file) as tensors:
-            located.update(dict.fromkeys(tensors.keys(), file))
+            names = list(tensors.keys())
+        located |= {own_name(name): StoredTensor(file, name) for name in names}
     return located
 
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class MixtralModel(DecoderModel):
     """Pre-normed attention and experts."""
 
     def __init__(self, config: MixtralConfig, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -50,6 +49,9 @@ class MixtralModel(DecoderModel):
                 activation=config.activation,
                 projections=("w1", "w3", "w2"),
             )
-            return Layer([attention, mixture])
+            return DecoderLayer(attention, mixture)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {"MixtralForCausalLM": (MixtralConfig, MixtralModel)}

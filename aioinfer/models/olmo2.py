@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.attention import QKNorms
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class Olmo2Model(DecoderModel):
     """Attention and a gated MLP, each with a norm after it."""
 
     def __init__(self, config: Olmo2Config, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -41,7 +39,7 @@ class Olmo2Model(DecoderModel):
                 post_norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,
-                qk_norms=QKNorms(over_heads=True),
+                projection_norms=True,
             )
             mlp = make.gated_mlp(
                 f"{prefix}.mlp",
@@ -50,6 +48,9 @@ class Olmo2Model(DecoderModel):
                 norm=None,
                 post_norm=make.norm(f"{prefix}.post_feedforward_layernorm"),
             )
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {"Olmo2ForCausalLM": (Olmo2Config, Olmo2Model)}

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_rope, read_windows
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class Phi3Model(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
     def __init__(self, config: Phi3Config, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -57,6 +56,9 @@ class Phi3Model(DecoderModel):
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 merged="gate_up_proj",
             )
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {"Phi3ForCausalLM": (Phi3Config, Phi3Model)}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from aioinfer.errors import ConfigError
@@ -17,6 +18,7 @@ from aioinfer.layers.formats.schemes import (
     ScaledScheme,
     Scheme,
 )
+from aioinfer.models.text_model import possible_names
 
 _Inputs = Literal["dynamic", "static", "none"]
 #: The schemes that `model.quantization` gives to weights that are not quantized.
@@ -52,7 +54,7 @@ def read_quantization(config: Mapping[str, Any], wanted: str = "auto") -> Quanti
         raise ConfigError(
             f"quantization_config.quant_method = {method!r} is not supported; these are: {known}"
         )
-    quantization = _READERS[method](found)
+    quantization = replace(_READERS[method](found), names_of=possible_names)
     if not quantization.groups and wanted != "auto":
         return Quantization(wanted, [(["Linear"], _ONLINE[wanted])])
     kinds = {getattr(scheme, "kind", None) for _, scheme in quantization.groups}

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.layers.attention import Attention, QKNorms
-from aioinfer.layers.layer import Layer
+from aioinfer.layers.attention import Attention
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_windows
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def qwen_attention(config: Qwen2Config, make: LayerMaker, number: int) -> Attent
         norm=make.norm(f"{prefix}.input_layernorm"),
         bias=config.qkv_bias,
         output_bias=config.output_bias,
-        qk_norms=QKNorms() if config.head_norms else None,
+        head_norms=config.head_norms,
     )
 
 
@@ -67,7 +66,7 @@ class QwenModel(DecoderModel):
     """Llama's layers, with biases of queries, keys and values, or with norms of heads."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = qwen_attention(config, make, number)
             mlp = make.gated_mlp(
@@ -76,6 +75,12 @@ class QwenModel(DecoderModel):
                 activation=config.activation,
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
             )
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": (Qwen2Config, QwenModel),
+    "Qwen3ForCausalLM": (Qwen3Config, QwenModel),
+}

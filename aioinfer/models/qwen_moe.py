@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import read_num_experts
-from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.decoder import DecoderLayer, DecoderModel
 from aioinfer.models.qwen import Qwen2Config, Qwen3Config, qwen_attention
 
 
@@ -50,12 +49,15 @@ def _read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
         config["num_experts_per_tok"],
         is_normalized=bool(config.get("norm_topk_prob", False)),
     )
+    # quantizers write a tensor for each expert
+    is_wide = not config.get("quantization_config")
     return MixtureShape(
         routing,
         config["moe_intermediate_size"],
         shared_size,
         is_shared_gated=shared_size > 0,
         dense_layers=frozenset(dense),
+        is_stacked=config.get("model_type") == "qwen3_vl_moe_text" and is_wide,
     )
 
 
@@ -63,11 +65,17 @@ class QwenMoeModel(DecoderModel):
     """Qwen's attention, and experts in the place of the MLP in most layers."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
-        def layer(number: int) -> Layer:
+        def layer(number: int) -> DecoderLayer:
             prefix = f"model.layers.{number}"
             attention = qwen_attention(config, make, number)
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             mlp = make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)
-            return Layer([attention, mlp])
+            return DecoderLayer(attention, mlp)
 
         super().__init__(config, make, layer)
+
+
+FAMILIES = {
+    "Qwen2MoeForCausalLM": (Qwen2MoeConfig, QwenMoeModel),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, QwenMoeModel),
+}

@@ -4,51 +4,52 @@ family's configuration and model, or to transformers' modules where there is no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import DecoderConfig, read_json
+from aioinfer.models.config import DecoderConfig, read_config
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.quantization import read_quantization
 
+#: The modules of this package that define families. Each names its architectures in `FAMILIES`.
+MODULES = [
+    "deepseek",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mixtral",
+    "olmo2",
+    "olmoe",
+    "phi3",
+    "qwen",
+    "qwen_moe",
+]
+
+_DEFAULTS = ModelConfig(path="")
+
 
 class Family(NamedTuple):
-    """The definition of a family: a module of this package, and in it the class of the
-    configuration and the class of the model, which is made of a configuration and a
-    `LayerMaker`."""
+    """The definition of a family.
 
-    module: str
-    config: str
-    model: str
+    Attributes:
+        config: the class of the configuration.
+        model: makes the model of a configuration, with the maker of its layers.
+    """
 
-
-FAMILIES = {
-    "DeepseekV2ForCausalLM": Family("deepseek", "DeepseekV2Config", "DeepseekModel"),
-    "DeepseekV3ForCausalLM": Family("deepseek", "DeepseekV3Config", "DeepseekModel"),
-    "Gemma2ForCausalLM": Family("gemma2", "Gemma2Config", "Gemma2Model"),
-    "Gemma3ForCausalLM": Family("gemma3", "Gemma3Config", "Gemma3Model"),
-    "Glm4ForCausalLM": Family("glm4", "Glm4Config", "Glm4Model"),
-    "Glm4MoeForCausalLM": Family("glm4_moe", "Glm4MoeConfig", "Glm4MoeModel"),
-    "GptOssForCausalLM": Family("gpt_oss", "GptOssConfig", "GptOssModel"),
-    "GraniteForCausalLM": Family("granite", "GraniteConfig", "GraniteModel"),
-    "LlamaForCausalLM": Family("llama", "LlamaConfig", "LlamaModel"),
-    "MistralForCausalLM": Family("llama", "MistralConfig", "LlamaModel"),
-    "MixtralForCausalLM": Family("mixtral", "MixtralConfig", "MixtralModel"),
-    "Olmo2ForCausalLM": Family("olmo2", "Olmo2Config", "Olmo2Model"),
-    "OlmoeForCausalLM": Family("olmoe", "OlmoeConfig", "OlmoeModel"),
-    "Phi3ForCausalLM": Family("phi3", "Phi3Config", "Phi3Model"),
-    "Qwen2ForCausalLM": Family("qwen", "Qwen2Config", "QwenModel"),
-    "Qwen2MoeForCausalLM": Family("qwen_moe", "Qwen2MoeConfig", "QwenMoeModel"),
-    "Qwen3ForCausalLM": Family("qwen", "Qwen3Config", "QwenModel"),
-    "Qwen3MoeForCausalLM": Family("qwen_moe", "Qwen3MoeConfig", "QwenMoeModel"),
-}
+    config: type[DecoderConfig]
+    model: Callable[[Any, LayerMaker], CausalLM]
 
 
 class CausalLMConfig(Protocol):
@@ -72,33 +73,53 @@ class CausalLMConfig(Protocol):
     def check_pipeline_parallel(self, size: int) -> None: ...
 
 
-def load_model_config(
-    folder: Path, *, trust_remote_code: bool = False, quantization: str = "auto"
-) -> CausalLMConfig:
+def families() -> dict[str, Family]:
+    """Returns all families by the names of their architectures."""
+    return {
+        architecture: Family(*classes)
+        for name in MODULES
+        for architecture, classes in _families_of(name).items()
+    }
+
+
+def find_family(architecture: str) -> Family | None:
+    """Returns the family of an architecture, or None if there is no file for it. Imports no more
+    than it takes to find it."""
+    found = (_families_of(name).get(architecture) for name in MODULES)
+    classes = next(filter(None, found), None)
+    return None if classes is None else Family(*classes)
+
+
+def _families_of(module: str) -> Mapping[str, tuple[Any, Any]]:
+    """Returns the configuration and the model of each architecture that a module defines."""
+    return import_module(f"aioinfer.models.{module}").FAMILIES
+
+
+def load_model_config(folder: Path, options: ModelConfig = _DEFAULTS) -> CausalLMConfig:
     """Reads `config.json` of a model folder.
 
     Args:
-        trust_remote_code: whether code that the checkpoint brings may run.
-        quantization: `model.quantization`; see `read_quantization`.
+        folder: of the model.
+        options: the section `[model]`.
 
     Raises:
         ConfigError: it is missing, lacks a field, or the model is not supported.
     """
-    config = _read_decoder(folder)
-    quantized = read_quantization(config, quantization)
-    family = _find_family(config)
+    config = _read_decoder(folder, options)
+    quantized = read_quantization(config, options.quantization)
+    family = _first_family(config)
     if family is None:
         if quantized is not None:
             raise ConfigError(
                 f"{config.get('architectures')}: quantized weights are supported for "
-                f"{', '.join(FAMILIES)} alone"
+                f"{', '.join(families())} alone"
             )
         from aioinfer.models.fallback import FallbackConfig
 
         try:
-            return FallbackConfig.load(folder, trust_remote_code=trust_remote_code)
+            return FallbackConfig.load(folder, options)
         except ConfigError as error:
-            own = ", ".join(FAMILIES)
+            own = ", ".join(families())
             named = config.get("architectures")
             raise ConfigError(f"{named} is none of {own}; {error}") from error
     return _read_own(family, folder, config)
@@ -108,41 +129,30 @@ def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> Decode
     """Reads the configuration of a family that has a file here."""
     file = folder / "config.json"
     try:
-        return _load_class(family.module, family.config).read(config)
+        return family.config.read(config)
     except KeyError as error:
         raise ConfigError(f"{file} lacks {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def build_model(
-    folder: Path,
-    backend: Backend,
-    *,
-    served_len: int | None = None,
-    trust_remote_code: bool = False,
-    quantization: str = "auto",
-) -> CausalLM:
+def build_model(folder: Path, backend: Backend, options: ModelConfig = _DEFAULTS) -> CausalLM:
     """Returns this rank's part of the model in a folder, its weights unset.
 
     Args:
         folder: of the model.
         backend: of the rank.
-        served_len: the longest sequence that is served, if that is not the model's own limit; some
-            variants of RoPE depend on it.
-        trust_remote_code: whether code that the checkpoint brings may run.
-        quantization: `model.quantization`; see `read_quantization`.
+        options: the section `[model]`. Some variants of RoPE depend on `max_model_len`.
 
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
     """
-    json = _read_decoder(folder)
-    family = _find_family(json)
+    json = _read_decoder(folder, options)
+    family = _first_family(json)
     if family is None:
         from aioinfer.models.fallback import FallbackConfig, FallbackModel
 
-        own = FallbackConfig.load(folder, trust_remote_code=trust_remote_code)
-        return FallbackModel(own, backend, trust_remote_code=trust_remote_code)
+        return FallbackModel(FallbackConfig.load(folder, options), backend, options)
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
     config.check_pipeline_parallel(backend.num_stages)
@@ -151,34 +161,30 @@ def build_model(
         config.hidden_size,
         config.max_len,
         config.norm_eps,
-        served_len,
-        read_quantization(json, quantization),
+        options.max_model_len,
+        read_quantization(json, options.quantization),
     )
-    return _load_class(family.module, family.model)(config, make)
+    return family.model(config, make)
 
 
-def _read_decoder(folder: Path) -> dict[str, Any]:
-    """Returns the decoded `config.json`. The `config.json` of a decoder with a classification head
-    reads as the decoder's own, with its embedding in the place of the head that it does not
-    have."""
-    config = read_json(folder)
+def _read_decoder(folder: Path, options: ModelConfig) -> dict[str, Any]:
+    """Returns the configuration of a folder's text model. The `config.json` of a decoder with a
+    classification head reads as the decoder's own, with its embedding in the place of the head that
+    it does not have."""
+    config = read_config(folder, options.hf_overrides)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         return config
     decoder = names[0].replace("ForSequenceClassification", "ForCausalLM")
-    if decoder == names[0] or decoder not in FAMILIES:
+    if decoder == names[0] or find_family(decoder) is None:
         return config
     return config | {"architectures": [decoder], "tie_word_embeddings": True}
 
 
-def _find_family(config: Mapping[str, Any]) -> Family | None:
+def _first_family(config: Mapping[str, Any]) -> Family | None:
     """Returns the family of the first known architecture of a decoded `config.json`, or None if
     there is no file for any."""
     names = config.get("architectures")
-    if not isinstance(names, list):
-        return None
-    return next((FAMILIES[n] for n in names if isinstance(n, str) and n in FAMILIES), None)
-
-
-def _load_class(module: str, name: str) -> Any:
-    return getattr(import_module(f"aioinfer.models.{module}"), name)
+    named = names if isinstance(names, list) else []
+    found = (find_family(name) for name in named if isinstance(name, str))
+    return next(filter(None, found), None)

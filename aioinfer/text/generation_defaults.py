@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, RequestError
+from aioinfer.models.text_model import read_text_config
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.json_file import read_json
 
@@ -61,6 +62,7 @@ class GenerationDefaults:
         tokenizer: Tokenizer | None = None,
         configured: Mapping[str, float | int] | None = None,
         end_ids: Sequence[int] = (),
+        overrides: Mapping[str, Any] | None = None,
     ) -> GenerationDefaults:
         """Reads a model's folder.
 
@@ -73,12 +75,13 @@ class GenerationDefaults:
             configured: sampling parameters of the configuration, which take precedence over the
                 model's.
             end_ids: end tokens of the format in which the model writes messages.
+            overrides: `model.hf_overrides`, laid over `config.json`.
 
         Raises:
             ConfigError: a file cannot be read, or holds a value that a request could not have.
         """
         generation = read_json(folder / "generation_config.json")
-        config = read_json(folder / "config.json")
+        config = read_text_config(read_json(folder / "config.json"), overrides)
         eos = _first_given(
             generation.get("eos_token_id"),
             config.get("eos_token_id"),

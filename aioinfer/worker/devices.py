@@ -14,7 +14,7 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.kv_cache import FLOAT8
-from aioinfer.models.config import read_json
+from aioinfer.models.config import read_config
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.kv_scales import has_float8_cache, load_kv_scales
 
@@ -130,7 +130,8 @@ def select_cache_dtype(
     """
     wanted, scales = config.cache.dtype, config.cache.scales
     if wanted == "auto":
-        wanted = "fp8" if has_float8_cache(read_json(folder)) else "model"
+        found = read_config(folder, config.model.hf_overrides)
+        wanted = "fp8" if has_float8_cache(found) else "model"
     if wanted != "fp8":
         return CacheDtype(dtype, str(dtype).removeprefix("torch."))
     if not model.kv_scales:
@@ -144,8 +145,7 @@ def select_cache_dtype(
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: the checkpoint's)")
     numbers = model.layer_numbers
     own_specs = model.kv_specs[numbers.start : numbers.stop]
-    for layer, specs in zip(model.kv_scales, own_specs, strict=True):
-        for spec in specs:
-            if isinstance(spec, AttentionSpec):
-                layer.allow_key_shifts(spec.head_size)
+    for layer, spec in zip(model.kv_scales, own_specs, strict=True):
+        if isinstance(spec, AttentionSpec):
+            layer.allow_key_shifts(spec.head_size)
     return CacheDtype(FLOAT8, "float8 (e4m3; scales: calibrated)", is_calibrated=True)

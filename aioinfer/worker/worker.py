@@ -142,10 +142,7 @@ class Worker:
         """
         config, peers = self._config, self._peers
         device_name = set_up_device(config, self.device, peers.groups.spec.world_size)
-        trusted, quantization = config.model.trust_remote_code, config.model.quantization
-        model_config = load_model_config(
-            self._folder, trust_remote_code=trusted, quantization=quantization
-        )
+        model_config = load_model_config(self._folder, config.model)
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
         self._backend = Backend.of(
@@ -160,13 +157,7 @@ class Worker:
         )
         self._backend.cascade = config.cache.cascade_attention
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            self._model = build_model(
-                self._folder,
-                self._backend,
-                served_len=config.model.max_model_len,
-                trust_remote_code=trusted,
-                quantization=quantization,
-            )
+            self._model = build_model(self._folder, self._backend, config.model)
         if self.device.type == "cpu":
             check_weights(config, self._model.weights_bytes, dtype, peers.groups.spec)
         self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)

@@ -15,7 +15,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
 from aioinfer.models.registry import build_model
 from aioinfer.worker.kv_tensors import KVTensors
-from tests.paged_model import make_step
+from tests.paged_model import make_step, model_options
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
@@ -36,7 +36,9 @@ class Bound:
             CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel,
             expert_placement=expert_placement or ExpertPlacement(),
         )  # fmt: skip
-        self.model: Any = build_model(folder, self.backend, quantization=quantization)
+        self.model: Any = build_model(
+            folder, self.backend, model_options(quantization=quantization)
+        )
         self.model.load(folder, "auto", 0, lambda done, total: None)
         groups = self.groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
@@ -44,7 +46,7 @@ class Bound:
         for tensor in self.kv:
             tensor.fill_(fill)
         if cache_dtype == FLOAT8:
-            for scales, (spec,) in zip(self.model.kv_scales, self.model.kv_specs, strict=True):
+            for scales, spec in zip(self.model.kv_scales, self.model.kv_specs, strict=True):
                 scales.allow_key_shifts(spec.head_size)
         programs = {"programs": 3} if kernels else {}
         self.model.bind(groups, self.kv, 8, 80, **programs)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.models.registry import FAMILIES
+from aioinfer.models.registry import families
 from aioinfer.text.tokenizer import Tokenizer
 from tests.models.files import GEMMA, QWEN
 
@@ -44,7 +44,7 @@ PASSAGE = (
     "of years and have used it to tell the time and to find their way across the sea."
 )
 requires_gemma = pytest.mark.skipif(
-    "Gemma3ForCausalLM" not in FAMILIES,
+    "Gemma3ForCausalLM" not in families(),
     reason="aioinfer.models.registry knows no Gemma3ForCausalLM",
 )
 

@@ -7,7 +7,7 @@ multiply the weights that they describe (`make.make_weight` picks the format).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,6 +98,7 @@ class Quantization:
         ignored: patterns of modules that are not quantized.
         unused: ends of the names of tensors that such checkpoints have and no format needs.
         zero: ends of the names of tensors that no format needs if they are all zero.
+        names_of: returns all names that a module may have in the checkpoint, and so in patterns.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Quantization:
     ignored: Sequence[str] = ()
     unused: Sequence[str] = ()
     zero: Sequence[str] = ()
+    names_of: Callable[[str], Sequence[str]] = lambda module: (module,)
 
     @property
     def summary(self) -> str:
@@ -127,10 +129,12 @@ class Quantization:
     def scheme_of(self, module: str) -> Scheme | None:
         """Returns the scheme of a linear layer, by its name in the checkpoint, such as
         "model.layers.0.mlp.down_proj"; None if it is not quantized."""
-        if any(_matches(pattern, module) for pattern in self.ignored):
+        names = self.names_of(module)
+        if any(_matches(pattern, name) for pattern in self.ignored for name in names):
             return None
         for patterns, scheme in self.groups:
-            if any(pattern == "Linear" or _matches(pattern, module) for pattern in patterns):
+            is_meant = (_matches(pattern, name) for pattern in patterns for name in names)
+            if "Linear" in patterns or any(is_meant):
                 return scheme
         return None
 

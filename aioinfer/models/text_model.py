@@ -1,0 +1,131 @@
+"""The text model of a checkpoint that has other parts, such as a vision tower: its configuration,
+and the names of its tensors.
+
+`*ForConditionalGeneration` names a wrapper: a text model of a family, and towers and projectors
+whose outputs take the place of some embeddings. The text model alone is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: The architecture of a text model by its `model_type`. "qwen2_vl", "qwen2_5_vl" and "glm4v" are
+#: the wrapper's own: their first checkpoints have the text model's fields among the wrapper's.
+_ARCHITECTURES = {
+    "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "glm4v": "Glm4ForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}
+#: Fields of text models whose defaults differ from the family's own.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_moe_text": {"attention_bias": True},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
+#: Text models whose heads are always as wide as the hidden size over their number.
+_DIVIDED_HEADS = ("glm4v", "glm4v_text")
+#: Prefixes of the text model's tensors in older and newer checkpoints of wrappers, and what they
+#: stand for.
+_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+#: Prefixes of the tensors of other parts, which may have "model." before them.
+_OTHER_PARTS = (
+    "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
+    "multi_modal_projector.", "mm_projector.", "image_newline",
+)  # fmt: skip
+_ROPES = ("rope_scaling", "rope_parameters")
+
+
+def read_text_config(
+    config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the configuration of the text model of a decoded `config.json`: `text_config` laid
+    over the wrapper's fields, with `architectures` of the text model. A configuration that is not
+    of a wrapper is returned as it is, and so is one whose text model is unknown.
+
+    Args:
+        config: the decoded `config.json`.
+        overrides: `model.hf_overrides`, laid over it before.
+    """
+    config = lay_over(config, overrides or {})
+    if not _is_wrapper(config):
+        return config
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    kind = str(text.get("model_type") or config.get("model_type"))
+    names = text.get("architectures")
+    if names is None and kind in _ARCHITECTURES:
+        names = [_ARCHITECTURES[kind]]
+    if names is None:
+        return config
+    given = {name: value for name, value in text.items() if value is not None}
+    merged = {**_DEFAULTS.get(kind, {}), **config, **given, "architectures": names}
+    if config.get("tie_word_embeddings") is not None:  # the wrapper has the head
+        merged["tie_word_embeddings"] = config["tie_word_embeddings"]
+    if kind in _DIVIDED_HEADS:
+        merged["head_dim"] = merged["hidden_size"] // merged["num_attention_heads"]
+    return merged | {name: _text_rope(merged[name]) for name in _ROPES if merged.get(name)}
+
+
+def lay_over(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object with other values for some keys; objects in both are merged."""
+    merged = dict(config)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = lay_over(old, value)
+        merged[name] = value
+    return merged
+
+
+def _is_wrapper(config: Mapping[str, Any]) -> bool:
+    """Whether a decoded `config.json` is of a text model and other parts."""
+    names = config.get("architectures")
+    is_named = isinstance(names, list) and any(
+        str(name).endswith("ForConditionalGeneration") for name in names
+    )
+    return is_named and ("text_config" in config or "vision_config" in config)
+
+
+def _text_rope(rope: Any) -> Any:
+    """Returns the parameters of RoPE for text alone. In M-RoPE (Qwen2-VL, Wang et al. 2024) each
+    pair of channels is rotated by one of three positions, which are equal for text."""
+    if not isinstance(rope, Mapping):
+        return rope
+    kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    return {name: "default" if value == "mrope" else value for name, value in kept.items()}
+
+
+def own_name(stored: str) -> str:
+    """Returns the name of a text model's tensor, such as "model.norm.weight", given its name in a
+    checkpoint, with or without a wrapper's prefix."""
+    for prefix, own in _PREFIXES:
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return stored
+
+
+def possible_names(own: str) -> list[str]:
+    """Returns the names that a text model's module may have in checkpoints, its own one first."""
+    return [own, *(prefix + own.removeprefix(mine) for prefix, mine in _PREFIXES
+                   if own.startswith(mine))]  # fmt: skip
+
+
+def is_other_part(name: str) -> bool:
+    """Whether a tensor of a wrapper's checkpoint is of a part that is not loaded."""
+    return name.removeprefix("model.").startswith(_OTHER_PARTS)
