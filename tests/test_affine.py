@@ -257,7 +257,7 @@ def test_a_model_that_stays_quantized_computes_with_the_same_weights(folders: tu
     found, model = logits_of(folders[0])
     expected, _ = logits_of(folders[1])
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    weight = model.layers[0].mlp.gate_up.weight
+    weight = model.layers[0].parts[1].gate_up.weight
     assert isinstance(weight, AffineWeight)
     assert weight.is_compiled
     assert isinstance(model.head._packed, CompiledWeight)
@@ -270,7 +270,7 @@ def test_without_numba_weights_become_float16(folders: tuple[Path, Path]):
     expected, other = logits_of(folders[1])
     assert (found - expected).norm() < 2e-3 * expected.norm()
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
-    assert isinstance(model.layers[0].mlp.gate_up.weight._dense, HalfDenseWeight)  # type: ignore[attr-defined]
+    assert isinstance(model.layers[0].parts[1].gate_up.weight._dense, HalfDenseWeight)  # type: ignore[attr-defined]
     assert isinstance(model.head._packed, HalfWeight)
     assert isinstance(other.head._packed, PackedWeight)
     assert model.describe(16) == (
@@ -289,12 +289,12 @@ def test_the_size_of_weights_is_what_the_device_holds(folders: tuple[Path, Path]
     assert models[0].embedding.quantized is not None
     size += models[0].embedding.quantized.nbytes - embedding.nbytes - 2 * head
     for ours, dense in zip(*(model.layers for model in models), strict=True):
-        for block, name in (
-            ("attention", "qkv"), ("attention", "output"), ("mlp", "gate_up"), ("mlp", "down"),
+        for part, name in (
+            (0, "qkv"), (0, "output"), (1, "gate_up"), (1, "down"),
         ):  # fmt: skip
-            weight = getattr(getattr(ours, block), name).weight
+            weight = getattr(ours.parts[part], name).weight
             if isinstance(weight, AffineWeight):
-                size -= getattr(getattr(dense, block), name).weight.held_bytes // 2
+                size -= getattr(dense.parts[part], name).weight.held_bytes // 2
     assert models[0].weights_bytes == size
 
 

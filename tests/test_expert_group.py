@@ -34,8 +34,8 @@ def mixture(folder: Path, group: ParallelGroup | None) -> Any:
         backend.expert_placement = PLACEMENT
     model: Any = build_model(folder, backend)
     model.load(folder, "auto", 0, lambda done, total: None)
-    assert model.layers[1].mlp.needs_all_ranks == (group is not None)
-    return model.layers[1].mlp
+    assert model.layers[1].parts[1].needs_all_ranks == (group is not None)
+    return model.layers[1].parts[1]
 
 
 def tokens(rank: int, step: int, hidden: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ def mixtures(folder: Path, layer: int, placement: LayerPlacement) -> list[Any]:
         backend.expert_placement = ExpertPlacement({layer: placement})
         model: Any = build_model(folder, backend)
         model.load(folder, "auto", 0, lambda done, total: None)
-        found.append(model.layers[layer].mlp)
+        found.append(model.layers[layer].parts[1])
     return found
 
 

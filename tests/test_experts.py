@@ -245,7 +245,7 @@ def test_what_ranks_with_whole_experts_add_is_the_mixture(
         backend = Backend(CPU, torch.float32, group, expert_parallel=group.size > 1)
         model: Any = build_model(folder, backend, model_options(quantization=quantization))
         model.load(folder, "auto", 0, lambda done, total: None)
-        mixtures.append(model.layers[0].mlp)
+        mixtures.append(model.layers[0].parts[1])
     x = torch.randn(9, 64)
     expected, *parts = (mixture._mix(x) for mixture in mixtures)
     assert all(float(part.abs().max()) > 0 for part in parts)

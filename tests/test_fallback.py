@@ -104,7 +104,8 @@ def test_weights_are_counted_and_may_be_random(tmp_path: Path) -> None:
 
 
 def test_the_window_is_part_of_what_layers_keep(tmp_path: Path) -> None:
-    assert [spec.window for spec in load(save("starcoder2", tmp_path)).kv_specs] == [7, 7]
+    specs = load(save("starcoder2", tmp_path)).kv_specs
+    assert [[spec.window for spec in of_layer] for of_layer in specs] == [[7], [7]]
 
 
 def test_models_that_cannot_run_are_rejected_by_name(tmp_path: Path) -> None:

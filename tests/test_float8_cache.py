@@ -159,7 +159,7 @@ def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
     of_layers = {n: (s.keys.clone(), s.values.clone()) for n, s in enumerate(model.kv_scales)}
     shifts = {}
     for number, scales in enumerate(model.kv_scales):
-        heads, size = scales.table.shape[1], model.kv_specs[number].head_size
+        heads, size = scales.table.shape[1], model.kv_specs[number][0].head_size
         scales.allow_key_shifts(size)
         shifts[number] = torch.zeros(heads, size)
         if scales.key_shifts is not None:
@@ -380,7 +380,7 @@ def test_calibrated_scales_leave_a_margin(folder: Path) -> None:
 def test_calibration_finds_scales_of_every_size(size: float) -> None:
     """The first pass rounds small numbers to zero, and cuts large ones off."""
     scales = KVScales("", Shard.whole(2), CPU)
-    groups = group_layers([AttentionShape(2, 2, 8, 1.0).kv_spec])
+    groups = group_layers([(AttentionShape(2, 2, 8, 1.0).kv_spec,)])
     kv = torch.zeros(2, 1, 4, 4, 2, 8).to(FLOAT8)
     cache = KVCache.of_layer(kv[:, 0], scales)
     new = torch.randn(6, 2, 8).clamp(-1, 1) * size
@@ -416,7 +416,7 @@ def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> Non
         stored[:] = cache.write(torch.arange(tokens), rotated, torch.ones_like(keys))
 
     calibrate(
-        [scales], group_layers([AttentionShape(2, heads, size, 1.0).kv_spec]), [kv], tokens,
+        [scales], group_layers([(AttentionShape(2, heads, size, 1.0).kv_spec,)]), [kv], tokens,
         max_len, compute_prompt, ParallelGroup.single(),
     )  # fmt: skip
     everywhere = apply_rope(key.repeat(max_len, 1, 1), *rotary.at(torch.arange(max_len)))
@@ -432,7 +432,7 @@ def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> Non
 
 def test_nan_leaves_the_scales() -> None:
     scales = KVScales("", Shard.whole(1), CPU)
-    groups = group_layers([AttentionShape(1, 1, 8, 1.0).kv_spec])
+    groups = group_layers([(AttentionShape(1, 1, 8, 1.0).kv_spec,)])
     kv = torch.full((2, 1, 1, 4, 1, 8), torch.nan).to(FLOAT8)
     calibrate([scales], groups, [kv], 4, 4, lambda: None, ParallelGroup.single())
     assert (scales.table == 1).all()

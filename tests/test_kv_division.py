@@ -25,7 +25,13 @@ def make_demand(groups: tuple[KVGroup, ...], **fields: int) -> CacheDemand:
 def cases(draw: st.DrawFn) -> tuple[CacheDemand, int, int, int]:
     """Returns a demand, memory, and the shortest and the longest length that is to fit."""
     demand = make_demand(
-        group_layers(draw(st.lists(SPECS, min_size=1, max_size=6))),
+        group_layers(
+            draw(
+                st.lists(
+                    st.lists(SPECS, min_size=1, max_size=2, unique=True), min_size=1, max_size=6
+                )
+            )
+        ),
         block_size=draw(st.sampled_from([1, 16, 128])),
         max_num_seqs=draw(st.integers(1, 300)),
         max_chunk=draw(st.integers(1, 3000)),
@@ -98,7 +104,9 @@ def test_a_group_alone_has_all_the_memory() -> None:
 def test_long_contexts_do_not_starve_the_windows_of_many_short_requests() -> None:
     """Gemma 3 27B: 52 layers with a window of 1024 tokens, 10 without, in 40 GiB."""
     specs = [AttentionSpec(16, 128, None if i % 6 == 5 else 1024) for i in range(62)]
-    demand = make_demand(group_layers(specs), block_size=128, max_num_seqs=256, max_chunk=8192)
+    demand = make_demand(
+        group_layers([[spec] for spec in specs]), block_size=128, max_num_seqs=256, max_chunk=8192
+    )
     windows, full = divide_memory(demand, 40 * GIB, 9472, 131_072)
     assert full * 128 > 2 * 131_072, "two of the longest requests"
     assert windows // 9 >= 40, "forty whose windows are full"

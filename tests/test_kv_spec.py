@@ -18,7 +18,7 @@ WINDOW = AttentionSpec(4, 64, 1024)
 
 
 def test_layers_of_equal_specification_are_a_group() -> None:
-    groups = group_layers([WINDOW, WINDOW, FULL, AttentionSpec(4, 64, 1024), LATENT])
+    groups = group_layers([[WINDOW], [WINDOW], [FULL], [AttentionSpec(4, 64, 1024)], [LATENT]])
     assert groups == (
         KVGroup(WINDOW, (0, 1, 3)),
         KVGroup(FULL, (2,)),
@@ -74,7 +74,7 @@ def test_the_longest_request_is_the_last_that_its_blocks_suffice_for(
 
 def test_a_stage_has_its_own_layers_of_each_group() -> None:
     full, local = AttentionSpec(2, 8), AttentionSpec(2, 8, window=5)
-    groups = group_layers([local, local, full, local])
+    groups = group_layers([[local], [local], [full], [local]])
     assert [group.layers for group in groups] == [(0, 1, 3), (2,)]
     assert [group.layers for group in groups_of_stage(groups, range(2))] == [(0, 1), ()]
     assert [group.layers for group in groups_of_stage(groups, range(2, 4))] == [(1,), (0,)]

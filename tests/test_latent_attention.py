@@ -54,7 +54,7 @@ def test_both_forms_of_the_projection_are_equal() -> None:
 @pytest.mark.parametrize(("layers", "nbytes"), [(27, 31_104), (61, 70_272)])
 def test_what_a_token_costs(layers: int, nbytes: int) -> None:
     """DeepSeek-V2-Lite's layers, and V3's, in 16 bits."""
-    (group,) = group_layers([LatentSpec(512 + 64)] * layers)
+    (group,) = group_layers([[LatentSpec(512 + 64)]] * layers)
     assert group.bytes_per_block(1, 2) == nbytes
     (tensor,) = KVTensors([group], [3], 16, torch.bfloat16, CPU).tensors
     assert tensor.nbytes == 3 * 16 * nbytes

@@ -122,7 +122,7 @@ def test_random_weights(folders: tuple[Path, Path]) -> None:
     model = build_model(folders[0], Backend(CPU, torch.float32, SINGLE))
     assert isinstance(model, DecoderModel)
     model.load(folders[0], "dummy", 0, lambda done, total: None)
-    expert = model.layers[0].mlp.experts[0]  # type: ignore[union-attr]
+    expert = model.layers[0].parts[1].experts[0]  # type: ignore[union-attr]
     product = expert.down.multiply(torch.eye(96))
     assert 0.015 < product.std() < 0.045
 

@@ -79,7 +79,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
             folder / name, group, expert_parallel=by_expert, expert_placement=placement
         )
         logits[name] = PagedModel(model, 4).run_at_random(TEXTS, longest=9, seed=1)
-        shapes[name] = model.kv_specs[0].token_shape, model.weights_bytes
+        shapes[name] = model.kv_specs[0][0].token_shape, model.weights_bytes
     torch.save((logits, shapes), folder / f"rank-{rank}-of-{size}")
     dist.destroy_process_group()
 

@@ -52,8 +52,8 @@ def weights(model: Any) -> Tensors:
     found = {}
     for number, layer in enumerate(model.layers):
         parts = {
-            "qkv": layer.attention.qkv, "o": layer.attention.output,
-            "gate_up": layer.mlp.gate_up, "down": layer.mlp.down,
+            "qkv": layer.parts[0].qkv, "o": layer.parts[0].output,
+            "gate_up": layer.parts[1].gate_up, "down": layer.parts[1].down,
         }  # fmt: skip
         for name, linear in parts.items():
             weight = linear.weight
@@ -90,11 +90,11 @@ def test_a_checkpoint_loads_to_its_dequantized_numbers(pair: tuple[Path, Path], 
     quantized, plain = pair
     for rank in range(size):
         ours = load(quantized, rank=rank, size=size)
-        kinds = {type(layer.mlp.down.weight) for layer in ours.layers}
+        kinds = {type(layer.parts[1].down.weight) for layer in ours.layers}
         assert kinds == {ScaledWeight}
         assert_same(weights(ours), weights(load(plain, rank=rank, size=size)))
-        bias = ours.layers[0].attention.qkv.bias
-        assert torch.equal(bias, load(plain, rank=rank, size=size).layers[0].attention.qkv.bias)
+        bias = ours.layers[0].parts[0].qkv.bias
+        assert torch.equal(bias, load(plain, rank=rank, size=size).layers[0].parts[0].qkv.bias)
 
 
 @pytest.mark.parametrize("family", ["phi3", "glm4", "gemma2"])
@@ -107,8 +107,8 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     for model in (ours, theirs):
         model.finalize()
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        expected = other.attention.qkv(x), other.mlp.gate_up(x)
-        torch.testing.assert_close((layer.attention.qkv(x), layer.mlp.gate_up(x)), expected)
+        expected = other.parts[0].qkv(x), other.parts[1].gate_up(x)
+        torch.testing.assert_close((layer.parts[0].qkv(x), layer.parts[1].gate_up(x)), expected)
 
 
 def test_static_scales_of_activations(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_static_scales_of_activations(tmp_path: Path) -> None:
     quantized, _ = make_pair(tmp_path / "quantized", LAYOUTS["float static"])
     stored = load_file(quantized / "model.safetensors")
     scales = [stored[f"model.layers.1.mlp.{name}_proj.input_scale"] for name in ("gate", "up")]
-    found = load(quantized).layers[1].mlp.gate_up.weight.input_scale
+    found = load(quantized).layers[1].parts[1].gate_up.weight.input_scale
     assert found == max(scales)
     assert scales[0] != scales[1]
 
@@ -166,9 +166,9 @@ def test_layers_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
     set_config(folder, quantization_config={**layout.config, "modules_to_not_convert": skipped})
     ours = load(folder)
     assert_same(weights(ours), weights(load(plain)))
-    quantized = [isinstance(layer.mlp.down.weight, QuantizedWeight) for layer in ours.layers]
+    quantized = [isinstance(layer.parts[1].down.weight, QuantizedWeight) for layer in ours.layers]
     assert quantized == [False, True]
-    assert isinstance(ours.layers[1].attention.qkv.weight, DenseWeight)
+    assert isinstance(ours.layers[1].parts[0].qkv.weight, DenseWeight)
 
 
 # ---------------------------------------------------------------- tokens

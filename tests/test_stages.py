@@ -50,10 +50,10 @@ def test_the_largest_stage_is_as_small_as_it_can_be() -> None:
 
 def test_a_layer_costs_its_weights_and_the_keys_of_a_step() -> None:
     whole, narrow = AttentionSpec(8, 128), AttentionSpec(8, 128, window=64)
-    assert step_bytes(1000, whole, 2) == 1000 + 65_536 * 4096
-    assert step_bytes(1000, narrow, 2) == 1000 + 128 * 64 * 4096
+    assert step_bytes(1000, [whole], 2) == 1000 + 65_536 * 4096
+    assert step_bytes(1000, [narrow], 2) == 1000 + 128 * 64 * 4096
     # the shape of Qwen3-8B: 36 layers of 193 M weights and a head of 622 M, in bf16
-    layers = [step_bytes(2 * 193_000_000, whole, 2)] * 36
+    layers = [step_bytes(2 * 193_000_000, [whole], 2)] * 36
     assert [len(stage) for stage in divide_layers(layers, 2, behind=2 * 622_000_000)] == [19, 17]
 
 

@@ -1,10 +1,11 @@
 """The layout of the KV cache: what each layer keeps of a token, and which layers share block
 tables.
 
-A layer states its `KVSpec`. Layers with equal specifications form a group: the blocks of a group
-are numbered together, and a request has one block table a group (the scheme of vLLM's hybrid KV
-cache manager). The model makes the specifications, the worker allocates by them, and the scheduler
-plans with them; so they are plain data that goes from process to process.
+A layer states what it keeps as none, one or several `KVSpec`. Layers with equal specifications form
+a group: the blocks of a group are numbered together, and a request has one block table a group (the
+scheme of vLLM's hybrid KV cache manager). The model makes the specifications, the worker allocates
+by them, and the scheduler plans with them; so they are plain data that goes from process to
+process.
 """
 
 from __future__ import annotations
@@ -127,12 +128,13 @@ class KVGroup:
         return len(self.layers) * block_size * self.spec.bytes_per_token(itemsize)
 
 
-def group_layers(specs: Sequence[KVSpec]) -> tuple[KVGroup, ...]:
+def group_layers(specs: Sequence[Sequence[KVSpec]]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model in which layer i keeps `specs[i]`, ordered by their first
-    layers."""
+    layers. A layer that keeps several things is in several groups."""
     layers: dict[KVSpec, list[int]] = {}
-    for number, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(number)
+    for number, of_layer in enumerate(specs):
+        for spec in of_layer:
+            layers.setdefault(spec, []).append(number)
     return tuple(KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
 
 

@@ -1,5 +1,5 @@
-"""The attention layer: norm, merged projection of queries, keys and values, rotary embeddings,
-attention over the paged KV cache, output projection, sum into the residual stream.
+"""Attention: norm, merged projection of queries, keys and values, rotary embeddings, attention over
+the paged KV cache, output projection, sum into the residual stream.
 
 With kernels, queries and keys are normed, rotated and cached by the attention kernels themselves
 (`kernel_attention`); otherwise all of it is plain torch (`torch_attention`).
@@ -7,25 +7,86 @@ With kernels, queries and keys are normed, rotated and cached by the attention k
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.affine import AffineWeight
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
+from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
+from aioinfer.layers.norm import (
+    HeadLayerNorms,
+    Norm,
+    RMSNorm,
+    SplitRMSNorm,
+    norm_in_place,
+)
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
-from aioinfer.layers.shards import NamedShards, Shard, WeightShard
+from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, merged_sources
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans, KernelAttention
+    from aioinfer.layers.part_maker import PartMaker
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorms:
+    """The norms of queries and keys.
+
+    Attributes:
+        names: the checkpoint modules, below the attention's.
+        kind: an RMSNorm or a LayerNorm, with one weight for all heads; or a LayerNorm "by head",
+            with a weight for each.
+        over_heads: whether an RMSNorm is over all heads of all ranks together, and not by head.
+        after_rope: whether they are normed once they are rotated.
+        unit_offset: as in `RMSNorm`.
+        bias: as in `LayerNorm`.
+    """
+
+    names: tuple[str, str] = ("q_norm", "k_norm")
+    kind: Literal["rms", "layer", "layer by head"] = "rms"
+    over_heads: bool = False
+    after_rope: bool = False
+    unit_offset: bool = False
+    bias: bool = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the attention kernels norm along the way."""
+        return self.kind == "rms" and not self.over_heads
+
+    def make(
+        self, make: PartMaker, name: str, heads: Sequence[Shard], head_size: int, copies: int
+    ) -> tuple[Norm, Norm]:
+        """Returns the norms of queries and keys.
+
+        Args:
+            name: of the attention's checkpoint module.
+            heads: of queries and of keys, which heads this rank has.
+            head_size: channels of a head.
+            copies: how many ranks have the same keys.
+        """
+        backend, eps = make.backend, make.norm_eps
+
+        def norm(module: str, shard: Shard, copies: int) -> Norm:
+            full = f"{name}.{module}"
+            if self.over_heads:
+                return make.keep(SplitRMSNorm(full, shard.times(head_size), copies, eps, backend))
+            if self.kind == "rms":
+                return make.norm(full, head_size, unit_offset=self.unit_offset)
+            if self.kind == "layer":
+                return make.layer_norm(full, head_size, bias=self.bias)
+            return make.keep(HeadLayerNorms(full, shard, head_size, eps, backend))
+
+        queries, keys = self.names
+        return norm(queries, heads[0], 1), norm(keys, heads[1], copies)
 
 
 class AttentionSinks:
@@ -55,68 +116,72 @@ class AttentionSinks:
         """Leaves the logits as they are."""
 
 
-class Attention:
+class Attention(Mixer):
     """Attention of one layer on one rank. Made by `LayerMaker.attention`.
-
-    Attributes:
-        supports_prefill_graphs: whether a CUDA graph can hold it in a step with prompts.
 
     Args:
         shape: of this rank.
         qkv: the merged projection: queries' heads, then keys', then values'.
         output: the output projection.
-        rotary: the table of angles.
+        rotary: the table of angles; None for queries and keys that are not rotated.
         scales: of keys and values, where the KV cache is in float8.
-        head_norms: of queries and keys, by head, or none.
-        projection_norms: of queries and keys over all heads of all ranks, or none.
+        qk_norms: of queries and keys, or none.
+        qk_norm_rule: what these are, if there are any.
         sinks: of the query heads, or none.
+        slopes: float32 [num_heads], of ALiBi (see `TorchAttention`), or none.
         norm: of the residual stream before the projection, or none.
         post_norm: of the addend to the stream, or none.
         residual_scale: multiplied with the addend to the stream.
+        compiled: whether decodes are computed by kernels that numba compiles, where they can be.
         backend: of the rank.
     """
-
-    supports_prefill_graphs = True
 
     def __init__(
         self,
         shape: AttentionShape,
         qkv: ColumnParallelLinear,
         output: RowParallelLinear,
-        rotary: RotaryTable,
+        rotary: RotaryTable | None,
         scales: KVScales,
         *,
-        head_norms: tuple[RMSNorm, RMSNorm] | None = None,
-        projection_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
+        qk_norms: tuple[Norm, Norm] | None = None,
+        qk_norm_rule: QKNorms | None = None,
         sinks: AttentionSinks | None = None,
-        norm: RMSNorm | None = None,
-        post_norm: RMSNorm | None = None,
+        slopes: torch.Tensor | None = None,
+        norm: Norm | None = None,
+        post_norm: Norm | None = None,
         residual_scale: float = 1.0,
+        compiled: bool = False,
         backend: Backend,
     ):
         self.shape = shape
-        self.scales = scales
+        self.scales: KVScales = scales
         self.qkv, self.output = qkv, output
         self._rotary = rotary
-        self._head_norms, self._projection_norms = head_norms, projection_norms
+        self._qk_norms, self._norm_rule = qk_norms, qk_norm_rule or QKNorms()
+        self._fused_norms = None
+        if qk_norms is not None and self._norm_rule.is_fused:
+            self._fused_norms = _as_fused(*qk_norms)
         self._sinks = None if sinks is None else sinks.logits
+        self._slopes = slopes
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
+        self._compiled = compiled
         self._backend = backend
         self._cache: KVCache | None = None
         self._torch: TorchAttention | None = None
         self._kernel: KernelAttention | None = None
 
     @property
-    def kv_spec(self) -> AttentionSpec:
-        """The specification of the layer's KV cache."""
-        return self.shape.kv_spec
+    def kv_specs(self) -> tuple[AttentionSpec]:
+        """See `Mixer.kv_specs`."""
+        return (self.shape.kv_spec,)
 
     def finalize(self) -> None:
         """Brings the rotated channels of heads into GPT-NeoX's order, the only one that is computed
         with, where the checkpoint has them in GPT-J's. Scores stay the same, since queries and keys
         are reordered alike. Called before the projection's own `finalize`."""
-        if not self._rotary.interleaved:
+        if self._rotary is None or not self._rotary.interleaved:
             return
         shape = self.shape
         rotated = shape.num_heads + shape.num_kv_heads
@@ -127,65 +192,52 @@ class Attention:
         self.qkv.reorder_rows(order)
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches the projections in every configuration that the number of rows selects."""
+        """See `Part.warm_up`."""
         self.qkv.warm_up(self._norm, hidden_size)
         self.output.warm_up(self.shape.num_heads * self.shape.head_size)
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """The kinds of its weights."""
+        """See `Part.kinds`."""
         return self.qkv.weight.kind, self.output.weight.kind
 
     def unsupported_head_size(self, block_size: int) -> int | None:
-        """Returns the head size if the kernels lack it with blocks of `block_size` tokens, else
-        None."""
+        """See `Mixer.unsupported_head_size`."""
         from aioinfer.layers.kernel_attention import supports
 
         return None if supports(self.shape, block_size) else self.shape.head_size
 
-    def bind(self, kv: torch.Tensor, group: int, plans: AttentionPlans | None) -> None:
-        """Gives the layer its KV cache [2, num_blocks, block_size, num_kv_heads, head_size], of the
-        KV group `group`; with plans, for the kernels."""
-        cache = self._cache = KVCache.of_layer(kv, self.scales)
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """See `Mixer.bind`."""
+        (given,) = caches
+        cache = self._cache = KVCache.of_layer(given.tensor, self.scales)
         if plans is None:
-            self._torch, self._kernel = self._without_plans(cache, group), None
+            self._torch, self._kernel = self._without_plans(cache, given.group), None
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
+        assert self._rotary is not None
         self._kernel = KernelAttention(
-            self.shape,
-            group,
-            cache,
-            plans,
-            self._rotary.cos_sin,
-            self._head_norms,
-            sinks=self._sinks,
-            pdl=self._backend.pdl,
-        )
+            self.shape, given.group, cache, plans, self._rotary.cos_sin, self._fused_norms,
+            sinks=self._sinks, pdl=self._backend.pdl,
+        )  # fmt: skip
 
     def _without_plans(self, cache: KVCache, group: int) -> TorchAttention:
         """Returns the attention without Triton kernels: decodes by compiled kernels where weights
         are multiplied by such, too, all else in torch."""
-        weight = self.qkv.weight
-        is_compiled = isinstance(weight, AffineWeight) and weight.is_compiled
-        if is_compiled and self._sinks is None and supports(self.shape, self._rotary, cache):
+        is_plain = self._sinks is None and self._slopes is None and not self._norm_rule.after_rope
+        if self._compiled and is_plain and supports(self.shape, self._rotary, cache):
             return CompiledAttention(self.shape, group, cache, self._rotary)
-        return TorchAttention(self.shape, group, self._sinks)
+        return TorchAttention(self.shape, group, self._sinks, self._slopes)
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
-        """Adds the attention of a step's tokens to the stream.
-
-        Args:
-            is_last: no later layer reads the stream: of a step with sampled rows, only the hidden
-                states of these rows are kept in it. Of the other tokens only keys and values will
-                ever be read.
-        """
+        """See `Mixer`."""
         sampled = step.sampled if is_last else None
         if self._kernel is not None and sampled is not None:
             self._kernel.plan_sampled(sampled)
         qkv = self.qkv.of_normed(stream, self._norm)
-        if self._projection_norms is not None:
-            norm_in_place(self._split_heads(qkv)[:2], self._projection_norms, self._backend)
+        if self._qk_norms is not None and self._fused_norms is None:
+            self._norm_queries_and_keys(qkv)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)
             if sampled is not None and len(sampled.rows) < len(attended):
@@ -200,6 +252,18 @@ class Attention:
             self.output.add_to(
                 stream, attended.flatten(1), norm=self._post_norm, scale=self._residual_scale
             )
+
+    def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
+        """Norms queries and keys of the projection [T, features] in place."""
+        assert self._qk_norms is not None
+        queries, keys, _ = self._split_heads(qkv)
+        if self._norm_rule.over_heads:
+            norms = [norm for norm in self._qk_norms if isinstance(norm, SplitRMSNorm)]
+            norm_in_place((queries, keys), norms, self._backend)
+            return
+        for part, norm in zip((queries, keys), self._qk_norms, strict=True):
+            heads = part.unflatten(1, (-1, self.shape.head_size))
+            norm(heads, out=heads)
 
     def _split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the queries, keys and values of the projection, each [T, features]."""
@@ -216,21 +280,30 @@ class Attention:
         )
         projected = qkv.view(len(qkv), heads + 2 * kv_heads, size)
         assert self._torch is not None
+        queries, keys = projected[:, :heads], projected[:, heads : heads + kv_heads]
+        norms, values = self._fused_norms, projected[:, heads + kv_heads :]
         if isinstance(self._torch, CompiledAttention):
-            if self._head_norms is not None:
-                query_norm, key_norm = self._head_norms
-                query_norm(projected[:, :heads], out=projected[:, :heads])
-                keys = projected[:, heads : heads + kv_heads]
-                key_norm(keys, out=keys)
+            if norms is not None:
+                norms[0](queries, out=queries)
+                norms[1](keys, out=keys)
             return self._torch.rotate_and_attend(projected, step)
-        rotated, values = projected[:, : heads + kv_heads], projected[:, heads + kv_heads :]
-        if self._head_norms is not None:
-            query_norm, key_norm = self._head_norms
-            queries, keys = rotated[:, :heads], rotated[:, heads:]
-            rotated = torch.cat((query_norm(queries), key_norm(keys)), dim=1)
-        rotated = apply_rope(rotated, *self._rotary.at_step(step))
+        rotated = projected[:, : heads + kv_heads]
+        if norms is not None and not self._norm_rule.after_rope:
+            rotated = torch.cat((norms[0](queries), norms[1](keys)), dim=1)
+        if self._rotary is not None:
+            rotated = apply_rope(rotated, *self._rotary.at_step(step))
+        queries, keys = rotated[:, :heads], rotated[:, heads:]
+        if norms is not None and self._norm_rule.after_rope:
+            queries, keys = norms[0](queries), norms[1](keys)
         assert self._cache is not None
-        return self._torch(rotated[:, :heads], rotated[:, heads:], values, self._cache, step)
+        return self._torch(queries, keys, values, self._cache, step)
+
+
+def _as_fused(query_norm: Norm, key_norm: Norm) -> tuple[RMSNorm, RMSNorm]:
+    """Returns the norms of queries and keys that attention computes along the way."""
+    assert isinstance(query_norm, RMSNorm)
+    assert isinstance(key_norm, RMSNorm)
+    return query_norm, key_norm
 
 
 def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
@@ -240,3 +313,136 @@ def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tu
     queries = range(rank * heads, (rank + 1) * heads)
     group = num_heads // num_kv_heads
     return queries, range(queries.start // group, (queries.stop - 1) // group + 1)
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """Returns ALiBi's slope of each query head (Press et al. 2022): float32 [num_heads].
+
+    Of a power of two of heads they are a geometric sequence from 2 ** (-8 / num_heads) on; of other
+    numbers those of the next smaller power, then every other one of the next larger.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes)
+
+
+def _qkv_sources(
+    name: str,
+    projections: Sequence[str],
+    shards: Sequence[Shard],
+    head_size: int,
+    merged: str | None,
+    *,
+    by_group: bool,
+) -> list[Source]:
+    """Returns which rows of the checkpoint are this rank's queries, keys and values.
+
+    Args:
+        name: of the attention's checkpoint module.
+        projections: its modules of queries, keys and values.
+        shards: which heads of queries, keys and values this rank has.
+        head_size: channels of a head.
+        merged: the module that holds all three, if one does: queries, then keys, then values; or,
+            `by_group`, for each KV head its queries, key and value (Falcon).
+    """
+    if not by_group or merged is None:
+        channels = [shard.times(head_size) for shard in shards]
+        return merged_sources(name, projections, channels, merged)
+    queries, keys, _ = shards
+    of_group = queries.total // keys.total
+    total = keys.total * (of_group + 2)
+
+    def source(head: int, count: int) -> Source:
+        return Source(f"{name}.{merged}", Shard(head, count, total).times(head_size))
+
+    firsts = [group * (of_group + 2) for group in range(keys.start, keys.start + keys.size)]
+    first_query = queries.start % of_group if queries.size < of_group else 0
+    count = min(of_group, queries.size)
+    return [
+        *(source(first + first_query, count) for first in firsts),
+        *(source(first + of_group, 1) for first in firsts),
+        *(source(first + of_group + 1, 1) for first in firsts),
+    ]
+
+
+def make_attention(
+    make: PartMaker,
+    name: str,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    rope: RopeConfig | None,
+    norm: Norm | None,
+    post_norm: Norm | None = None,
+    residual_scale: float = 1.0,
+    bias: bool = False,
+    output_bias: bool = False,
+    qk_norms: QKNorms | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+    alibi: float = 0.0,
+    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+    merged: str | None = None,
+    merged_by_group: bool = False,
+) -> Attention:
+    """Returns the attention of the checkpoint module `name`.
+
+    Args:
+        num_heads, num_kv_heads, head_size: of all ranks together.
+        rope: of this layer; None for queries and keys that are not rotated.
+        norm, post_norm, residual_scale: as in `Attention`.
+        bias: of queries, keys and values. output_bias: of the output projection.
+        qk_norms: of queries and keys.
+        window: the sliding window in tokens, or None.
+        scale: of the scores; by default head_size ** -0.5.
+        soft_cap: of the scores; 0 for none.
+        sinks: whether heads have sinks; see `AttentionSinks`.
+        alibi: multiplied with `alibi_slopes`, by which scores fall with the distance, behind
+            `scale`; 0 for none.
+        projections: the modules of queries, keys, values and output.
+        merged: the module that holds queries, keys and values together in the checkpoint, if one
+            does, all of a kind one after the other; `merged_by_group`: for each KV head its
+            queries, key and value.
+    """
+    group, device = make.backend.group, make.backend.device
+    queries, keys = heads_of_rank(num_heads, num_kv_heads, group.rank, group.size)
+    heads = Shard(queries.start, len(queries), num_heads)
+    kv_heads = Shard(keys.start, len(keys), num_kv_heads)
+    sources = _qkv_sources(
+        name, projections[:3], (heads, kv_heads, kv_heads), head_size, merged,
+        by_group=merged_by_group,
+    )  # fmt: skip
+    shape = AttentionShape(
+        heads.size, kv_heads.size, head_size,
+        head_size**-0.5 if scale is None else scale, window, soft_cap,
+    )  # fmt: skip
+    rotary = None if rope is None else make.rotary(rope, head_size)
+    norms, copies = None, max(1, group.size // num_kv_heads)
+    if qk_norms is not None:
+        norms = qk_norms.make(make, name, (heads, kv_heads), head_size, copies)
+    slopes = None
+    if alibi:
+        slopes = (alibi_slopes(num_heads)[queries.start : queries.stop] * alibi).to(device)
+    # a sink's score is not shifted with the others, and a norm after RoPE hides the rotation
+    is_shiftable = shape.is_shift_invariant and not sinks and not (qk_norms or QKNorms()).after_rope
+    attention = Attention(
+        shape,
+        make.column(sources, bias=bias),
+        make.row(f"{name}.{projections[3]}", heads.times(head_size), bias=output_bias),
+        rotary,
+        KVScales(name, kv_heads, device, rotary if is_shiftable else None),
+        qk_norms=norms,
+        qk_norm_rule=qk_norms,
+        sinks=make.keep(AttentionSinks(name, heads, device)) if sinks else None,
+        slopes=slopes,
+        norm=norm,
+        post_norm=post_norm,
+        residual_scale=residual_scale,
+        compiled=make.has_compiled_weights,
+        backend=make.backend,
+    )
+    return make.prepare(attention)

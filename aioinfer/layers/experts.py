@@ -25,8 +25,9 @@ import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.layer import Part
 from aioinfer.layers.mlp import ACTIVATIONS
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.residual import ResidualStream
@@ -104,7 +105,7 @@ class SharedExpert:
         return output if self._gate is None else output * F.linear(x, self._gate).sigmoid()
 
 
-class MixtureMLP:
+class MixtureMLP(Part):
     """The experts of one layer on one rank, with their norm and their sum into the residual stream.
     Made by `LayerMaker.mixture`.
 
@@ -118,11 +119,6 @@ class MixtureMLP:
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
-
-    Attributes:
-        supports_graphs: whether a CUDA graph can hold it.
-        counter: of the tokens of its experts.
-        needs_all_ranks: whether other engines' ranks wait for this one, even if it has no tokens.
     """
 
     supports_graphs = False
@@ -133,7 +129,7 @@ class MixtureMLP:
         experts: Sequence[Expert],
         placed: PlacedExperts,
         shared: SharedExpert | None,
-        norm: RMSNorm,
+        norm: Norm,
         backend: Backend,
     ):
         self.router, self.experts, self._shared = router, experts, shared
@@ -196,7 +192,7 @@ class MixtureMLP:
         weights = weights.flatten()[order].unsqueeze(1)
         local = self._placed.local
         tokens_of = chosen.flatten().bincount(minlength=local.total)
-        self.counter.tokens += tokens_of
+        self._placed.counter.tokens += tokens_of
         total = torch.zeros_like(x)
         if self._backend.expert_group is not None:
             outputs = self._exchange(x[tokens], tokens_of, self._backend.expert_group)

@@ -41,7 +41,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
 from aioinfer.layers.experts import MixtureMLP, SharedExpert
 from aioinfer.layers.mixture_shape import Routing
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.router import ExpertRouter
@@ -76,7 +76,7 @@ class KernelMixtureMLP(MixtureMLP):
         stacked: StackedExperts,
         placed: PlacedExperts,
         shared: SharedExpert | None,
-        norm: RMSNorm,
+        norm: Norm,
         backend: Backend,
     ):
         local = placed.local
@@ -114,7 +114,8 @@ class KernelMixtureMLP(MixtureMLP):
         backend = self._backend
         for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
-            for norm in (None, self._norm) if self._fuses_norm(tokens) else (None,):
+            fused = self._fused_norm(tokens)
+            for norm in (None,) if fused is None else (None, fused):
                 routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
                 self._add(ResidualStream(x.clone(), backend), x, routed, products)
 
@@ -150,21 +151,20 @@ class KernelMixtureMLP(MixtureMLP):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        is_fused = stream.is_reduced and self._fuses_norm(len(stream))
-        x = stream.inputs if is_fused else stream.normed(self._norm)
+        norm = self._fused_norm(len(stream)) if stream.is_reduced else None
+        x = stream.normed(self._norm) if norm is None else stream.inputs
         # where the tokens are sampled ones alone there is no padding
         places = step.inputs.token_places
         slots = places if len(places) == len(x) else None
-        routed = self._route(
-            x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=self._norm if is_fused else None
-        )
+        routed = self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=norm)
         self._add(stream, x, routed)
 
-    def _fuses_norm(self, tokens: int) -> bool:
-        """Whether routing and first product do the norm before them: for one token, if nothing else
+    def _fused_norm(self, tokens: int) -> RMSNorm | None:
+        """Returns the norm if routing and first product compute it: for one token, if nothing else
         takes its normed values."""
         is_packed = isinstance(self.stacked.gate_up, PackedExperts)
-        return tokens == 1 and self._shared is None and not is_packed
+        fuses = tokens == 1 and self._shared is None and not is_packed
+        return self._norm if fuses and isinstance(self._norm, RMSNorm) else None
 
     def _route(
         self,
@@ -180,7 +180,7 @@ class KernelMixtureMLP(MixtureMLP):
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias,
             logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
-            copies=self._copies, totals=self.counter.tokens, slots=slots,
+            copies=self._copies, totals=self._placed.counter.tokens, slots=slots,
             pdl=self._backend.pdl, config=config, **normed,
         )  # fmt: skip
 
@@ -196,7 +196,9 @@ class KernelMixtureMLP(MixtureMLP):
         backend, stacked = self._backend, self.stacked
         options = {"dtype": x.dtype, "pdl": backend.pdl}
         inputs = self._quantized(x, len(x), stacked.first.input_format)
-        norm = None if routed.norm_factors is None else self._norm.weight
+        norm = None
+        if routed.norm_factors is not None and isinstance(self._norm, RMSNorm):
+            norm = self._norm.weight
         gated = expert_product(
             inputs, stacked.gate_up, routed, gated=True, bias=stacked.biases[0],
             activation=stacked.activation, norm_weight=norm, config=configs[0], **options,

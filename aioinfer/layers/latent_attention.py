@@ -21,7 +21,8 @@ Both ways are taken on CPUs, too, where all of it is plain torch (`TorchLatentAt
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,19 +31,22 @@ import torch.nn.functional as F
 from aioinfer.ipc.kv_spec import LatentSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.latents import LatentExpansion, LatentShape
-from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.layer import LayerCache, Mixer
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.rotary import RotaryTable, apply_rope, half_split_order
+from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
+from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import Gather, plan_gathers
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
     from aioinfer.layers.kernel_latent_attention import KernelLatentAttention
+    from aioinfer.layers.part_maker import PartMaker
 
 
-class LatentAttention:
+class LatentAttention(Mixer):
     """Latent attention of one layer on one rank. Made by `LayerMaker.latent_attention`.
 
     Args:
@@ -86,19 +90,18 @@ class LatentAttention:
         self._kernel: KernelLatentAttention | None = None
 
     @property
-    def kv_spec(self) -> LatentSpec:
-        """The specification of the layer's KV cache."""
-        return self.shape.kv_spec
+    def kv_specs(self) -> tuple[LatentSpec]:
+        """See `Mixer.kv_specs`."""
+        return (self.shape.kv_spec,)
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """The kinds of its weights."""
+        """See `Part.kinds`."""
         query_kind = None if self.query_up is None else self.query_up[1].weight.kind
         return "latent", self.down.weight.kind, query_kind, self.output.weight.kind
 
     def unsupported_head_size(self, block_size: int) -> int | None:
-        """Returns the channels of a latent vector if the kernels lack them with blocks of
-        `block_size` tokens, else None."""
+        """See `Mixer.unsupported_head_size`: the channels of a latent vector."""
         from aioinfer.layers.kernel_latent_attention import supports
 
         return None if supports(self.shape, block_size) else self.shape.cached_size
@@ -121,17 +124,17 @@ class LatentAttention:
         self.down.reorder_rows(torch.cat((queries, len(queries) + latents)))
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches the projections in every configuration that the number of rows selects."""
+        """See `Part.warm_up`."""
         self.down.warm_up(self._norm, hidden_size)
         if self.query_up is not None:
             norm, linear = self.query_up
             linear.warm_up(None, len(norm.weight))
         self.output.warm_up(self.shape.num_heads * self.shape.value_size)
 
-    def bind(self, kv: torch.Tensor, group: int, plans: AttentionPlans | None) -> None:
-        """Gives the layer its KV cache [1, num_blocks, block_size, 1, cached_size], of the KV group
-        `group`; with plans, for the kernels."""
-        cache = kv[0, :, :, 0]
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """See `Mixer.bind`."""
+        (given,) = caches
+        cache, group = given.tensor[0, :, :, 0], given.group
         if plans is None:
             self._torch = TorchLatentAttention(self.shape, self.expansion, cache, group)
             self._kernel = None
@@ -144,7 +147,7 @@ class LatentAttention:
         )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
-        """Adds the attention of a step's tokens to the stream; see `Attention` for `is_last`."""
+        """See `Mixer`."""
         sampled = step.sampled if is_last else None
         queries, latents = self._project(stream)
         if self._kernel is None:
@@ -268,3 +271,52 @@ class TorchLatentAttention:
             scale=shape.scale,
         )
         return attended[0].transpose(0, 1)
+
+
+def make_latent_attention(
+    make: PartMaker,
+    name: str,
+    *,
+    shape: LatentShape,
+    query_rank: int | None,
+    rope: RopeConfig,
+    norm: RMSNorm,
+    norm_eps: float,
+    bias: bool = False,
+) -> LatentAttention:
+    """Returns the latent attention of the checkpoint module `name`.
+
+    Args:
+        shape: of all ranks together.
+        query_rank: channels between the two projections of the queries; None for one projection.
+        rope: of the rotated channels.
+        norm: as in `Attention`.
+        norm_eps: of the norms within.
+        bias: of the first projections, for which there have to be two of the queries, and of the
+            output's.
+    """
+    heads = row_shard(shape.num_heads, make.backend)
+    local, backend = replace(shape, num_heads=heads.size), make.backend
+
+    latents = Source(f"{name}.kv_a_proj_with_mqa", Shard.whole(shape.cached_size))
+    query_up = None
+    if query_rank is None:
+        first = Source(f"{name}.q_proj", heads.times(shape.head_size))
+    else:
+        first = Source(f"{name}.q_a_proj", Shard.whole(query_rank))
+        query_up = (
+            make.norm(f"{name}.q_a_layernorm", query_rank, eps=norm_eps),
+            make.column([Source(f"{name}.q_b_proj", heads.times(shape.head_size))], query_rank),
+        )
+    down = make.column([first, latents], bias=bias)
+    latent_norm = make.norm(f"{name}.kv_a_layernorm", shape.latent_size, eps=norm_eps)
+    expanded = [Source(f"{name}.kv_b_proj", heads.times(shape.plain_size + shape.value_size))]
+    weight = make.weight(expanded, Shard.whole(shape.latent_size))
+    expansion = make.keep(LatentExpansion(weight, local, backend))
+    output = make.row(f"{name}.o_proj", heads.times(shape.value_size), bias=bias)
+    rotary = make.rotary(rope, shape.rotary_size)
+    attention = LatentAttention(
+        local, down, query_up, latent_norm, expansion, output, rotary, norm=norm,
+        backend=backend,
+    )  # fmt: skip
+    return make.prepare(attention)

@@ -16,14 +16,14 @@ from aioinfer.layers.experts import Expert, MixtureMLP, SharedExpert
 from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.linear import row_shard
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
-from aioinfer.layers.norm import RMSNorm
-from aioinfer.layers.part_maker import PartMaker
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.placed_experts import PlacedExperts
 from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard, Source, StackIndex
 
 if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import StackedExperts
+    from aioinfer.layers.part_maker import PartMaker
 
 #: The checkpoint modules of an expert: gate, up and down.
 Modules = tuple[str, str, str]
@@ -36,7 +36,7 @@ def make_mixture(
     name: str,
     shape: MixtureShape,
     *,
-    norm: RMSNorm,
+    norm: Norm,
     activation: str = "silu",
     projections: Modules = ("gate_proj", "up_proj", "down_proj"),
     shared: str = "shared_expert",
@@ -62,7 +62,7 @@ def make_mixture(
     names = [_expert_modules(prefix, projections) for prefix in prefixes]
     placed = PlacedExperts(name, shape, make.backend)
     here = [names[expert] for expert in placed.local_experts]
-    make.made.add_elsewhere(module for each in set(names) - set(here) for module in each)
+    make.add_elsewhere(module for each in set(names) - set(here) for module in each)
     if shape.is_stacked:
         indices = [StackIndex(number, routing.num_experts) for number in placed.local_experts]
         stack = f"{name}.experts"
@@ -74,11 +74,11 @@ def make_mixture(
         return _kernel_mixture(make, f"{name}.gate", routing, stacked, placed, of_all, norm)
     router = ExpertRouter(f"{name}.gate", routing, make.hidden_size, make.backend)
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
-    return make.made.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
+    return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
 
 
 def make_biased_mixture(
-    make: PartMaker, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: RMSNorm
+    make: PartMaker, name: str, shape: MixtureShape, swiglu: ClampedSwiGLU, *, norm: Norm
 ) -> MixtureMLP:
     """Returns the mixture of experts of the checkpoint module `name`, in which one tensor holds a
     projection of all experts; see `biased_experts`.
@@ -100,7 +100,7 @@ def make_biased_mixture(
         return _kernel_mixture(make, f"{name}.router", routing, stacked, placed, None, norm)
     router = ExpertRouter(f"{name}.router", routing, make.hidden_size, make.backend)
     experts = [_make_biased_expert(make, places, channels, swiglu) for places in here]
-    return make.made.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
+    return make.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
 
 
 # -------------------------------------------------------------------- experts in plain torch
@@ -195,7 +195,7 @@ def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> S
         make.backend,
         make.quantization,
     )
-    return make.made.count(stacked)
+    return make.count(stacked)
 
 
 def _stacked_biased_experts(
@@ -216,7 +216,7 @@ def _stacked_biased_experts(
         has_biases=True,
         activation=Activation(swiglu.alpha, swiglu.limit),
     )
-    return make.made.count(stacked)
+    return make.count(stacked)
 
 
 def _kernel_mixture(
@@ -226,7 +226,7 @@ def _kernel_mixture(
     stacked: StackedExperts,
     placed: PlacedExperts,
     shared: SharedExpert | None,
-    norm: RMSNorm,
+    norm: Norm,
 ) -> MixtureMLP:
     """Returns the mixture over the kernels."""
     from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP
@@ -235,4 +235,4 @@ def _kernel_mixture(
     backend = make.backend
     router = ExpertRouter(router_name, routing, make.hidden_size, backend, backend.dtype)
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
-    return make.made.keep(kind(router, stacked, placed, shared, norm, backend))
+    return make.keep(kind(router, stacked, placed, shared, norm, backend))

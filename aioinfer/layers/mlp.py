@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.layer import Part
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
@@ -25,7 +26,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class MLP:
+class MLP(Part):
     """An MLP without a gate, on one rank, with its norm and its sum into the residual stream.
 
     Args:
@@ -34,14 +35,7 @@ class MLP:
         channels: of this rank.
         activation: of `ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
-
-    Attributes:
-        supports_graphs: whether a CUDA graph can hold it.
-        needs_all_ranks: see `experts.MixtureMLP`.
     """
-
-    supports_graphs = True
-    needs_all_ranks = False
 
     def __init__(
         self,
@@ -68,22 +62,22 @@ class MLP:
             self.up.reorder_rows(channels)
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches the products in every configuration that the number of rows selects."""
+        """See `Part.warm_up`."""
         self.up.warm_up(self._norm, hidden_size)
         self.down.warm_up(self._channels)
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """The kinds of its weights."""
+        """See `Part.kinds`."""
         return self.up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
-        """Adds the MLP of the stream's tokens to the stream."""
+        """See `Part`."""
         activated = self._activation(self.up.of_normed(stream, self._norm))
         self.down.add_to(stream, activated, norm=self._post_norm, scale=self._residual_scale)
 
 
-class GatedMLP:
+class GatedMLP(Part):
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
@@ -96,14 +90,7 @@ class GatedMLP:
         activation: of `ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
         backend: of the rank.
-
-    Attributes:
-        supports_graphs: whether a CUDA graph can hold it.
-        needs_all_ranks: see `experts.MixtureMLP`.
     """
-
-    supports_graphs = True
-    needs_all_ranks = False
 
     def __init__(
         self,
@@ -146,7 +133,7 @@ class GatedMLP:
             self.gate_up.reorder_rows(interleave(order))
 
     def warm_up(self, hidden_size: int) -> None:
-        """Launches the products in every configuration that the number of rows selects."""
+        """See `Part.warm_up`."""
         if self._is_fused:
             self.gate_up.weight.warm_up_gated()
         self.gate_up.warm_up(self._norm, hidden_size, gated=self._is_fused)
@@ -154,11 +141,11 @@ class GatedMLP:
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
-        """The kinds of its weights."""
+        """See `Part.kinds`."""
         return self.gate_up.weight.kind, self.down.weight.kind
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
-        """Adds the MLP of the stream's tokens to the stream."""
+        """See `Part`."""
         if self._is_fused:
             gated = self.gate_up.of_normed_gated(stream, self._norm)
         elif self._kernel is not None:

@@ -66,6 +66,37 @@ class LayerNorm:
         return normed if out is None else out.copy_(normed)
 
 
+class HeadLayerNorms:
+    """A LayerNorm without bias for each head, with a weight of its own (StableLM 2).
+
+    Args:
+        name: of the checkpoint module; the norms lie below it by their heads' numbers.
+        heads: which heads this rank has.
+        size: channels of a head.
+        eps: added to the variance.
+        backend: of the rank.
+    """
+
+    def __init__(self, name: str, heads: Shard, size: int, eps: float, backend: Backend):
+        shape = heads.size, size
+        self.weight = torch.ones(shape, dtype=backend.dtype, device=backend.device)
+        self.eps = eps
+        self._name, self._heads = name, heads
+
+    def weight_shards(self) -> NamedShards:
+        """Yields the weights of this rank's heads."""
+        for index, weight in enumerate(self.weight):
+            yield f"{self._name}.norms.{self._heads.start + index}.weight", WeightShard(weight)
+
+    def finalize(self) -> None:
+        """Leaves the weights as they are."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Norm`; x is [T, heads, size]."""
+        normed = F.layer_norm(x, x.shape[-1:], None, None, self.eps) * self.weight
+        return normed if out is None else out.copy_(normed)
+
+
 class RMSNorm:
     """Scales the last dimension to a root mean square of one, then by a learned weight.
 

@@ -71,11 +71,13 @@ class Source:
         stack: where in a stack of modules this one is, None for a module with tensors of its own. A
             dense stack is the tensor `name` [modules, in, out], as transformers writes it for
             gpt-oss.
+        is_transposed: whether the checkpoint has the weight as [in, out].
     """
 
     name: str
     rows: Shard
     stack: StackIndex | None = None
+    is_transposed: bool = False
 
 
 def merged_sources(

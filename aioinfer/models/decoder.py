@@ -6,23 +6,21 @@ models that are built from our layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec
-from aioinfer.layers.attention import Attention
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
+from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead, Vocabulary
 from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
-from aioinfer.layers.latent_attention import LatentAttention
+from aioinfer.layers.layer import Layer, LayerCache, Part
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mlp import GatedMLP
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import Norm
+from aioinfer.layers.part_maker import Loadable
 from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
@@ -45,8 +43,8 @@ class CausalLM(Protocol):
         hidden_size: of the residual stream.
         weights_bytes: of this rank's parameters, a tied one counted once: as they are stored until
             they are loaded, and then as the device holds them.
-        kv_specs: the specification of the KV cache of each layer of the whole model; known once the
-            model is loaded.
+        kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
+            loaded.
         layer_numbers: which of these layers this rank's pipeline stage has.
         kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is
             loaded, and 1. None at all if the cache cannot be in float8.
@@ -62,7 +60,7 @@ class CausalLM(Protocol):
     hidden_size: int
     finishes_with_hidden_states: bool
     weights_bytes: int
-    kv_specs: Sequence[KVSpec]
+    kv_specs: Sequence[Sequence[KVSpec]]
     layer_numbers: range
     kv_scales: Sequence[KVScales]
     expert_counters: Sequence[ExpertCounter]
@@ -198,22 +196,9 @@ def describe_attention(unsupported: Sequence[int], block_size: int) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer: attention and MLP, each with its norms and its sum into the residual stream."""
-
-    attention: Attention | LatentAttention
-    mlp: GatedMLP | MixtureMLP
-
-    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
-        """Adds the layer's results to the stream; see `Attention` for `is_last`."""
-        self.attention(stream, step, is_last=is_last)
-        if len(stream) or self.mlp.needs_all_ranks:
-            self.mlp(stream, step)
-
-
-def _counters_of(layers: Sequence[DecoderLayer]) -> list[ExpertCounter]:
-    return [layer.mlp.counter for layer in layers if isinstance(layer.mlp, MixtureMLP)]
+def _counters_of(layers: Sequence[Layer]) -> list[ExpertCounter]:
+    counters = [part.counter for layer in layers for part in layer.parts]
+    return [counter for counter in counters if counter is not None]
 
 
 class DecoderModel:
@@ -224,17 +209,21 @@ class DecoderModel:
         make: makes the layers.
         layer: returns layer `number`, made by a maker.
         embedding, norm, head: by default of the names that most checkpoints have.
+        positions: the table of models that learn an embedding of each position.
+        layers_name: of the layers in the checkpoint.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
         make: LayerMaker,
-        layer: Callable[[int], DecoderLayer],
+        layer: Callable[[int], Layer],
         *,
         embedding: Embedding | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
         head: LMHead | None = None,
+        positions: LearnedPositions | None = None,
+        layers_name: str = "model.layers",
     ):
         self._make = make
         self._num_layers, self._unused_layers = config.num_layers, config.unused_layers
@@ -250,21 +239,28 @@ class DecoderModel:
         self.layers = [layer(number) for number in self.layer_numbers]
         # all layers but the model's last
         self._first_layers = self.layers[:-1] if self._is_last else self.layers
-        self.norm: RMSNorm | None = norm or make.norm("model.norm")
+        self.norm: Norm | None = norm or make.norm("model.norm")
+        self._positions, self._layers_name = positions, layers_name
         tied = config.tied_embeddings
         self.head: LMHead | None = head or make.head("lm_head", embedding, tied=tied)
         self._elsewhere: set[str] = set()
         self._forget_ends(tied=tied)
         if self.backend.num_stages == 1:
-            self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
-        scales = [layer.attention.scales for layer in self.layers]
-        self.kv_scales = [of_layer for of_layer in scales if of_layer is not None]
+            self.kv_specs = [layer.kv_specs for layer in self.layers]
+        self.kv_scales = self._find_scales()
         self.expert_counters = [*self._earlier_counters, *_counters_of(self.layers)]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
+    def _find_scales(self) -> list[KVScales]:
+        """Returns the scales of each layer's keys and values; none if a layer keeps anything
+        else."""
+        scales = [[mixer.scales for mixer in layer.mixers] for layer in self.layers]
+        found = [of_layer[0] for of_layer in scales if len(of_layer) == 1 and of_layer[0]]
+        return found if len(found) == len(self.layers) else []
+
     def _select_layers(
-        self, num_layers: int, layer: Callable[[int], DecoderLayer], embedding: Embedding
+        self, num_layers: int, layer: Callable[[int], Layer], embedding: Embedding
     ) -> None:
         """Finds out which layers this rank's stage has: stages that read about as many bytes in a
         step, with the embedding in the first and the head in the last."""
@@ -274,11 +270,11 @@ class DecoderModel:
         if stages == 1:
             return
         layers, sizes = measure_layers(self._make, layer, num_layers)
-        self.kv_specs = [layer.attention.kv_spec for layer in layers]
+        self.kv_specs = [layer.kv_specs for layer in layers]
         itemsize = self.backend.dtype.itemsize
         costs = [
-            step_bytes(size, spec, itemsize)
-            for size, spec in zip(sizes, self.kv_specs, strict=True)
+            step_bytes(size, specs, itemsize)
+            for size, specs in zip(sizes, self.kv_specs, strict=True)
         ]
         # the head is as large as the embedding, tied or not
         head = whole_bytes(embedding.weight_shards()) // self.backend.group.size
@@ -290,10 +286,14 @@ class DecoderModel:
     def _forget_ends(self, *, tied: bool) -> None:
         """Forgets embedding, norm and head where another stage has them; all have been made, since
         families make them in ways of their own."""
-        parts: list[Embedding | RMSNorm | LMHead | None] = []
-        if self.backend.stage > 0 and not (self._is_last and tied):
-            parts.append(self.embedding)
-            self.embedding = None
+        parts: list[Loadable | None] = []
+        if self.backend.stage > 0:
+            if self._positions is not None:
+                parts.append(self._positions)
+                self._positions = None
+            if not (self._is_last and tied):
+                parts.append(self.embedding)
+                self.embedding = None
         if not self._is_last:
             parts += [self.norm, self.head]
             self.norm = self.head = None
@@ -331,7 +331,7 @@ class DecoderModel:
             return True
         others = *range(own.start), *range(own.stop, self._num_layers + self._unused_layers)
         return name in self._elsewhere or name.startswith(
-            tuple(f"model.layers.{number}." for number in others)
+            tuple(f"{self._layers_name}.{number}." for number in others)
         )
 
     def bind(
@@ -343,10 +343,14 @@ class DecoderModel:
         programs: int | None = None,
     ) -> None:
         """See `CausalLM.bind`; `programs` as in `AttentionPlans`."""
+        # tensors of attention are [parts, layers, num_blocks, block_size, heads, channels]
         self._plans = self._make_plans(kv[0].shape[3], rows, tokens, programs)
+        caches: list[list[LayerCache]] = [[] for _ in self.layers]
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             for index, layer in enumerate(group.layers):
-                self.layers[layer].attention.bind(tensors[:, index], number, self._plans)
+                caches[layer].append(LayerCache(group.spec, tensors[:, index], number))
+        for bound, of_layer in zip(self.layers, caches, strict=True):
+            bound.bind(of_layer, self._plans)
 
     def _make_plans(
         self, block_size: int, rows: int, tokens: int, programs: int | None
@@ -362,7 +366,8 @@ class DecoderModel:
 
     def _unsupported_head_sizes(self, block_size: int) -> list[int]:
         """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
-        sizes = (layer.attention.unsupported_head_size(block_size) for layer in self.layers)
+        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        sizes = (mixer.unsupported_head_size(block_size) for mixer in mixers)
         return sorted({size for size in sizes if size is not None})
 
     def describe(self, block_size: int) -> str:
@@ -377,24 +382,26 @@ class DecoderModel:
     @property
     def supports_graphs(self) -> bool:
         """See `CausalLM.supports_graphs`."""
-        return self._plans is not None and all(layer.mlp.supports_graphs for layer in self.layers)
+        return self._plans is not None and all(part.supports_graphs for part in self._parts)
 
     @property
     def supports_prefill_graphs(self) -> bool:
         """See `CausalLM.supports_prefill_graphs`."""
-        return self.supports_graphs and all(
-            layer.attention.supports_prefill_graphs for layer in self.layers
-        )
+        return self.supports_graphs and all(part.supports_prefill_graphs for part in self._parts)
+
+    @property
+    def _parts(self) -> Iterator[Part]:
+        """The parts of all layers, in order."""
+        return (part for layer in self.layers for part in layer.parts)
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""
         seen = set()
-        for layer in self.layers:
-            kinds = *layer.attention.kinds, *layer.mlp.kinds
+        for part in self._parts:
+            kinds = type(part), *part.kinds
             if kinds not in seen:
                 seen.add(kinds)
-                layer.attention.warm_up(self.hidden_size)
-                layer.mlp.warm_up(self.hidden_size)
+                part.warm_up(self.hidden_size)
 
     def plan(self, step: Step) -> None:
         """See `CausalLM.plan`."""
@@ -405,7 +412,7 @@ class DecoderModel:
         """See `CausalLM.connect_experts`."""
         from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP, connect
 
-        mixtures = [one.mlp for one in self.layers if isinstance(one.mlp, ExchangedMixtureMLP)]
+        mixtures = [part for part in self._parts if isinstance(part, ExchangedMixtureMLP)]
         if mixtures:
             connect(mixtures, self.backend, self.hidden_size, max_tokens)
 
@@ -413,9 +420,9 @@ class DecoderModel:
         """See `CausalLM.take_part`."""
         backend = self.backend
         none = torch.empty(0, self.hidden_size, dtype=backend.dtype, device=backend.device)
-        for layer in self.layers:
-            if isinstance(layer.mlp, MixtureMLP) and layer.mlp.needs_all_ranks:
-                layer.mlp.add_to(ResidualStream(none, backend))
+        for part in self._parts:
+            if isinstance(part, MixtureMLP) and part.needs_all_ranks:
+                part.add_to(ResidualStream(none, backend))
 
     def begin(
         self,
@@ -428,6 +435,8 @@ class DecoderModel:
         if received is None:
             assert self.embedding is not None
             stream = self.embedding(step.inputs.input_ids, out)
+            if self._positions is not None:
+                stream.hidden.add_(self._positions(step.inputs.positions))
         else:
             stream = ResidualStream(received if out is None else out.copy_(received), self.backend)
         for layer in self._first_layers[:num_layers]:

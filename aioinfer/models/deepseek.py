@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.latents import LatentShape
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 #: Of the norms within attention, whatever `rms_norm_eps` is, as in DeepSeek's published code.
 _LATENT_NORM_EPS = 1e-6
@@ -191,7 +192,7 @@ class DeepseekModel(DecoderModel):
     layers."""
 
     def __init__(self, config: DeepseekConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.latent_attention(
                 f"{prefix}.self_attn",
@@ -205,7 +206,7 @@ class DeepseekModel(DecoderModel):
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             name = f"{prefix}.mlp"
             mlp = make.mixture_or_mlp(name, number, config, norm, shared="shared_experts")
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

@@ -147,7 +147,7 @@ class FallbackModel:
         self.hidden_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
-        self.kv_specs: Sequence[KVSpec] = ()
+        self.kv_specs: Sequence[Sequence[KVSpec]] = ()
         self.kv_scales: Sequence[KVScales] = ()
         self.expert_counters: Sequence[ExpertCounter] = ()
         self.weights_bytes = 0
@@ -204,7 +204,7 @@ class FallbackModel:
                 "others cannot be served"
             )
         self._attentions = [found[number] for number in sorted(found)]
-        self.kv_specs = [attention.shape.kv_spec for attention in self._attentions]
+        self.kv_specs = [(attention.shape.kv_spec,) for attention in self._attentions]
         self.kv_scales = [self._make_scales(a.shape.num_kv_heads) for a in self._attentions]
 
     def _make_scales(self, num_kv_heads: int) -> KVScales:

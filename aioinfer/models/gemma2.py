@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.attention import QKNorms
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_rope, read_windows
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Gemma2Model(DecoderModel):
     """Norms before and after attention and MLP; all norms store their weights less one."""
 
     def __init__(self, config: Gemma2Config, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -83,8 +85,7 @@ class Gemma2Model(DecoderModel):
                 post_norm=make.norm(f"{prefix}.post_attention_layernorm", unit_offset=True),
                 bias=config.bias,
                 output_bias=config.bias,
-                head_norms=config.head_norms,
-                unit_offset=True,
+                qk_norms=QKNorms(unit_offset=True) if config.head_norms else None,
                 scale=config.scale,
                 soft_cap=config.soft_cap,
             )
@@ -95,7 +96,7 @@ class Gemma2Model(DecoderModel):
                 norm=make.norm(f"{prefix}.pre_feedforward_layernorm", unit_offset=True),
                 post_norm=make.norm(f"{prefix}.post_feedforward_layernorm", unit_offset=True),
             )
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         embedding = make.embedding(
             "model.embed_tokens", config.vocab_size, scale=config.hidden_size**0.5

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aioinfer.layers.attention import QKNorms
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.deepseek import read_v3_mixture
 
 
@@ -41,19 +43,19 @@ class Glm4MoeModel(DecoderModel):
     """Pre-normed attention, and experts in the place of the MLP in all but the first layers."""
 
     def __init__(self, config: Glm4MoeConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
                 **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.attention_bias,
-                head_norms=config.head_norms,
+                qk_norms=QKNorms() if config.head_norms else None,
             )
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             name = f"{prefix}.mlp"
             mlp = make.mixture_or_mlp(name, number, config, norm, shared="shared_experts")
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.layers.biased_experts import ClampedSwiGLU
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_windows
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class GptOssModel(DecoderModel):
     """Pre-normed attention and experts."""
 
     def __init__(self, config: GptOssConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -69,7 +70,7 @@ class GptOssModel(DecoderModel):
                 config.swiglu,
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
             )
-            return DecoderLayer(attention, mixture)
+            return Layer([attention, mixture])
 
         super().__init__(config, make, layer)
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.llama import LlamaConfig
 
 
@@ -38,7 +39,7 @@ class GraniteModel(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
     def __init__(self, config: GraniteConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -57,7 +58,7 @@ class GraniteModel(DecoderModel):
                 residual_scale=config.residual_multiplier,
                 bias=config.mlp_bias,
             )
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         embedding = make.embedding(
             "model.embed_tokens", config.vocab_size, scale=config.embedding_multiplier

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class MixtralModel(DecoderModel):
     """Pre-normed attention and experts."""
 
     def __init__(self, config: MixtralConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -49,7 +50,7 @@ class MixtralModel(DecoderModel):
                 activation=config.activation,
                 projections=("w1", "w3", "w2"),
             )
-            return DecoderLayer(attention, mixture)
+            return Layer([attention, mixture])
 
         super().__init__(config, make, layer)
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aioinfer.layers.attention import QKNorms
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Olmo2Model(DecoderModel):
     """Attention and a gated MLP, each with a norm after it."""
 
     def __init__(self, config: Olmo2Config, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -39,7 +41,7 @@ class Olmo2Model(DecoderModel):
                 post_norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,
-                projection_norms=True,
+                qk_norms=QKNorms(over_heads=True),
             )
             mlp = make.gated_mlp(
                 f"{prefix}.mlp",
@@ -48,7 +50,7 @@ class Olmo2Model(DecoderModel):
                 norm=None,
                 post_norm=make.norm(f"{prefix}.post_feedforward_layernorm"),
             )
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

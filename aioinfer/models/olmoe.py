@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.attention import QKNorms
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class OlmoeModel(DecoderModel):
     """Pre-normed attention and experts."""
 
     def __init__(self, config: OlmoeConfig, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -52,11 +54,11 @@ class OlmoeModel(DecoderModel):
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.attention_bias,
                 output_bias=config.attention_bias,
-                projection_norms=True,
+                qk_norms=QKNorms(over_heads=True),
             )
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             mlp = make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

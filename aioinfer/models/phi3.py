@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_rope, read_windows
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Phi3Model(DecoderModel):
     """Pre-normed attention and a gated MLP."""
 
     def __init__(self, config: Phi3Config, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
@@ -56,7 +57,7 @@ class Phi3Model(DecoderModel):
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 merged="gate_up_proj",
             )
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aioinfer.layers.attention import Attention
+from aioinfer.layers.attention import Attention, QKNorms
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_windows
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def qwen_attention(config: Qwen2Config, make: LayerMaker, number: int) -> Attent
         norm=make.norm(f"{prefix}.input_layernorm"),
         bias=config.qkv_bias,
         output_bias=config.output_bias,
-        head_norms=config.head_norms,
+        qk_norms=QKNorms() if config.head_norms else None,
     )
 
 
@@ -66,7 +67,7 @@ class QwenModel(DecoderModel):
     """Llama's layers, with biases of queries, keys and values, or with norms of heads."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = qwen_attention(config, make, number)
             mlp = make.gated_mlp(
@@ -75,7 +76,7 @@ class QwenModel(DecoderModel):
                 activation=config.activation,
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
             )
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture_shape import MixtureShape, Routing
 from aioinfer.models.config import read_num_experts
-from aioinfer.models.decoder import DecoderLayer, DecoderModel
+from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.qwen import Qwen2Config, Qwen3Config, qwen_attention
 
 
@@ -65,12 +66,12 @@ class QwenMoeModel(DecoderModel):
     """Qwen's attention, and experts in the place of the MLP in most layers."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
-        def layer(number: int) -> DecoderLayer:
+        def layer(number: int) -> Layer:
             prefix = f"model.layers.{number}"
             attention = qwen_attention(config, make, number)
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             mlp = make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)
-            return DecoderLayer(attention, mlp)
+            return Layer([attention, mlp])
 
         super().__init__(config, make, layer)
 

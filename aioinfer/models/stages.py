@@ -62,16 +62,20 @@ def whole_bytes(shards: NamedShards) -> int:
     )
 
 
-def step_bytes(weights: int, spec: KVSpec, itemsize: int) -> int:
+def step_bytes(weights: int, specs: Sequence[KVSpec], itemsize: int) -> int:
     """Returns the bytes that a layer reads in a decode step of many requests.
 
     Args:
         weights: bytes of its weights.
-        spec: of its KV cache.
+        specs: of what it keeps in the KV cache.
         itemsize: bytes of an element there.
     """
-    keys = STEP_KEYS if spec.window is None else min(STEP_KEYS, STEP_ROWS * spec.window)
-    return weights + keys * spec.bytes_per_token(itemsize)
+
+    def bytes_of(spec: KVSpec) -> int:
+        keys = STEP_KEYS if spec.window is None else min(STEP_KEYS, STEP_ROWS * spec.window)
+        return keys * spec.bytes_per_token(itemsize)
+
+    return weights + sum(map(bytes_of, specs))
 
 
 def measure_layers(

@@ -145,7 +145,8 @@ def select_cache_dtype(
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: the checkpoint's)")
     numbers = model.layer_numbers
     own_specs = model.kv_specs[numbers.start : numbers.stop]
-    for layer, spec in zip(model.kv_scales, own_specs, strict=True):
-        if isinstance(spec, AttentionSpec):
-            layer.allow_key_shifts(spec.head_size)
+    for layer, specs in zip(model.kv_scales, own_specs, strict=True):
+        for spec in specs:
+            if isinstance(spec, AttentionSpec):
+                layer.allow_key_shifts(spec.head_size)
     return CacheDtype(FLOAT8, "float8 (e4m3; scales: calibrated)", is_calibrated=True)

@@ -68,7 +68,7 @@ def test_experts_run_in_kernels_and_graphs(case: Case) -> None:
     with LLM(str(case.folder), settings=settings, progress=False) as llm:
         engine: Any = llm.frontend.engines[0]
         worker = engine._workers.executor._worker
-        mixture = worker._model.layers[0].mlp
+        mixture = worker._model.layers[0].parts[1]
         assert isinstance(mixture, KernelMixtureMLP)
         assert engine.report.graph_bytes != 0  # of a card that others use, too
         for length in (1, 2, 9, 17, 70, 300):

@@ -223,7 +223,7 @@ def test_nothing_is_compiled_while_serving(name: str, tmp_path: Path) -> None:
         settings = {"model__dtype": "bfloat16", "parallel__cuda_graphs": graphs}
         with running(folder, DEVICE, **settings) as llm:
             executor: Any = llm.frontend.engines[0]._workers.executor
-            mixture = executor._worker._model.layers[0].mlp
+            mixture = executor._worker._model.layers[0].parts[1]
             assert isinstance(mixture, KernelMixtureMLP)
             assert format_name(mixture.stacked.gate_up) == kernel
             for length in (1, 2, SCANNED_TOKENS, SCANNED_TOKENS + 1, 65, 300):

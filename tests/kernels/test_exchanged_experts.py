@@ -73,10 +73,10 @@ def run_rank(peers: SymmetricBuffer, folder: Path) -> list[torch.Tensor]:
             continue
         stream = ResidualStream(tokens(peers.rank, step), model.backend)
         for layer in model.layers:
-            assert isinstance(layer.mlp, ExchangedMixtureMLP)
-            layer.mlp.add_to(stream)
+            assert isinstance(layer.parts[1], ExchangedMixtureMLP)
+            layer.parts[1].add_to(stream)
         outputs.append(stream.hidden)
-    return [*outputs, *(layer.mlp.counter.tokens for layer in model.layers)]
+    return [*outputs, *(layer.parts[1].counter.tokens for layer in model.layers)]
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
@@ -96,7 +96,7 @@ def test_each_rank_gets_what_all_experts_give(
         for step in (number for number, counts in enumerate(STEPS) if counts[rank]):
             stream = ResidualStream(tokens(rank, step), model.backend)
             for layer in model.layers:
-                layer.mlp.add_to(stream)
+                layer.parts[1].add_to(stream)
             assert_close(outputs.pop(0), stream.hidden)
         own = TOP_K * sum(step[rank] for step in STEPS)
         assert (len(first), int(first.sum())) == (9, own)

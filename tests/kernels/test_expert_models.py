@@ -37,7 +37,7 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
     """With buckets, without, and for one token."""
     tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
     ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
-    mixture = ours.model.layers[0].mlp
+    mixture = ours.model.layers[0].parts[1]
     assert isinstance(mixture, KernelMixtureMLP)
     assert ours.model.supports_graphs
     for starts, lengths in (([0, 0, 0], [9, 5, 8]), ([9, 5, 8], [1, 1, 1])):
@@ -58,7 +58,7 @@ def test_every_configuration_is_launched_before_the_first_request(
 ) -> None:
     """Whatever number of tokens comes, in 16 bits."""
     tiny_model("qwen3_moe", tmp_path, **SIZES)
-    mixture = Bound(tmp_path, kernels=True).model.layers[0].mlp
+    mixture = Bound(tmp_path, kernels=True).model.layers[0].parts[1]
     launched = set()
     mixture._backend.dtype = torch.float16
     monkeypatch.setattr(
@@ -107,9 +107,9 @@ def test_ranks_with_whole_experts(
         Bound(tmp_path, kernels=True, group=group, expert_parallel=group.size > 1)
         for group in (ParallelGroup.single(), *(Rank(rank, 2) for rank in range(2)))
     )
-    stacks = [rank.model.layers[0].mlp.stacked for rank in ranks]
+    stacks = [rank.model.layers[0].parts[1].stacked for rank in ranks]
     assert [len(stack.gate_up) for stack in stacks] == sizes
-    of_all = whole.model.layers[0].mlp.stacked
+    of_all = whole.model.layers[0].parts[1].stacked
     assert torch.equal(torch.cat([stack.gate_up for stack in stacks]), of_all.gate_up)
     assert torch.equal(torch.cat([stack.down for stack in stacks]), of_all.down)
     for tokens in (1, 7, 24):
@@ -137,7 +137,7 @@ def test_ranks_with_copies_of_experts(family: str, tmp_path: Path) -> None:
     )
     for tokens in (1, 7, 24):
         x = torch.randn(tokens, 64)
-        counters = [one.model.layers[0].mlp.counter for one in (whole, *ranks)]
+        counters = [one.model.layers[0].parts[1].counter for one in (whole, *ranks)]
         for counter in counters:
             counter.tokens.zero_()
         parts = [_mixed(one, x) for one in (whole, *ranks)]
@@ -156,12 +156,12 @@ def test_padding_is_not_counted(tmp_path: Path) -> None:
     step = bound.step([0, 0, 0], [3, 5, 1], random_ids([3, 5, 1]))
     step.inputs.groups[0].slot_mapping[5:] = -1
     bound.run(step)
-    assert int(bound.model.layers[0].mlp.counter.tokens.sum()) == 3 * 5
+    assert int(bound.model.layers[0].parts[1].counter.tokens.sum()) == 3 * 5
 
 
 def _mixed(bound: Bound, x: torch.Tensor) -> torch.Tensor:
     """Returns what the experts of the first layer add for x, without the one of all tokens."""
-    mixture = bound.model.layers[0].mlp
+    mixture = bound.model.layers[0].parts[1]
     mixture._shared = None
     stream = ResidualStream(torch.zeros_like(x), bound.backend)
     mixture._add(stream, x, mixture._route(x, buckets=len(x) > SCANNED_TOKENS))
@@ -173,7 +173,7 @@ def test_ranks_have_their_channels_of_every_expert(tmp_path: Path) -> None:
     """Of gate and up interleaved, and of the second product's inputs."""
     tiny_model("qwen3_moe", tmp_path, **SIZES)
     whole, *ranks = (
-        Bound(tmp_path, kernels=True, group=group).model.layers[0].mlp.stacked
+        Bound(tmp_path, kernels=True, group=group).model.layers[0].parts[1].stacked
         for group in (ParallelGroup.single(), ParallelGroup(0, 2), ParallelGroup(1, 2))
     )
     assert torch.equal(torch.cat([rank.gate_up for rank in ranks], 1), whole.gate_up)

@@ -41,14 +41,14 @@ FORMATS: dict[str, tuple[Format, str, bool]] = {
 
 
 def stacked_of(bound: Bound) -> StackedExperts:
-    mixture = bound.model.layers[0].mlp
+    mixture = bound.model.layers[0].parts[1]
     assert isinstance(mixture, KernelMixtureMLP)
     return mixture.stacked
 
 
 def mixed(bound: Bound, x: torch.Tensor) -> torch.Tensor:
     """Returns what the experts of the first layer add for x."""
-    mixture = bound.model.layers[0].mlp
+    mixture = bound.model.layers[0].parts[1]
     stream = ResidualStream(torch.zeros_like(x), bound.backend)
     if isinstance(mixture, KernelMixtureMLP):
         mixture._add(stream, x, mixture._route(x, buckets=len(x) > SCANNED_TOKENS))

@@ -53,7 +53,7 @@ def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None
     shutil.copytree(folder, plain)
     write_dequantized(plain, write(folder, layouts((128, 128))[layout]))
     ours, expected = Bound(folder, kernels=True), Bound(plain, kernels=False)
-    weight = ours.model.layers[0].mlp.gate_up.weight
+    weight = ours.model.layers[0].parts[1].gate_up.weight
     assert isinstance(weight, KernelScaledWeight)
     assert weight.matrix.values.dtype in (torch.float8_e4m3fn, torch.int8)
     for starts, lengths in (MANY, FEW):
@@ -67,7 +67,9 @@ def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None
         for cache, other in zip(ours.kv, expected.kv, strict=True):  # the same keys for both
             cache.copy_(other)
     one = torch.randn(1, SIZES["intermediate_size"])
-    products = [bound.model.layers[0].mlp.down.weight.multiply(one) for bound in (ours, expected)]
+    products = [
+        bound.model.layers[0].parts[1].down.weight.multiply(one) for bound in (ours, expected)
+    ]
     assert_close(*products)
 
 
@@ -118,7 +120,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     shutil.copytree(folder, plain)
     write_dequantized(plain, write(folder, layouts((128, 128))["fp8 block"]))
     ours, expected = Bound(folder, kernels=True), Bound(plain, kernels=False)
-    assert isinstance(ours.model.layers[0].attention.down.weight, KernelScaledWeight)
+    assert isinstance(ours.model.layers[0].parts[0].down.weight, KernelScaledWeight)
     for starts, lengths in (MANY, FEW):
         ids = random_ids(lengths)
         theirs = expected.run(expected.step(starts, lengths, ids))
@@ -126,7 +128,7 @@ def test_latent_attention(tmp_path: Path) -> None:
         assert (hidden - theirs).norm() < 0.1 * theirs.norm()
         ours.kv[0].copy_(expected.kv[0])
     one = torch.randn(1, SIZES["hidden_size"])
-    assert_close(*(b.model.layers[0].attention.down.weight.multiply(one) for b in (ours, expected)))
+    assert_close(*(b.model.layers[0].parts[0].down.weight.multiply(one) for b in (ours, expected)))
 
 
 @torch.inference_mode()
@@ -136,7 +138,7 @@ def test_products_are_launched_before_the_first_request(
     """For every tile that the number of rows selects."""
     write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
     bound = Bound(tmp_path, kernels=True)
-    weight = bound.model.layers[0].mlp.gate_up.weight
+    weight = bound.model.layers[0].parts[1].gate_up.weight
     assert weight.warm_up_rows() == [1, 2, 9, 17, 33, 65, 129, 257, 1024]
     rows: list[int] = []
     multiply = KernelScaledWeight.add_product

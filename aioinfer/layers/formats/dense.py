@@ -85,7 +85,10 @@ class DenseWeight:
             part = self.weight[first : first + source.rows.size]
             first += source.rows.size
             dim, shard = sharded_part(source.rows, self._columns)
-            if source.stack is None:
+            if source.is_transposed:
+                transposed = WeightShard(part.t(), 1 - dim, shard.start, shard.total)
+                yield f"{source.name}.weight", transposed
+            elif source.stack is None:
                 yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
             else:
                 yield (

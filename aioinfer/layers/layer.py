@@ -1,0 +1,151 @@
+"""A layer of a model: a list of parts, one after the other or side by side, each of which adds to
+the residual stream.
+
+A part is attention, an MLP, or a mixture of experts. Parts that mix the tokens of a sequence
+(`Mixer`) state what they keep of a sequence in the KV cache, as none, one or several `KVSpec`.
+Side by side (`parallel`), all parts read the stream as it was before the layer, as in GPT-J (Wang
+and Komatsuzaki 2021), Falcon and Cohere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from aioinfer.ipc.kv_spec import KVSpec
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.kv_cache import KVScales
+    from aioinfer.layers.placed_experts import ExpertCounter
+
+
+class LayerCache(NamedTuple):
+    """What one layer keeps in a KV group.
+
+    Attributes:
+        spec: of the group.
+        tensor: [parts, num_blocks, block_size, heads, channels], the layer's part of the group's
+            memory.
+        group: the number of the group in `StepInputs.groups`.
+    """
+
+    spec: KVSpec
+    tensor: torch.Tensor
+    group: int
+
+
+class Part(ABC):
+    """A part of a layer on one rank.
+
+    Attributes:
+        supports_graphs: whether a CUDA graph can hold it in a step of decodes.
+        supports_prefill_graphs: whether one can hold it in a step with prompts.
+        needs_all_ranks: whether other engines' ranks wait for this one, even if it has no tokens.
+        counter: of the tokens of its experts, if it has experts.
+    """
+
+    supports_graphs = True
+    supports_prefill_graphs = True
+    needs_all_ranks = False
+    counter: ExpertCounter | None = None
+
+    @property
+    @abstractmethod
+    def kinds(self) -> tuple[Hashable, ...]:
+        """The kinds of its weights: parts with equal kinds launch the same kernels."""
+
+    @abstractmethod
+    def warm_up(self, hidden_size: int) -> None:
+        """Launches the products in every configuration that the number of rows selects."""
+
+    @abstractmethod
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """Adds the part's results for the stream's tokens to the stream."""
+
+
+class Mixer(Part):
+    """A part that mixes the tokens of a sequence: attention, or a recurrent state.
+
+    Attributes:
+        scales: of what it keeps, where that can be in float8.
+    """
+
+    scales: KVScales | None
+
+    @property
+    @abstractmethod
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What it keeps of a sequence in the KV cache."""
+
+    @abstractmethod
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """Gives the part its KV caches, one for each of `kv_specs`; with plans, for the kernels."""
+
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """Returns the head size if the kernels lack it with blocks of `block_size` tokens, else
+        None."""
+        return None
+
+    @abstractmethod
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """Adds the part's results for a step's tokens to the stream.
+
+        Args:
+            is_last: no later part mixes tokens: of a step with sampled rows, only the hidden states
+                of these rows are kept in the stream. Of the other tokens only what the KV cache
+                keeps will ever be read.
+        """
+
+
+class Layer:
+    """One layer.
+
+    Args:
+        parts: in the order in which they are computed.
+        parallel: whether all of them read the stream as it was before the layer.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, parallel: bool = False):
+        self.parts = tuple(parts)
+        self.mixers = tuple(part for part in parts if isinstance(part, Mixer))
+        self._parallel = parallel
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """What the layer keeps of a sequence in the KV cache."""
+        return tuple(spec for mixer in self.mixers for spec in mixer.kv_specs)
+
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """Gives each part the caches of its specifications."""
+        left = list(caches)
+        for mixer in self.mixers:
+            own = []
+            for spec in mixer.kv_specs:
+                own.append(next(cache for cache in left if cache.spec == spec))
+                left.remove(own[-1])
+            mixer.bind(own, plans)
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """Adds the layer's results for a step's tokens to the stream.
+
+        Args:
+            is_last: no later layer reads the stream; see `Mixer`.
+        """
+        if self._parallel:
+            with stream.parallel():
+                self._add(stream, step, is_last=is_last)
+        else:
+            self._add(stream, step, is_last=is_last)
+
+    def _add(self, stream: ResidualStream, step: Step, *, is_last: bool) -> None:
+        for part in self.parts:
+            if is_last and part is self.mixers[-1]:
+                self.mixers[-1](stream, step, is_last=True)
+            elif len(stream) or part.needs_all_ranks:
+                part(stream, step)
