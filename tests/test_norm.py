@@ -1,4 +1,4 @@
-"""RMSNorm against transformers', bit for bit where the arithmetic allows."""
+"""Norms against transformers' and torch's, bit for bit where the arithmetic allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.norm import RMSNorm, SplitRMSNorm, norm_in_place
+from aioinfer.layers.norm import (
+    HeadLayerNorms,
+    LayerNorm,
+    RMSNorm,
+    SplitRMSNorm,
+    norm_in_place,
+)
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
@@ -115,3 +121,35 @@ def test_norm_in_place_of_a_rank_alone(dtype: torch.dtype):
     expected = theirs(x[:, 50:146]).detach()
     norm_in_place([x[:, 50:146]], [split], backend(dtype))
     assert torch.equal(x[:, 50:146], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norms_equal_torchs(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    ours = LayerNorm("n", 96, 1e-5, backend(dtype), bias=bias)
+    theirs = torch.nn.LayerNorm(96, 1e-5, bias=bias, dtype=dtype)
+    for (name, shard), parameter in zip(ours.weight_shards(), theirs.parameters(), strict=True):
+        assert name in ("n.weight", "n.bias")
+        parameter.data.uniform_(0.5, 1.5)
+        shard.destination.copy_(parameter)
+    ours.finalize()
+    x = torch.randn(7, 3, 96).to(dtype)
+    torch.testing.assert_close(ours(x), theirs(x).detach(), rtol=0, atol=0)
+    out = torch.empty_like(x)
+    assert ours(x, out=out) is out
+    assert torch.equal(out, ours(x))
+
+
+def test_norms_by_head_have_the_weights_of_this_ranks_heads() -> None:
+    norm = HeadLayerNorms("n", Shard(2, 3, 6), 16, 1e-5, backend(torch.float32))
+    shards = dict(norm.weight_shards())
+    assert list(shards) == [f"n.norms.{head}.weight" for head in (2, 3, 4)]
+    for shard in shards.values():
+        shard.destination.uniform_(0.5, 1.5)
+    x = torch.randn(5, 3, 16)
+    expected = [
+        torch.nn.functional.layer_norm(x[:, head], (16,), shard.destination, None, 1e-5)
+        for head, shard in enumerate(shards.values())
+    ]
+    torch.testing.assert_close(norm(x), torch.stack(expected, 1))
