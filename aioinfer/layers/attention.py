@@ -25,6 +25,7 @@ from aioinfer.layers.norm import (
     SplitRMSNorm,
     norm_in_place,
 )
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, merged_sources
@@ -63,15 +64,14 @@ class QKNorms:
         return self.kind == "rms" and not self.over_heads
 
     def make(
-        self, make: PartMaker, name: str, heads: Sequence[Shard], head_size: int, copies: int
+        self, make: PartMaker, name: str, heads: Shard, kv_heads: Shard, head_size: int
     ) -> tuple[Norm, Norm]:
         """Returns the norms of queries and keys.
 
         Args:
             name: of the attention's checkpoint module.
-            heads: of queries and of keys, which heads this rank has.
+            heads, kv_heads: of this rank.
             head_size: channels of a head.
-            copies: how many ranks have the same keys.
         """
         backend, eps = make.backend, make.norm_eps
 
@@ -86,7 +86,9 @@ class QKNorms:
             return make.keep(HeadLayerNorms(full, shard, head_size, eps, backend))
 
         queries, keys = self.names
-        return norm(queries, heads[0], 1), norm(keys, heads[1], copies)
+        # ranks beyond the KV heads share them
+        copies = max(1, backend.group.size // kv_heads.total)
+        return norm(queries, heads, 1), norm(keys, kv_heads, copies)
 
 
 class AttentionSinks:
@@ -315,16 +317,26 @@ def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tu
     return queries, range(queries.start // group, (queries.stop - 1) // group + 1)
 
 
-def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Returns ALiBi's slope of each query head (Press et al. 2022): float32 [num_heads].
+def head_shards(num_heads: int, num_kv_heads: int, group: ParallelGroup) -> tuple[Shard, Shard]:
+    """Returns the query heads and the KV heads of a rank; see `heads_of_rank`."""
+    queries, keys = heads_of_rank(num_heads, num_kv_heads, group.rank, group.size)
+    return (
+        Shard(queries.start, len(queries), num_heads),
+        Shard(keys.start, len(keys), num_kv_heads),
+    )
 
-    Of a power of two of heads they are a geometric sequence from 2 ** (-8 / num_heads) on; of other
-    numbers those of the next smaller power, then every other one of the next larger.
+
+def alibi_slopes(heads: Shard) -> torch.Tensor:
+    """Returns ALiBi's slopes of a rank's query heads (Press et al. 2022): float32 [heads].
+
+    Of a power of two of heads the slopes are a geometric sequence from 2 ** (-8 / heads) on. Of
+    another number they are the slopes of the next smaller power, then every other one of the next
+    larger.
     """
-    power = 1 << (num_heads.bit_length() - 1)
+    power = 1 << (heads.total.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
-    return torch.tensor(slopes)
+    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (heads.total - power), 2)]
+    return torch.tensor(slopes[heads.start : heads.start + heads.size])
 
 
 def _qkv_sources(
@@ -333,7 +345,6 @@ def _qkv_sources(
     shards: Sequence[Shard],
     head_size: int,
     merged: str | None,
-    *,
     by_group: bool,
 ) -> list[Source]:
     """Returns which rows of the checkpoint are this rank's queries, keys and values.
@@ -367,28 +378,14 @@ def _qkv_sources(
 
 
 def make_attention(
-    make: PartMaker,
-    name: str,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    rope: RopeConfig | None,
-    norm: Norm | None,
-    post_norm: Norm | None = None,
-    residual_scale: float = 1.0,
-    bias: bool = False,
-    output_bias: bool = False,
-    qk_norms: QKNorms | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float = 0.0,
-    sinks: bool = False,
-    alibi: float = 0.0,
+    make: PartMaker, name: str, *, num_heads: int, num_kv_heads: int, head_size: int,
+    rope: RopeConfig | None, norm: Norm | None, post_norm: Norm | None = None,
+    residual_scale: float = 1.0, bias: bool = False, output_bias: bool = False,
+    qk_norms: QKNorms | None = None, window: int | None = None, scale: float | None = None,
+    soft_cap: float = 0.0, sinks: bool = False, alibi: float = 0.0,
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
-    merged: str | None = None,
-    merged_by_group: bool = False,
-) -> Attention:
+    merged: str | None = None, merged_by_group: bool = False,
+) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
     Args:
@@ -408,41 +405,27 @@ def make_attention(
             does, all of a kind one after the other; `merged_by_group`: for each KV head its
             queries, key and value.
     """
-    group, device = make.backend.group, make.backend.device
-    queries, keys = heads_of_rank(num_heads, num_kv_heads, group.rank, group.size)
-    heads = Shard(queries.start, len(queries), num_heads)
-    kv_heads = Shard(keys.start, len(keys), num_kv_heads)
+    heads, kv_heads = head_shards(num_heads, num_kv_heads, make.backend.group)
+    device, scale = make.backend.device, head_size**-0.5 if scale is None else scale
+    shape = AttentionShape(heads.size, kv_heads.size, head_size, scale, window, soft_cap)
     sources = _qkv_sources(
-        name, projections[:3], (heads, kv_heads, kv_heads), head_size, merged,
-        by_group=merged_by_group,
-    )  # fmt: skip
-    shape = AttentionShape(
-        heads.size, kv_heads.size, head_size,
-        head_size**-0.5 if scale is None else scale, window, soft_cap,
-    )  # fmt: skip
+        name, projections[:3], (heads, kv_heads, kv_heads), head_size, merged, merged_by_group
+    )
     rotary = None if rope is None else make.rotary(rope, head_size)
-    norms, copies = None, max(1, group.size // num_kv_heads)
+    norms = None
     if qk_norms is not None:
-        norms = qk_norms.make(make, name, (heads, kv_heads), head_size, copies)
-    slopes = None
-    if alibi:
-        slopes = (alibi_slopes(num_heads)[queries.start : queries.stop] * alibi).to(device)
+        norms = qk_norms.make(make, name, heads, kv_heads, head_size)
     # a sink's score is not shifted with the others, and a norm after RoPE hides the rotation
     is_shiftable = shape.is_shift_invariant and not sinks and not (qk_norms or QKNorms()).after_rope
     attention = Attention(
-        shape,
-        make.column(sources, bias=bias),
-        make.row(f"{name}.{projections[3]}", heads.times(head_size), bias=output_bias),
-        rotary,
+        shape, make.column(sources, bias=bias),
+        make.row(f"{name}.{projections[3]}", heads.times(head_size), bias=output_bias), rotary,
         KVScales(name, kv_heads, device, rotary if is_shiftable else None),
         qk_norms=norms,
         qk_norm_rule=qk_norms,
         sinks=make.keep(AttentionSinks(name, heads, device)) if sinks else None,
-        slopes=slopes,
-        norm=norm,
-        post_norm=post_norm,
-        residual_scale=residual_scale,
-        compiled=make.has_compiled_weights,
-        backend=make.backend,
-    )
+        slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None,
+        norm=norm, post_norm=post_norm, residual_scale=residual_scale,
+        compiled=make.has_compiled_weights, backend=make.backend,
+    )  # fmt: skip
     return make.prepare(attention)
