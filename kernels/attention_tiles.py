@@ -1,5 +1,5 @@
-"""Device functions of the attention kernels: loading heads, norm and RoPE of a head, loading a tile
-of the paged cache, a step of the online softmax, sinks.
+"""What attention kernels share: their arguments, in groups, and device functions: norm and RoPE of
+a head, loading a tile of the paged cache, a step of the online softmax, sinks.
 
 Used inside `decode_attention`, `prefill_attention` and `qk_norm_rope_cache`. Scores are in base 2
 throughout: they are scaled by log2(e).
@@ -8,11 +8,113 @@ throughout: they are scaled by log2(e).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FLOAT8_MAX = tl.constexpr(448.0)
+
+
+class CacheArguments(NamedTuple):
+    """The KV cache of a layer: see `qk_norm_rope_cache`. (Triton's tuples have `values` already.)
+
+    Attributes:
+        k, v: [num_blocks, block_size, Hkv, D], keys and values.
+        k_strides, v_strides: of blocks, tokens and heads.
+        scales: float32 [4, Hkv], or None.
+        key_shifts: float32 [Hkv, D], or None.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    scales: torch.Tensor | None
+    key_shifts: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        key_shifts: torch.Tensor | None = None,
+    ) -> CacheArguments:
+        """Returns the arguments of a cache."""
+        return cls(k, v, k.stride()[:3], v.stride()[:3], scales, key_shifts)
+
+
+class ScoreArguments(NamedTuple):
+    """What becomes of scores: see `paged_attention`.
+
+    Attributes:
+        scale: includes log2(e).
+        soft_cap: or None.
+        sinks, slopes: float32 [Hq], or None.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+class RotationArguments(NamedTuple):
+    """Norm and RoPE of queries and keys: see `Projection`.
+
+    Attributes:
+        cos_sin, stride: the table and the stride of its positions; None: no rotation.
+        q_weight, k_weight, eps: of the norms; weights may be None.
+    """
+
+    cos_sin: torch.Tensor | None
+    stride: int
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+
+
+class RotationConfig(NamedTuple):
+    """The compile-time part of `RotationArguments`.
+
+    Attributes:
+        size: the rotated channels of a head; 0 for none.
+        sections: see `rotary.Sections`, or None.
+        norm_last: whether the norms follow the rotation.
+    """
+
+    size: int
+    sections: tuple[int, int, int, bool] | None
+    norm_last: bool
+
+
+class HeadShape(NamedTuple):
+    """The compile-time shape of heads and of their cache.
+
+    Attributes:
+        kv_heads, group: KV heads, and query heads of each.
+        size: channels of a head.
+        group_pad, pad: powers of two that hold the group, and the channels.
+        block_size: tokens a KV block.
+    """
+
+    kv_heads: int
+    group: int
+    size: int
+    group_pad: int
+    pad: int
+    block_size: int
+
+    @classmethod
+    def of(cls, num_q_heads: int, cache: torch.Tensor) -> HeadShape:
+        """Returns the shape for a cache of keys [num_blocks, block_size, Hkv, D]."""
+        _, block_size, kv_heads, size = cache.shape
+        group = num_q_heads // kv_heads
+        pads = triton.next_power_of_2(group), triton.next_power_of_2(size)
+        return cls(kv_heads, group, size, *pads, block_size)
 
 
 @triton.jit
@@ -25,13 +127,34 @@ def pairs(d, ROTARY: tl.constexpr):
 
 @triton.jit
 def load_angles(angles, d, ROTARY: tl.constexpr):
-    """Returns the factors of each channel and of its pair; `angles` is one position's row of
-    cos_sin: ROTARY / 2 cosines, then as many sines."""
+    """Returns the factors of each channel and of its pair; `angles` is a position's row of cos_sin
+    for each channel: ROTARY / 2 cosines, then as many sines."""
     half: tl.constexpr = ROTARY // 2
     angle = tl.where(d < half, d, d - half)
     cos = tl.load(angles + angle, d < ROTARY, 1.0)
     sin = tl.load(angles + half + angle, d < ROTARY, 0.0)
     return cos, tl.where(d < half, -sin, sin)
+
+
+@triton.jit
+def rotary_angles(rotation, positions, axis_stride, token, place, d, ROTATION: tl.constexpr):
+    """Returns the factors of each channel `d` and of its pair. Without `positions` RoPE's position
+    is the token's `place` in its sequence; with sections a token has three, `axis_stride` apart."""
+    position = place
+    if positions is not None:
+        if ROTATION.sections is not None:
+            pair = d % (ROTATION.size // 2)
+            height: tl.constexpr = ROTATION.sections[1]
+            width: tl.constexpr = ROTATION.sections[2]
+            if ROTATION.sections[3]:
+                axis = tl.where(pair < 3 * tl.where(pair % 3 == 1, height, width), pair % 3, 0)
+            else:
+                first: tl.constexpr = ROTATION.sections[0]
+                axis = (pair >= first).to(tl.int32) + (pair >= first + height).to(tl.int32)
+            token = token + axis * axis_stride
+        position = tl.load(positions + token)
+    angles = rotation.cos_sin + position.to(tl.int64) * rotation.stride
+    return load_angles(angles, d, ROTATION.size)
 
 
 @triton.jit
@@ -43,16 +166,22 @@ def load_with_pairs(rows, d, pair, mask):
 
 
 @triton.jit
-def rotated_heads(
-    x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr
-):
-    """Returns heads of one token, float32 [N, HEAD_PAD], after their RMSNorm (with HAS_NORM) and
-    RoPE. `other` are the heads with each channel replaced by its pair."""
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_SIZE + eps)[:, None]
-        x = x * scale * weight
-        other = other * scale * other_weight
-    return x * cos + other * sin
+def rotated_heads(x, other, norm, angles, eps, SHAPE: tl.constexpr, ROTATION: tl.constexpr):
+    """Returns heads of one token, float32 [N, pad], after their RMSNorm and RoPE.
+
+    Args:
+        x, other: the heads, and the heads with each channel replaced by its pair.
+        norm: the weights of both, or None. eps: of the norm.
+        angles: the factors of both, of `rotary_angles`; not read without rotation.
+    """
+    if norm is not None and not ROTATION.norm_last:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / SHAPE.size + eps)[:, None]
+        x, other = x * scale * norm[0], other * scale * norm[1]
+    if ROTATION.size > 0:
+        x = x * angles[0] + other * angles[1]
+    if norm is not None and ROTATION.norm_last:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / SHAPE.size + eps)[:, None] * norm[0]
+    return x
 
 
 @triton.jit
@@ -108,27 +237,43 @@ def capped_scores(s, soft_cap):
 
 
 @triton.jit
-def softmax_step(query, key, value, visible, m, l, acc, scale, soft_cap, SOFT_CAP: tl.constexpr):
-    """One step of the online softmax (Milakov and Gimelshein, 2018): returns the new maxima, sums
-    and outputs.
+def softmax_weights(s, visible, distance, m, soft_cap, slopes):
+    """Returns of the online softmax (Milakov and Gimelshein, 2018) the weights of scores, the new
+    maxima, and the factor of the sums and outputs before.
+
+    Args:
+        s: [rows, TILE], scaled. visible: which of them count.
+        distance: [rows or 1, TILE], of keys from their queries; read with `slopes` only.
+        m: [rows], the maxima before.
+        soft_cap: or None.
+        slopes: [rows], what a score loses with a token's distance (ALiBi), or None.
+    """
+    if soft_cap is not None:
+        s = capped_scores(s, soft_cap)
+    if slopes is not None:
+        s -= slopes[:, None] * distance
+    s = tl.where(visible, s, float("-inf"))
+    new_m = tl.maximum(m, tl.max(s, axis=1))
+    # a window may hide a whole tile from a row
+    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
+    return tl.exp2(s - safe_m[:, None]), new_m, tl.exp2(m - safe_m)
+
+
+@triton.jit
+def softmax_step(query, key, value, visible, distance, m, l, acc, scale, soft_cap, slopes):
+    """One step of the online softmax: returns the new maxima, sums and outputs; arguments as in
+    `softmax_weights`.
 
     The sums `l` are [rows], or [rows, TILE] and summed by the caller after the last step: where
     several warps work on one row, that saves a reduction through shared memory in each step.
     """
     s = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
-    if SOFT_CAP:
-        s = capped_scores(s, soft_cap)
-    s = tl.where(visible, s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, axis=1))
-    # a window may hide a whole tile from a row
-    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(s - safe_m[:, None])
-    old = tl.exp2(m - safe_m)
+    p, m, old = softmax_weights(s, visible, distance, m, soft_cap, slopes)
     acc = tl.dot(
         p.to(query.dtype), value.to(query.dtype), acc * old[:, None], input_precision="ieee"
     )
     l = l * old[:, None] + p if len(l.shape) == 2 else l * old + tl.sum(p, axis=1)
-    return new_m, l, acc
+    return m, l, acc
 
 
 @triton.jit
@@ -175,7 +320,7 @@ def joined_channels(even, odd):
 
 @triton.jit
 def paired_softmax_step(
-    q_even, q_odd, key, value, visible, m, l, even, odd, scale, soft_cap, SOFT_CAP: tl.constexpr,
+    q_even, q_odd, key, value, visible, distance, m, l, even, odd, scale, soft_cap, slopes,
     BY_ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """`softmax_step` over keys [D / 2, TILE] and values [TILE, D / 2], words of `paired_channels`,
@@ -183,17 +328,17 @@ def paired_softmax_step(
     TILE]."""
     k_even, k_odd = paired_channels(key, BY_ASSEMBLY)
     s = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale
-    if SOFT_CAP:
-        s = capped_scores(s, soft_cap)
-    s = tl.where(visible, s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, axis=1))
-    safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(s - safe_m[:, None])
-    old = tl.exp2(m - safe_m)[:, None]
+    p, m, old = softmax_weights(s, visible, distance, m, soft_cap, slopes)
     v_even, v_odd = paired_channels(value, BY_ASSEMBLY)
-    even = tl.dot(p.to(tl.float16), v_even, even * old)
-    odd = tl.dot(p.to(tl.float16), v_odd, odd * old)
-    return new_m, l * old + p, even, odd
+    even = tl.dot(p.to(tl.float16), v_even, even * old[:, None])
+    odd = tl.dot(p.to(tl.float16), v_odd, odd * old[:, None])
+    return m, l * old[:, None] + p, even, odd
+
+
+@triton.jit
+def load_slopes(slopes, heads, mask):
+    """Returns the slopes of query heads [rows] in base 2, like the scores."""
+    return tl.load(slopes + heads, mask, 0.0) * LOG2_E
 
 
 @triton.jit

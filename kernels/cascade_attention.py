@@ -12,20 +12,25 @@ that the parts give (`add_prefix`): no kernel more to merge them.
 Where too few rows share too little, the prefix has length 0, and nothing is done. (The scheme is
 that of Hydragen, Juravsky et al. 2024, and of FlashInfer's cascade inference, Ye et al. 2024.)
 """
-# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import (
-    load_angles,
+    CacheArguments,
+    HeadShape,
+    RotationArguments,
+    ScoreArguments,
     load_tile,
     load_with_pairs,
     pairs,
+    rotary_angles,
     rotated_heads,
     softmax_step,
 )
@@ -70,6 +75,24 @@ def cascade_config(head_size: int, group: int, element_size: int) -> CascadeConf
     rows = max(64, triton.next_power_of_2(group))
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     return CascadeConfig(rows=rows, tile=max(16, min(64, 16384 // bytes_a_token)))
+
+
+class PrefixArguments(NamedTuple):
+    """The attributes of `CascadeWorkspace` of the same names."""
+
+    rows: torch.Tensor
+    states: torch.Tensor
+
+
+class PrefixShape(NamedTuple):
+    """The compile-time part of `CascadeWorkspace`: rows and keys of a product, and attributes of
+    the same names."""
+
+    rows: int
+    tile: int
+    max_rows: int
+    lines: int
+    programs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +160,17 @@ class CascadeWorkspace:
             torch.zeros(_FIELDS + 3 * max_rows, dtype=torch.int32, device=device),
             torch.empty(lines * width, dtype=torch.float32, device=device),
         )  # fmt: skip
+
+    @property
+    def arguments(self) -> PrefixArguments:
+        """The buffers, as kernels take them."""
+        return PrefixArguments(self.rows, self.states)
+
+    @property
+    def shape(self) -> PrefixShape:
+        """The constants of the kernels."""
+        rows, tile = self.config.rows, self.config.tile
+        return PrefixShape(rows, tile, self.max_rows, self.lines, self.programs)
 
     @property
     def shared_len(self) -> int:
@@ -256,111 +290,111 @@ def find_shared_prefix(
 
 @triton.jit
 def _prefix_queries(
-    q, q_row, head_of, valid, position, cos_sin, cos_sin_stride, q_weight, eps,
-    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, PROJECTED: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
+    q, q_row, row, place, head_of, valid, positions, axis_stride, rotation,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
-    """Returns queries [N, HEAD_PAD] of heads `head_of` of the lines at `q_row` elements, normed and
-    rotated with PROJECTED."""
-    d = tl.arange(0, HEAD_PAD)[None, :] + head_of[:, None] * 0
-    lines = q + q_row[:, None] + head_of[:, None] * HEAD_SIZE
-    mask = valid[:, None] & (d < HEAD_SIZE)
-    if PROJECTED:
-        pair = pairs(d, ROTARY)
+    """Returns queries [N, pad] of heads `head_of` of the lines at `q_row` elements, normed and
+    rotated with a rotation."""
+    d = tl.arange(0, SHAPE.pad)[None, :] + head_of[:, None] * 0
+    lines = q + q_row[:, None] + head_of[:, None] * SHAPE.size
+    mask = valid[:, None] & (d < SHAPE.size)
+    if rotation is not None:
+        pair = pairs(d, ROTATION.size)
         x, other = load_with_pairs(lines, d, pair, mask)
-        weight, other_weight = load_with_pairs(q_weight, d, pair, d < HEAD_SIZE)
-        angles = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride
-        cos, sin = load_angles(angles, d, ROTARY)
-        rotated = rotated_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
+        norm = (
+            None
+            if rotation.q_weight is None
+            else load_with_pairs(rotation.q_weight, d, pair, d < SHAPE.size)
+        )
+        angles = (
+            None
+            if rotation.cos_sin is None
+            else rotary_angles(
+                rotation, positions, axis_stride, row[:, None], place[:, None], d, ROTATION
+            )
+        )
+        rotated = rotated_heads(x, other, norm, angles, rotation.eps, SHAPE, ROTATION)
         query = rotated.to(q.dtype.element_ty)
     else:
         query = tl.load(lines + d, mask, 0.0)
     return query
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "block_tables", "seq_lens"])
 def _prefix_kernel(
-    q, k_cache, v_cache, block_tables, seq_lens, shared_rows, states, scale, soft_cap, scales,
-    cos_sin, q_weight, eps, cos_sin_stride, q_stride, table_stride,
-    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    MAX_ROWS: tl.constexpr, LINES: tl.constexpr, PROGRAMS: tl.constexpr, SOFT_CAP: tl.constexpr,
-    PDL: tl.constexpr, PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, FP16_OPERANDS: tl.constexpr,
+    q, q_stride, positions, axis_stride, block_tables, table_stride, seq_lens, prefix, cache,
+    scores, rotation,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, PREFIX: tl.constexpr,
+    FP16_OPERANDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    shared, count = tl.load(shared_rows), tl.load(shared_rows + 1)
-    row_tiles, splits = tl.load(shared_rows + 2), tl.load(shared_rows + 3)
-    split_tiles, model = tl.load(shared_rows + 4), tl.load(shared_rows + 5)
-    members = shared_rows + 8 + 2 * MAX_ROWS
+    shared, count = tl.load(prefix.rows), tl.load(prefix.rows + 1)
+    row_tiles, splits = tl.load(prefix.rows + 2), tl.load(prefix.rows + 3)
+    split_tiles, model = tl.load(prefix.rows + 4), tl.load(prefix.rows + 5)
+    members = prefix.rows + 8 + 2 * PREFIX.max_rows
+    ROWS: tl.constexpr = PREFIX.rows
+    PAD: tl.constexpr = SHAPE.pad
     line = tl.arange(0, ROWS)
-    d = tl.arange(0, HEAD_PAD)
-    k_strides, v_strides = (
-        (k_block_stride, k_token_stride, k_head_stride),
-        (v_block_stride, v_token_stride, v_head_stride),
-    )
+    d = tl.arange(0, PAD)
     table = block_tables + model.to(tl.int64) * table_stride
     # also where no prefix is shared: a kernel that depends on this one depends on all before it
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for item in range(tl.program_id(0), row_tiles * splits * KV_HEADS, PROGRAMS):
+    items = row_tiles * splits * SHAPE.kv_heads
+    for item in range(tl.program_id(0), items, PREFIX.programs):
         row_tile, rest = item % row_tiles, item // row_tiles
         split, head = rest % splits, rest // splits
-        place = row_tile * (ROWS // GROUP_PAD) + line // GROUP_PAD
-        member = line % GROUP_PAD
-        valid = (place < count) & (member < GROUP)
+        place = row_tile * (ROWS // SHAPE.group_pad) + line // SHAPE.group_pad
+        member = line % SHAPE.group_pad
+        valid = (place < count) & (member < SHAPE.group)
         row = tl.load(members + place, place < count, 0)
-        position = tl.maximum(tl.load(seq_lens + row, place < count, 1) - 1, 0)
+        newest = tl.maximum(tl.load(seq_lens + row, place < count, 1) - 1, 0)
         query = _prefix_queries(
-            q, row.to(tl.int64) * q_stride, head * GROUP + member, valid, position, cos_sin,
-            cos_sin_stride, q_weight, eps, HEAD_SIZE, HEAD_PAD, PROJECTED, ROTARY, HAS_NORM,
+            q, row.to(tl.int64) * q_stride, row, newest, head * SHAPE.group + member, valid,
+            positions, axis_stride, rotation, SHAPE, ROTATION,
         )  # fmt: skip
         if FP16_OPERANDS:
             query = query.to(tl.float16)
-        score_scale = scale
-        if HAS_SCALES:
-            score_scale = scale * tl.load(scales + head)
+        score_scale = scores.scale
+        if cache.scales is not None:
+            score_scale = scores.scale * tl.load(cache.scales + head)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        acc = tl.zeros([ROWS, PAD], tl.float32)
         first = split * split_tiles
-        for index in range(first, tl.minimum(first + split_tiles, shared // TILE)):
+        for index in range(first, tl.minimum(first + split_tiles, shared // PREFIX.tile)):
             key, value, at = load_tile(
-                k_cache, v_cache, table, index, shared, head, k_strides, v_strides,
-                HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+                cache.k, cache.v, table, index, shared, head, cache.k_strides,
+                cache.v_strides, SHAPE.size, SHAPE.pad, SHAPE.block_size, PREFIX.tile,
             )  # fmt: skip
             m, l, acc = softmax_step(
-                query, key, value, (at < shared)[None, :], m, l, acc, score_scale, soft_cap,
-                SOFT_CAP,
+                query, key, value, (at < shared)[None, :], None, m, l, acc, score_scale,
+                scores.soft_cap, None,
             )  # fmt: skip
         entry = item * ROWS + line
-        tl.store(states + entry, m)
-        tl.store(states + LINES + entry, l)
-        outputs = states + 2 * LINES + entry.to(tl.int64)[:, None] * HEAD_PAD
+        tl.store(prefix.states + entry, m)
+        tl.store(prefix.states + PREFIX.lines + entry, l)
+        outputs = prefix.states + 2 * PREFIX.lines + entry.to(tl.int64)[:, None] * PAD
         tl.store(outputs + d[None, :], acc)
 
 
 @triton.jit
-def add_prefix(
-    m, l, acc, shared_rows, states, row, head, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr, ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
+def add_prefix(m, l, acc, prefix, row, head, SHAPE: tl.constexpr, PREFIX: tl.constexpr):
     """Returns the softmax's state of a sharing row's query heads of one KV head, m [N], l [N, TILE]
-    and acc [N, HEAD_PAD], with the shared prefix's state added."""
+    and acc [N, pad], with the shared prefix's state added."""
     g = tl.arange(0, m.shape[0])
-    d = tl.arange(0, HEAD_PAD)
-    row_tiles, splits = tl.load(shared_rows + 2), tl.load(shared_rows + 3)
-    place = tl.load(shared_rows + 8 + MAX_ROWS + row)
-    row_tile = place // (ROWS // GROUP_PAD)
-    line = place % (ROWS // GROUP_PAD) * GROUP_PAD + g
+    d = tl.arange(0, SHAPE.pad)
+    row_tiles, splits = tl.load(prefix.rows + 2), tl.load(prefix.rows + 3)
+    place = tl.load(prefix.rows + 8 + PREFIX.max_rows + row)
+    row_tile = place // (PREFIX.rows // SHAPE.group_pad)
+    line = place % (PREFIX.rows // SHAPE.group_pad) * SHAPE.group_pad + g
     first = (tl.arange(0, l.shape[1]) == 0).to(tl.float32)[None, :]
     for split in range(splits):
-        entry = ((head * splits + split) * row_tiles + row_tile) * ROWS + line
-        part_m = tl.load(states + entry, g < GROUP, float("-inf"))
-        part_l = tl.load(states + LINES + entry, g < GROUP, 0.0)
-        outputs = states + 2 * LINES + entry.to(tl.int64)[:, None] * HEAD_PAD
-        part = tl.load(outputs + d[None, :], (g < GROUP)[:, None], 0.0)
+        entry = ((head * splits + split) * row_tiles + row_tile) * PREFIX.rows + line
+        part_m = tl.load(prefix.states + entry, g < SHAPE.group, float("-inf"))
+        part_l = tl.load(prefix.states + PREFIX.lines + entry, g < SHAPE.group, 0.0)
+        outputs = prefix.states + 2 * PREFIX.lines + entry.to(tl.int64)[:, None] * SHAPE.pad
+        part = tl.load(outputs + d[None, :], (g < SHAPE.group)[:, None], 0.0)
         new_m = tl.maximum(m, part_m)
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
         old, weight = tl.exp2(m - safe_m), tl.exp2(part_m - safe_m)
@@ -372,38 +406,27 @@ def add_prefix(
 
 def launch_prefix(
     source: Projection,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     workspace: CascadeWorkspace,
+    cache: CacheArguments,
+    scores: ScoreArguments,
+    rotation: RotationArguments | None,
+    shape: HeadShape,
     *,
-    scale: float,
-    soft_cap: float,
-    scales: torch.Tensor | None,
-    is_projected: bool,
     fp16_operands: bool,
     pdl: bool,
 ) -> None:
     """Launches the prefix kernel, whose results the decode kernel behind it takes up, unless there
     are too few rows for a prefix; arguments as in `launch_decode`. `source.qkv` are the queries
-    themselves unless `is_projected`."""
-    if seq_lens.shape[0] < workspace.config.min_rows:
+    themselves without a rotation. There are no slopes."""
+    config = workspace.config
+    if seq_lens.shape[0] < config.min_rows:
         return
-    _, block_size, kv_heads, head_size = k_cache.shape
-    config, group = workspace.config, workspace.group
     _prefix_kernel[(workspace.programs,)](
-        source.qkv, k_cache, v_cache, block_tables, seq_lens, workspace.rows, workspace.states,
-        scale, soft_cap, workspace.states if scales is None else scales, source.cos_sin,
-        source.qkv if source.q_weight is None else source.q_weight, source.eps,
-        source.cos_sin.stride(0), source.qkv.stride(0), block_tables.stride(0),
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
-        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
-        TILE=config.tile, ROWS=config.rows, MAX_ROWS=workspace.max_rows, LINES=workspace.lines,
-        PROGRAMS=workspace.programs, SOFT_CAP=soft_cap > 0, PDL=pdl, PROJECTED=is_projected,
-        ROTARY=source.cos_sin.shape[1] if is_projected else 0,
-        HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
-        FP16_OPERANDS=fp16_operands, num_warps=config.num_warps, num_stages=config.num_stages,
-        launch_pdl=pdl,
+        source.qkv, source.qkv.stride(0), source.positions, source.axis_stride, block_tables,
+        block_tables.stride(0), seq_lens, workspace.arguments, cache, scores, rotation,
+        SHAPE=shape, ROTATION=source.rotation.config, PREFIX=workspace.shape,
+        FP16_OPERANDS=fp16_operands, PDL=pdl, num_warps=config.num_warps,
+        num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

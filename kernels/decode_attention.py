@@ -14,23 +14,29 @@ row then begins behind the prefix, with the softmax's state of the prefix.
 
 Sinks join the sum of a (row, head) where its output is written: once, however it was split.
 """
-# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import (
+    CacheArguments,
+    HeadShape,
+    ScoreArguments,
     add_sinks,
     cached_head,
     capped_scores,
     joined_channels,
-    load_angles,
+    load_slopes,
     load_tile,
     load_with_pairs,
     paired_softmax_step,
     pairs,
+    rotary_angles,
     rotated_heads,
     softmax_step,
     split_channels,
@@ -51,6 +57,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # the minimum of rows in a tensor-core product; the query heads of one KV head fill the first of
 # them
 QUERY_ROWS = 16
+
+
+class DecodeTiles(NamedTuple):
+    """The compile-time configuration of the decode kernel.
+
+    Attributes:
+        rows, tile: of a product: query heads, padded, and keys.
+        window: tokens, or 0.
+        splits: see `merged_splits`.
+        fp16_operands, paired: whether keys and values are converted to float16, and read as words
+            of two channels: see `DecodeConfig`.
+        by_assembly: see `paired_channels`.
+    """
+
+    rows: int
+    tile: int
+    window: int
+    splits: int
+    fp16_operands: bool
+    paired: bool
+    by_assembly: bool
 
 
 def _uses_fp16(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor) -> bool:
@@ -75,26 +102,27 @@ def merged_splits(group: int, head_size: int) -> int:
 
 @triton.jit
 def _merge(
-    partials, maxima, sums, out, first, count, v_scale,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
-):  # fmt: skip
-    """Merges the partial results of the programs first .. first + count - 1 for one (row, head),
-    and writes the output. A sink joins the merged sum: no part has it."""
-    g = tl.arange(0, GROUP_PAD)
-    d = tl.arange(0, HEAD_PAD)
-    m = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    l = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    parts, out, first, count, head, v_scale, sinks, SHAPE: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Merges the partial results of the programs first .. first + count - 1 for one (row, KV head),
+    SHAPE.group_pad query heads from `head` on, and writes the output. A sink joins the merged sum:
+    no part has it."""
+    ROWS: tl.constexpr = SHAPE.group_pad
+    PAD: tl.constexpr = SHAPE.pad
+    g = head + tl.arange(0, ROWS)
+    d = tl.arange(0, PAD)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PAD], tl.float32)
     for begin in range(0, count, SPLITS):
         split = begin + tl.arange(0, SPLITS)
-        entry = ((first + split) * 2 + (split == 0).to(tl.int32))[:, None] * GROUP + g[None, :]
-        valid = (split < count)[:, None] & (g < GROUP)[None, :]
-        part_m = tl.load(maxima + entry, valid, float("-inf"))
-        part_l = tl.load(sums + entry, valid, 0.0)
-        part = tl.load(
-            partials + entry[:, :, None] * HEAD_PAD + d[None, None, :], valid[:, :, None], 0.0
-        )
+        entry = ((first + split) * 2 + (split == 0).to(tl.int32))[:, None] * SHAPE.group
+        entry += g[None, :]
+        valid = (split < count)[:, None] & (g < SHAPE.group)[None, :]
+        part_m = tl.load(parts.maxima + entry, valid, float("-inf"))
+        part_l = tl.load(parts.sums + entry, valid, 0.0)
+        outputs = parts.outputs + entry[:, :, None] * SHAPE.pad + d[None, None, :]
+        part = tl.load(outputs, valid[:, :, None], 0.0)
         new_m = tl.maximum(m, tl.max(part_m, axis=0))
         safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
         weight = tl.exp2(part_m - safe_m[None, :])
@@ -102,60 +130,46 @@ def _merge(
         l = l * old + tl.sum(part_l * weight, axis=0)
         acc = acc * old[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         m = new_m
-    if HAS_SINKS:
-        l = add_sinks(m, l, sinks, g, g < GROUP)
+    if sinks is not None:
+        l = add_sinks(m, l, sinks, g, g < SHAPE.group)
     value = acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale
     tl.store(
-        out + g[:, None] * HEAD_SIZE + d[None, :],
+        out + g[:, None] * SHAPE.size + d[None, :],
         value.to(out.dtype.element_ty),
-        (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :],
+        (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :],
     )
 
 
 @triton.jit
 def store_part(
-    m, l, acc, partials, maxima, sums, counters, out, program, tile, tiles, at, span, v_scale,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, sinks=None, HAS_SINKS: tl.constexpr = False,
+    m, l, acc, parts, out, program, tile, tiles, at, span, v_scale, sinks,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Writes a program's part of a (row, head) with `tiles` tiles; the last program to finish a
-    part of it merges them, GROUP_PAD query heads at a time.
+    part of it merges them, SHAPE.group_pad query heads at a time.
 
     The part begins with the row's tile `tile`, which is tile `at` in the sequence of all tiles.
     """
+    GROUP: tl.constexpr = SHAPE.group
+    STEP: tl.constexpr = SHAPE.group_pad
     g = tl.arange(0, acc.shape[0])
-    d = tl.arange(0, HEAD_PAD)
+    d = tl.arange(0, SHAPE.pad)
     entry = (program * 2 + (tile == 0).to(tl.int32)) * GROUP + g
-    tl.store(maxima + entry, m, g < GROUP)
-    tl.store(sums + entry, l, g < GROUP)
+    tl.store(parts.maxima + entry, m, g < GROUP)
+    tl.store(parts.sums + entry, l, g < GROUP)
     tl.store(
-        partials + entry[:, None] * HEAD_PAD + d[None, :],
+        parts.outputs + entry[:, None] * SHAPE.pad + d[None, :],
         acc,
-        (g < GROUP)[:, None] & (d < HEAD_PAD)[None, :],
+        (g < GROUP)[:, None] & (d < SHAPE.pad)[None, :],
     )
     first_program = (at - tile) // span
-    parts = (at - tile + tiles - 1) // span - first_program + 1
+    count = (at - tile + tiles - 1) // span - first_program + 1
     # every thread has written its partial results before one thread counts them
     tl.debug_barrier()
-    if tl.atomic_add(counters + first_program, 1, sem="acq_rel") == parts - 1:
-        tl.store(counters + first_program, 0)
-        for head in tl.static_range(0, GROUP, GROUP_PAD):
-            _merge(
-                partials + head * HEAD_PAD,
-                maxima + head,
-                sums + head,
-                out + head * HEAD_SIZE,
-                first_program,
-                parts,
-                v_scale,
-                GROUP,
-                GROUP_PAD,
-                HEAD_SIZE,
-                HEAD_PAD,
-                SPLITS,
-                sinks + head if HAS_SINKS else sinks,
-                HAS_SINKS,
-            )
+    if tl.atomic_add(parts.counters + first_program, 1, sem="acq_rel") == count - 1:
+        tl.store(parts.counters + first_program, 0)
+        for head in tl.static_range(0, GROUP, STEP):
+            _merge(parts, out, first_program, count, head, v_scale, sinks, SHAPE, SPLITS)
 
 
 @triton.jit
@@ -174,52 +188,54 @@ def _repeated(x, ROWS: tl.constexpr):
 
 @triton.jit
 def _begin_row(
-    line, table, position, head, is_last, angles, q_norm, k_norm, m, l, acc, eps, scale, soft_cap,
-    k_cache, v_cache, scales, key_shifts, k_strides, v_strides,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, SOFT_CAP: tl.constexpr,
+    line, table, row, place, head, is_last, positions, axis_stride, rotation, q_norm, k_norm,
+    m, l, acc, scale, soft_cap, cache, SHAPE: tl.constexpr, ROTATION: tl.constexpr,
 ):  # fmt: skip
     """Returns the queries of a row whose newest token's projection begins at `line`, and the state
     of the softmax.
 
-    With `is_last` the token's key and value are written to the cache, and the softmax begins with
-    them, rounded as they are in the cache. All loads come before the computations, so that their
-    latencies overlap. All tensors have the shape of the query heads, also those that are the same
-    for every head: converting between layouts would take barriers.
+    With `is_last` the token's key and value are written to the cache, at `place` in the row, and
+    the softmax begins with them, rounded as they are in the cache. All loads come before the
+    computations, so that their latencies overlap. All tensors have the shape of the query heads,
+    also those that are the same for every head: converting between layouts would take barriers.
     """
-    g = tl.arange(0, GROUP_PAD)[:, None]
-    d = _channels(GROUP_PAD, HEAD_PAD)
-    pair, mask = pairs(d, ROTARY), d < HEAD_SIZE
+    g = tl.arange(0, SHAPE.group_pad)[:, None]
+    d = _channels(SHAPE.group_pad, SHAPE.pad)
+    pair, mask = pairs(d, ROTATION.size), d < SHAPE.size
     q_x, q_other = load_with_pairs(
-        line + (head * GROUP + g) * HEAD_SIZE, d, pair, (g < GROUP) & mask
+        line + (head * SHAPE.group + g) * SHAPE.size, d, pair, (g < SHAPE.group) & mask
     )
-    newest = line + (GROUP * KV_HEADS + head) * HEAD_SIZE
+    newest = line + (SHAPE.group * SHAPE.kv_heads + head) * SHAPE.size
     k_x, k_other = load_with_pairs(newest, d, pair, mask)
-    value = tl.load(newest + KV_HEADS * HEAD_SIZE + d, mask, 0.0).to(tl.float32)
+    value = tl.load(newest + SHAPE.kv_heads * SHAPE.size + d, mask, 0.0).to(tl.float32)
     k_inverse, v_inverse = 1.0, 1.0
-    if HAS_SCALES:
-        k_inverse = tl.load(scales + 2 * KV_HEADS + head)
-        v_inverse = tl.load(scales + 3 * KV_HEADS + head)
-    if HAS_SHIFTS:
-        shift = tl.load(key_shifts + head * HEAD_SIZE + d, mask, 0.0)
-    cos, sin = load_angles(angles, d, ROTARY)
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    query = rotated_heads(q_x, q_other, *q_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM).to(
+    if cache.scales is not None:
+        k_inverse = tl.load(cache.scales + 2 * SHAPE.kv_heads + head)
+        v_inverse = tl.load(cache.scales + 3 * SHAPE.kv_heads + head)
+    if cache.key_shifts is not None:
+        shift = tl.load(cache.key_shifts + head * SHAPE.size + d, mask, 0.0)
+    angles = (
+        None
+        if rotation.cos_sin is None
+        else rotary_angles(rotation, positions, axis_stride, row, place, d, ROTATION)
+    )
+    block = tl.load(table + place // SHAPE.block_size).to(tl.int64)
+    query = rotated_heads(q_x, q_other, q_norm, angles, rotation.eps, SHAPE, ROTATION).to(
         line.dtype.element_ty
     )
     if is_last:
-        key = rotated_heads(k_x, k_other, *k_norm, cos, sin, eps, HEAD_SIZE, HAS_NORM)
-        if HAS_SHIFTS:
+        key = rotated_heads(k_x, k_other, k_norm, angles, rotation.eps, SHAPE, ROTATION)
+        if cache.key_shifts is not None:
             key -= shift
-        offset = position % BLOCK_SIZE
-        key = to_cache_dtype(key * k_inverse, k_cache)
-        cached = to_cache_dtype(value * v_inverse, v_cache)
-        tl.store(k_cache + cached_head(block, offset, head, k_strides) + d, key, (g == 0) & mask)
-        tl.store(v_cache + cached_head(block, offset, head, v_strides) + d, cached, (g == 0) & mask)
+        offset = place % SHAPE.block_size
+        key = to_cache_dtype(key * k_inverse, cache.k)
+        cached = to_cache_dtype(value * v_inverse, cache.v)
+        k_line = cached_head(block, offset, head, cache.k_strides)
+        v_line = cached_head(block, offset, head, cache.v_strides)
+        tl.store(cache.k + k_line + d, key, (g == 0) & mask)
+        tl.store(cache.v + v_line + d, cached, (g == 0) & mask)
         score = tl.sum(query.to(tl.float32) * key.to(query.dtype).to(tl.float32), axis=1) * scale
-        if SOFT_CAP:
+        if soft_cap is not None:
             score = capped_scores(score, soft_cap)
         m = _repeated(score[:, None], m.shape[0]).reshape(m.shape[0])
         l += (tl.arange(0, l.shape[1]) == 0).to(tl.float32)[None, :]
@@ -229,153 +245,147 @@ def _begin_row(
 
 @triton.jit
 def _attend(
-    query, m, l, acc, k_tiles, v_tiles, k_strides, v_strides, table, head, begin, end, cached,
-    seq_len, scale, soft_cap,
-    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, PAIRED: tl.constexpr, BY_ASSEMBLY: tl.constexpr,
+    query, m, l, acc, source, table, head, begin, end, cached, seq_len, scale, soft_cap, slopes,
+    SHAPE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Returns the state of the softmax, m, l and acc, with a row's tiles `begin` .. `end` - 1
-    added. Only keys among the first `cached` of `seq_len` count. With PAIRED the elements of tiles
-    are words of two channels."""
-    width: tl.constexpr = 2 if PAIRED else 1  # channels of an element of a tile
-    if PAIRED:
+    added. Only keys among the first `cached` of `seq_len` count. `source` are keys and values of
+    the cache with their strides; with TILES.paired their elements are words of two channels."""
+    keys, values, k_strides, v_strides = source
+    width: tl.constexpr = 2 if TILES.paired else 1  # channels of an element of a tile
+    TILE: tl.constexpr = TILES.tile
+    if TILES.paired:
         q_even, q_odd = split_channels(query)
         even, odd = split_channels(acc)
     for index in range(begin, tl.minimum(end, (cached + TILE - 1) // TILE)):
         key, value, position = load_tile(
-            k_tiles, v_tiles, table, index, cached, head, k_strides, v_strides,
-            HEAD_SIZE // width, HEAD_PAD // width, BLOCK_SIZE, TILE,
+            keys, values, table, index, cached, head, k_strides, v_strides, SHAPE.size // width,
+            SHAPE.pad // width, SHAPE.block_size, TILE,
         )  # fmt: skip
         visible = position < cached
-        if WINDOW > 0:
-            visible = visible & (position >= seq_len - WINDOW)
-        if PAIRED:
+        if TILES.window > 0:
+            visible = visible & (position >= seq_len - TILES.window)
+        distance = (seq_len - 1 - position)[None, :].to(tl.float32)
+        if TILES.paired:
             m, l, even, odd = paired_softmax_step(
-                q_even, q_odd, key, value, visible[None, :], m, l, even, odd, scale, soft_cap,
-                SOFT_CAP, BY_ASSEMBLY,
+                q_even, q_odd, key, value, visible[None, :], distance, m, l, even, odd, scale,
+                soft_cap, slopes, TILES.by_assembly,
             )  # fmt: skip
         else:
             m, l, acc = softmax_step(
-                query, key, value, visible[None, :], m, l, acc, scale, soft_cap, SOFT_CAP
+                query, key, value, visible[None, :], distance, m, l, acc, scale, soft_cap, slopes
             )
-    if PAIRED:
+    if TILES.paired:
         acc = joined_channels(even, odd)
     return m, l, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
+@triton.jit
+def _halved(strides):
+    """Returns the strides of words of two channels."""
+    return strides[0] // 2, strides[1] // 2, strides[2] // 2
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "block_tables", "seq_lens"])
 def _decode_kernel(
-    q, k_cache, v_cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters, scale,
-    soft_cap, scales, key_shifts, sinks,
-    cos_sin, q_weight, k_weight, eps, cos_sin_stride, q_stride, out_stride, table_stride,
-    k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
-    shared_rows, prefix_states,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-    PROJECTED: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_SHIFTS: tl.constexpr, FP16_OPERANDS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CASCADE: tl.constexpr = False, PREFIX_ROWS: tl.constexpr = 0,
-    MAX_ROWS: tl.constexpr = 0, PREFIX_LINES: tl.constexpr = 0, PAIRED: tl.constexpr = False,
-    BY_ASSEMBLY: tl.constexpr = False,
+    q, out, q_stride, out_stride, positions, axis_stride, block_tables, table_stride, seq_lens,
+    plan, parts, cache, scores, rotation, prefix,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, TILES: tl.constexpr, PREFIX: tl.constexpr,
+    FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row, head, tile, todo, span, seq_len = load_plan(plan + program * FIELDS)
-    if CASCADE:
-        shared = tl.load(shared_rows + 8 + row, todo > 0, 0)
+    if prefix is not None:
+        shared = tl.load(prefix.rows + 8 + row, todo > 0, 0)
     at = program * span
+    ROWS: tl.constexpr = TILES.rows
+    TILE: tl.constexpr = TILES.tile
+    PAD: tl.constexpr = SHAPE.pad
     g = tl.arange(0, ROWS)
-    d = tl.arange(0, HEAD_PAD)
-    own = (g < GROUP)[:, None] & (d < HEAD_SIZE)[None, :]
-    k_strides, v_strides = (
-        (k_block_stride, k_token_stride, k_head_stride),
-        (v_block_stride, v_token_stride, v_head_stride),
-    )
-    k_tiles, v_tiles, k_tile_strides, v_tile_strides = k_cache, v_cache, k_strides, v_strides
-    if PAIRED:
-        k_tiles = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-        v_tiles = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-        k_tile_strides = (k_block_stride // 2, k_token_stride // 2, k_head_stride // 2)
-        v_tile_strides = (v_block_stride // 2, v_token_stride // 2, v_head_stride // 2)
-    # without norms the results of these loads are unused, and the compiler removes the loads
-    if PROJECTED:
-        wide = _channels(GROUP_PAD, HEAD_PAD)
-        q_norm = load_with_pairs(q_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
-        k_norm = load_with_pairs(k_weight, wide, pairs(wide, ROTARY), wide < HEAD_SIZE)
+    d = tl.arange(0, PAD)
+    own = (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :]
+    source = (cache.k, cache.v, cache.k_strides, cache.v_strides)
+    if TILES.paired:
+        source = (
+            cache.k.to(tl.pointer_type(tl.int16), bitcast=True),
+            cache.v.to(tl.pointer_type(tl.int16), bitcast=True),
+            _halved(cache.k_strides),
+            _halved(cache.v_strides),
+        )
+    q_norm, k_norm = None, None
+    if rotation is not None:  # noqa: SIM102  (without it, it has no weights)
+        if rotation.q_weight is not None:
+            wide = _channels(SHAPE.group_pad, SHAPE.pad)
+            pair = pairs(wide, ROTATION.size)
+            q_norm = load_with_pairs(rotation.q_weight, wide, pair, wide < SHAPE.size)
+            k_norm = load_with_pairs(rotation.k_weight, wide, pair, wide < SHAPE.size)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     while todo > 0:
-        first, tiles = tile_range(seq_len, WINDOW, TILE)
-        if CASCADE:
+        first, tiles = tile_range(seq_len, TILES.window, TILE)
+        if prefix is not None:
             first, tiles = shared // TILE, tiles_behind(tiles, shared, TILE)
         end = tl.minimum(tiles, tile + todo)
-        heads = head * GROUP + g
+        heads = head * SHAPE.group + g
         line = q + row.to(tl.int64) * q_stride
         table = block_tables + row.to(tl.int64) * table_stride
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS, TILE], tl.float32)
-        acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
+        acc = tl.zeros([ROWS, PAD], tl.float32)
         cached = seq_len
         # the keys' scale goes into the scores, the values' into the output: nothing for an element
-        score_scale, v_scale = scale, 1.0
-        if HAS_SCALES:
-            score_scale = scale * tl.load(scales + head)
-            v_scale = tl.load(scales + KV_HEADS + head)
-        if PROJECTED:
+        score_scale, v_scale = scores.scale, 1.0
+        if cache.scales is not None:
+            score_scale = scores.scale * tl.load(cache.scales + head)
+            v_scale = tl.load(cache.scales + SHAPE.kv_heads + head)
+        if rotation is not None:
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
-                line, table, cached, head, (end == tiles) & (seq_len > 0),
-                cos_sin + cached.to(tl.int64) * cos_sin_stride,
-                q_norm, k_norm, m, l, acc, eps, score_scale, soft_cap, k_cache, v_cache, scales,
-                key_shifts, k_strides, v_strides,
-                KV_HEADS, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, ROTARY, HAS_NORM,
-                HAS_SCALES, HAS_SHIFTS, SOFT_CAP,
+                line, table, row, cached, head, (end == tiles) & (seq_len > 0), positions,
+                axis_stride, rotation, q_norm, k_norm, m, l, acc, score_scale, scores.soft_cap,
+                cache, SHAPE, ROTATION,
             )  # fmt: skip
         else:
-            query = tl.load(line + heads[:, None] * HEAD_SIZE + d[None, :], own, 0.0)
-        if FP16_OPERANDS:
+            query = tl.load(line + heads[:, None] * SHAPE.size + d[None, :], own, 0.0)
+        if TILES.fp16_operands:
             query = query.to(tl.float16)
-        if CASCADE:  # noqa: SIM102  (`shared` exists with it only)
+        if prefix is not None:  # noqa: SIM102  (`shared` exists with it only)
             if (tile == 0) & (shared > 0):
-                m, l, acc = add_prefix(
-                    m, l, acc, shared_rows, prefix_states, row, head, GROUP, GROUP_PAD, HEAD_PAD,
-                    PREFIX_ROWS, MAX_ROWS, PREFIX_LINES,
-                )  # fmt: skip
+                m, l, acc = add_prefix(m, l, acc, prefix, row, head, SHAPE, PREFIX)
+        slopes = (
+            None if scores.slopes is None else load_slopes(scores.slopes, heads, g < SHAPE.group)
+        )
         m, l, acc = _attend(
-            query, m, l, acc, k_tiles, v_tiles, k_tile_strides, v_tile_strides, table, head,
-            first + tile, first + end, cached, seq_len, score_scale, soft_cap,
-            HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WINDOW, SOFT_CAP, PAIRED, BY_ASSEMBLY,
+            query, m, l, acc, source, table, head, first + tile, first + end, cached, seq_len,
+            score_scale, scores.soft_cap, slopes, SHAPE, TILES,
         )  # fmt: skip
         l = tl.sum(l, axis=1)
-        place = out + row.to(tl.int64) * out_stride + heads[:, None] * HEAD_SIZE + d[None, :]
+        target = out + row.to(tl.int64) * out_stride
         if end - tile == tiles:
-            if HAS_SINKS:
-                l = add_sinks(m, l, sinks, heads, g < GROUP)
+            if scores.sinks is not None:
+                l = add_sinks(m, l, scores.sinks, heads, g < SHAPE.group)
             tl.store(
-                place,
+                target + heads[:, None] * SHAPE.size + d[None, :],
                 (acc / tl.where(l == 0.0, 1.0, l)[:, None] * v_scale).to(out.dtype.element_ty),
                 own,
             )
         else:
+            sinks = None if scores.sinks is None else scores.sinks + head * SHAPE.group
             store_part(
-                m, l, acc, partials, maxima, sums, counters,
-                out + row.to(tl.int64) * out_stride + head * GROUP * HEAD_SIZE,
-                program, tile, tiles, at, span, v_scale, GROUP, GROUP_PAD, HEAD_SIZE, HEAD_PAD,
-                SPLITS, sinks + head * GROUP, HAS_SINKS,
+                m, l, acc, parts, target + head * SHAPE.group * SHAPE.size, program, tile, tiles,
+                at, span, v_scale, sinks, SHAPE, TILES.splits,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
         tile = 0
         head += 1
-        if head == KV_HEADS:
+        if head == SHAPE.kv_heads:
             head = 0
             row += 1
             seq_len = tl.load(seq_lens + row, todo > 0, 0)
-            if CASCADE:
-                shared = tl.load(shared_rows + 8 + row, todo > 0, 0)
+            if prefix is not None:
+                shared = tl.load(prefix.rows + 8 + row, todo > 0, 0)
 
 
 def launch_decode(
@@ -387,55 +397,33 @@ def launch_decode(
     out: torch.Tensor,
     workspace: DecodeWorkspace,
     *,
-    scale: float,
-    soft_cap: float,
+    scores: ScoreArguments,
     scales: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
     projection: Projection | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launches the decode kernel; arguments as checked by `paged_attention`. `scale` includes
-    log2(e)."""
-    _, block_size, kv_heads, head_size = k_cache.shape
-    config = workspace.config
-    group = out.shape[1] // kv_heads
-    source = projection or Projection(q, q)
-    norms = (
-        (source.qkv, source.qkv) if source.q_weight is None else (source.q_weight, source.k_weight)
-    )
-    uses_fp16, cascade = _uses_fp16(config, source.qkv, k_cache), workspace.cascade
+    """Launches the decode kernel; arguments as checked by `paged_attention`."""
+    config, cascade = workspace.config, workspace.cascade
+    shape = HeadShape.of(out.shape[1], k_cache)
+    source = projection or Projection(q)
+    cache = CacheArguments.of(k_cache, v_cache, scales, source.key_shifts)
+    fp16_operands = _uses_fp16(config, source.qkv, k_cache)
+    rotation = None if projection is None else source.rotation.arguments
     if cascade is not None:
         launch_prefix(
-            source, k_cache, v_cache, block_tables, seq_lens, cascade, scale=scale,
-            soft_cap=soft_cap, scales=scales, is_projected=projection is not None,
-            fp16_operands=uses_fp16, pdl=pdl,
+            source, block_tables, seq_lens, cascade, cache, scores, rotation, shape,
+            fp16_operands=fp16_operands, pdl=pdl,
         )  # fmt: skip
+    tiles = DecodeTiles(
+        max(QUERY_ROWS, shape.group_pad), config.tile, workspace.window,
+        merged_splits(shape.group, shape.size), fp16_operands,
+        _uses_pairs(config, source.qkv, k_cache), source.qkv.is_cuda,
+    )  # fmt: skip
     _decode_kernel[(workspace.plan.shape[0],)](
-        source.qkv, k_cache, v_cache, out, block_tables, seq_lens, workspace.plan,
-        workspace.partials, workspace.maxima, workspace.sums,
-        workspace.counters, scale, soft_cap, workspace.plan if scales is None else scales,
-        source.cos_sin if source.key_shifts is None else source.key_shifts,
-        workspace.sums if sinks is None else sinks,
-        source.cos_sin, *norms, source.eps, source.cos_sin.stride(0),
-        source.qkv.stride(0), out.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        workspace.plan if cascade is None else cascade.rows,
-        workspace.sums if cascade is None else cascade.states,
-        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group),
-        ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
-        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
-        TILE=config.tile,
-        WINDOW=workspace.window, SOFT_CAP=soft_cap > 0, FIELDS=PLAN_FIELDS,
-        SPLITS=merged_splits(group, head_size),
-        PDL=pdl, PROJECTED=projection is not None,
-        ROTARY=source.cos_sin.shape[1] if projection is not None else 0,
-        HAS_NORM=source.q_weight is not None, HAS_SCALES=scales is not None,
-        HAS_SHIFTS=source.key_shifts is not None,
-        FP16_OPERANDS=uses_fp16, HAS_SINKS=sinks is not None, CASCADE=cascade is not None,
-        PREFIX_ROWS=0 if cascade is None else cascade.config.rows,
-        MAX_ROWS=0 if cascade is None else cascade.max_rows,
-        PREFIX_LINES=0 if cascade is None else cascade.lines,
-        PAIRED=_uses_pairs(config, source.qkv, k_cache), BY_ASSEMBLY=source.qkv.is_cuda,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=pdl,
+        source.qkv, out, source.qkv.stride(0), out.stride(0), source.positions, source.axis_stride,
+        block_tables, block_tables.stride(0), seq_lens, workspace.plan, workspace.parts, cache,
+        scores, rotation, None if cascade is None else cascade.arguments,
+        SHAPE=shape, ROTATION=source.rotation.config, TILES=tiles,
+        PREFIX=None if cascade is None else cascade.shape, FIELDS=PLAN_FIELDS, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

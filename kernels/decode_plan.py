@@ -13,6 +13,7 @@ GPU from the lengths, so that they are right in a replayed CUDA graph too.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -78,20 +79,32 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeWorkspace:
-    """Buffers of the decode kernel, shared by all layers of one shape. P programs, G query heads a
-    KV head, D head size.
+class Parts(NamedTuple):
+    """Partial results of a decode kernel with P programs, G query heads a KV head.
 
     Attributes:
-        config, num_kv_heads, window: the arguments that the buffers and the plan were made for.
-        plan: int32 [P, 8], each program's span of the step's tiles.
-        partials: float32 [P, 2, G, D], unnormalised outputs of (row, head) pairs that a span covers
-            in part: the one that the span begins in the middle of, and the one that it ends in the
+        outputs: float32 [P, 2, G, D], unnormalised, of (row, head) pairs that a span covers in
+            part: the one that the span begins in the middle of, and the one that it ends in the
             middle of.
         maxima, sums: float32 [P, 2, G], their running maxima (base 2) and sums.
         counters: int32 [P], how many programs have finished their part of the (row, head) that
             the span of program p ends in the middle of. All zero between launches.
+    """
+
+    outputs: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    counters: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Buffers of the decode kernel, shared by all layers of one shape. P programs.
+
+    Attributes:
+        config, num_kv_heads, window: the arguments that the buffers and the plan were made for.
+        plan: int32 [P, 8], each program's span of the step's tiles.
+        parts: the partial results.
         cascade: of the prefix that rows share, or None where it is not looked for.
     """
 
@@ -99,10 +112,7 @@ class DecodeWorkspace:
     num_kv_heads: int
     window: int
     plan: torch.Tensor
-    partials: torch.Tensor
-    maxima: torch.Tensor
-    sums: torch.Tensor
-    counters: torch.Tensor
+    parts: Parts
     cascade: CascadeWorkspace | None = None
 
     @classmethod
@@ -164,12 +174,12 @@ class DecodeWorkspace:
             dtype=torch.float32,
             device=device,
         )
-        maxima, sums, partials = floats.split(
+        maxima, sums, outputs = floats.split(
             [programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)]
         )
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
-        return cls(config, kv_heads, window, plan, partials, maxima, sums, counters)
+        return cls(config, kv_heads, window, plan, Parts(outputs, maxima, sums, counters))
 
 
 @triton.jit

@@ -10,13 +10,14 @@ The work is divided by `decode_plan`: all tiles of a step, row by row and group 
 of equal length, which `plan_decode` computes on the GPU from the lengths. So the launch depends on
 the number of rows alone, and a CUDA graph may hold it. Parts are merged as in `decode_attention`.
 """
-# ruff: noqa: E741, N803  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.attention_tiles import HeadShape
 from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits, store_part
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
@@ -108,18 +109,15 @@ def load_latents(
 
 @triton.jit(do_not_specialize_on_alignment=["block_tables", "seq_lens"])
 def _latent_decode_kernel(
-    absorbed, rotated, cache, out, block_tables, seq_lens, plan, partials, maxima, sums, counters,
-    scale,
-    absorbed_stride, rotated_stride, rotated_head_stride, out_stride, table_stride, block_stride,
-    token_stride,
-    HEAD_BLOCKS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
-    LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    absorbed, rotated, cache, out, block_tables, seq_lens, plan, parts, scale,
+    absorbed_stride, rotated_strides, out_stride, table_stride, cache_strides,
+    SHAPE: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
+    TILE: tl.constexpr, FIELDS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    PAD: tl.constexpr = SHAPE.pad
     program = tl.program_id(0)
-    g, d, r = tl.arange(0, ROWS), tl.arange(0, LATENT_PAD), tl.arange(0, ROTARY_PAD)
-    own = (g < GROUP)[:, None] & (d < LATENT)[None, :]
+    g, d, r = tl.arange(0, ROWS), tl.arange(0, PAD), tl.arange(0, ROTARY_PAD)
+    own = (g < SHAPE.group)[:, None] & (d < SHAPE.size)[None, :]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -128,21 +126,23 @@ def _latent_decode_kernel(
     while todo > 0:
         _, tiles = tile_range(seq_len, 0, TILE)
         end = tl.minimum(tiles, tile + todo)
-        heads = (head * GROUP + g)[:, None]
+        heads = (head * SHAPE.group + g)[:, None]
         line = row.to(tl.int64)
         table = block_tables + line * table_stride
-        query = tl.load(absorbed + line * absorbed_stride + heads * LATENT + d[None, :], own, 0.0)
+        query = tl.load(
+            absorbed + line * absorbed_stride + heads * SHAPE.size + d[None, :], own, 0.0
+        )
         turned = tl.load(
-            rotated + line * rotated_stride + heads * rotated_head_stride + r[None, :],
-            (g < GROUP)[:, None] & (r < ROTARY)[None, :], 0.0,
+            rotated + line * rotated_strides[0] + heads * rotated_strides[1] + r[None, :],
+            (g < SHAPE.group)[:, None] & (r < ROTARY)[None, :], 0.0,
         )  # fmt: skip
         m = tl.full([ROWS], float("-inf"), tl.float32)
         l = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, LATENT_PAD], tl.float32)
+        acc = tl.zeros([ROWS, PAD], tl.float32)
         for index in range(tile, tl.minimum(end, (seq_len + TILE - 1) // TILE)):
             latent, key, position = load_latents(
-                cache, table, index, seq_len, block_stride, token_stride,
-                LATENT, LATENT_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, TILE,
+                cache, table, index, seq_len, cache_strides[0], cache_strides[1],
+                SHAPE.size, SHAPE.pad, ROTARY, ROTARY_PAD, SHAPE.block_size, TILE,
             )  # fmt: skip
             s = tl.dot(query, tl.trans(latent), input_precision="ieee")
             s = tl.dot(turned, tl.trans(key), s, input_precision="ieee") * scale
@@ -155,20 +155,19 @@ def _latent_decode_kernel(
             acc = tl.dot(p.to(latent.dtype), latent, acc * old[:, None], input_precision="ieee")
             m = new_m
         if end - tile == tiles:
-            place = out + line * out_stride + heads * LATENT + d[None, :]
+            place = out + line * out_stride + heads * SHAPE.size + d[None, :]
             output = acc / tl.where(l == 0.0, 1.0, l)[:, None]
             tl.store(place, output.to(out.dtype.element_ty), own)
         else:
             store_part(
-                m, l, acc, partials, maxima, sums, counters,
-                out + line * out_stride + head * GROUP * LATENT,
-                program, tile, tiles, at, span, 1.0, GROUP, GROUP_PAD, LATENT, LATENT_PAD, SPLITS,
+                m, l, acc, parts, out + line * out_stride + head * SHAPE.group * SHAPE.size,
+                program, tile, tiles, at, span, 1.0, None, SHAPE, SPLITS,
             )  # fmt: skip
         todo -= end - tile
         at += end - tile
         tile = 0
         head += 1
-        if head == HEAD_BLOCKS:
+        if head == SHAPE.kv_heads:
             head = 0
             row += 1
             seq_len = tl.load(seq_lens + row, todo > 0, 0)
@@ -216,18 +215,17 @@ def latent_decode(
     out = torch.empty_like(absorbed) if out is None else out
     group = head_group(num_heads, cache.element_size())
     config = workspace.config
-    latent_pad = _padded(latent)
+    shape = HeadShape(
+        num_heads // group, group, latent, min(QUERY_ROWS, triton.next_power_of_2(group)),
+        _padded(latent), cache.shape[1],
+    )  # fmt: skip
     _latent_decode_kernel[(workspace.plan.shape[0],)](
-        absorbed, rotated, cache, out, block_tables, seq_lens, workspace.plan, workspace.partials,
-        workspace.maxima, workspace.sums, workspace.counters, scale * LOG2_E,
-        absorbed.stride(0), *rotated.stride()[:2], out.stride(0), block_tables.stride(0),
-        *cache.stride()[:2],
-        HEAD_BLOCKS=num_heads // group, GROUP=group,
-        GROUP_PAD=min(QUERY_ROWS, triton.next_power_of_2(group)),
-        ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)),
-        LATENT=latent, LATENT_PAD=latent_pad, ROTARY=rotary, ROTARY_PAD=_padded(rotary),
-        BLOCK_SIZE=cache.shape[1], TILE=config.tile, FIELDS=PLAN_FIELDS,
-        SPLITS=merged_splits(min(QUERY_ROWS, group), latent_pad), PDL=pdl,
+        absorbed, rotated, cache, out, block_tables, seq_lens, workspace.plan, workspace.parts,
+        scale * LOG2_E, absorbed.stride(0), rotated.stride()[:2], out.stride(0),
+        block_tables.stride(0), cache.stride()[:2],
+        SHAPE=shape, ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)), ROTARY=rotary,
+        ROTARY_PAD=_padded(rotary), TILE=config.tile, FIELDS=PLAN_FIELDS,
+        SPLITS=merged_splits(min(QUERY_ROWS, group), shape.pad), PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import torch
+from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeWorkspace
 from aioinfer.kernels.prefill_attention import launch_prefill, prefill_config
@@ -66,6 +67,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     scales: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     projection: Projection | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
@@ -96,6 +98,9 @@ def paged_attention(
         scales: of caches in float8, see `qk_norm_rope_cache`; None: 1.
         sinks: float32 [Hq], a logit of each query head that takes part in the sum of its softmax
             and has no value, neither scaled nor capped; None for none.
+        slopes: float32 [Hq], of each query head how much a key's score, scaled and capped, falls
+            with every token between the key and the query (ALiBi); None for none. The workspace has
+            no cascade then, and the plan is not for `prefill_hopper`.
         projection: the projected queries, keys and values of the decodes, one line a row.
         out: [T, Hq, D] to write to; by default a new tensor. Tokens of no row are not written.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later); that kernel
@@ -122,24 +127,20 @@ def paged_attention(
     if q.stride()[1:] != (head_size, 1) or k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError("heads must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    log2_scale = (1.0 / math.sqrt(head_size) if scale is None else scale) * LOG2_E
+    scale = 1.0 / math.sqrt(head_size) if scale is None else scale
+    scores = ScoreArguments(scale * LOG2_E, soft_cap or None, sinks, slopes)
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,
-            scale=log2_scale, soft_cap=soft_cap, scales=scales, sinks=sinks, projection=projection,
-            pdl=pdl,
+            scores=scores, scales=scales, projection=projection, pdl=pdl,
         )  # fmt: skip
     if num_decodes is None or num_decodes < seq_lens.shape[0]:
         if prefill_plan is None:
             raise ValueError("rows of several tokens need a plan")
         arguments = (q, k_cache, v_cache, block_tables, query_starts, seq_lens, out, prefill_plan)
         options: dict[str, Any] = {
-            "scale": log2_scale,
-            "window": workspace.window,
-            "soft_cap": soft_cap,
-            "scales": scales,
-            "sinks": sinks,
-        }
+            "window": workspace.window, "scores": scores, "scales": scales
+        }  # fmt: skip
         if prefill_plan.hopper:
             launch_prefill_hopper(*arguments, **options)
         else:

@@ -19,6 +19,7 @@ instruction for two numbers, bfloat16 in three.
 from __future__ import annotations
 
 import torch
+from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.prefill_plan import PrefillPlan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -359,7 +360,7 @@ def _attend(
 def _consume(
     WARPGROUP: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOW: gl.constexpr,
     ROWS: gl.constexpr, SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SCALES: gl.constexpr,
-    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, v_scale, scales, sinks,
+    q, out, query_starts, seq_lens, plan, count, scale, soft_cap, scales, sinks,
     q_stride, out_stride, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
 ):  # fmt: skip
     """Computes half of the packed query rows of every work item, in one warpgroup."""
@@ -390,10 +391,10 @@ def _consume(
         whole = gl.maximum((context + tile * ROWS // GROUP + 1) // TILE, begin)
         if WINDOW > 0:
             whole = begin
-        score_scale, value_scale = scale, v_scale
+        score_scale, value_scale = scale, 1.0
         if HAS_SCALES:
             score_scale = scale * gl.load(scales + item % KV_HEADS)
-            value_scale = v_scale * gl.load(scales + KV_HEADS + item % KV_HEADS)
+            value_scale = gl.load(scales + KV_HEADS + item % KV_HEADS)
         result = _attend(
             q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, used, begin, end, whole,
             limit, context + length,
@@ -429,7 +430,7 @@ def _ring(
 
 @gluon.jit(do_not_specialize_on_alignment=["block_tables", "query_starts", "seq_lens"])
 def _prefill_kernel(
-    q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap, v_scale,
+    q, keys, values, out, block_tables, query_starts, seq_lens, plan, scale, soft_cap,
     scales, sinks, q_stride, out_stride, table_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SCALES: gl.constexpr,
@@ -442,7 +443,7 @@ def _prefill_kernel(
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, HEAD_SIZE], dtype)
     ring = _ring(dtype, kv_layout, STAGES, TILE, HEAD_SIZE, 2)
     rows = (query_starts, seq_lens, plan, count)
-    ends = (q, out) + rows + (scale, soft_cap, v_scale, scales, sinks, q_stride, out_stride)
+    ends = (q, out) + rows + (scale, soft_cap, scales, sinks, q_stride, out_stride)
     # Constants must be named first in each tuple: in a variable they would become constants of
     # constants. A table's stride of 1 is one, too.
     if RAW_STAGES == 0:
@@ -506,15 +507,12 @@ def launch_prefill_hopper(
     out: torch.Tensor,
     plan: PrefillPlan,
     *,
-    scale: float,
     window: int,
-    soft_cap: float,
-    v_scale: float = 1.0,
+    scores: ScoreArguments,
     scales: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launches the kernel; arguments as checked by `paged_attention`. `scale` includes log2(e).
-    A cache in float8 is multiplied in float16: queries above 65504 would be infinite."""
+    """Launches the kernel; arguments as checked by `paged_attention`; there are no slopes. A cache
+    in float8 is multiplied in float16: queries above 65504 would be infinite."""
     blocks, block_size, kv_heads, head_size = k_cache.shape
     is_float8 = k_cache.dtype == FLOAT8
     element = gl.float8e4nv if is_float8 else TORCH_DTYPES[q.dtype]
@@ -535,11 +533,12 @@ def launch_prefill_hopper(
     _prefill_kernel[(programs,)](
         q, descriptor(k_cache), descriptor(v_cache), out, block_tables, query_starts, seq_lens,
         plan.tiles,
-        scale, soft_cap, v_scale, plan.tiles if scales is None else scales,
-        plan.tiles if sinks is None else sinks,
+        scores.scale, scores.soft_cap or 0.0, plan.tiles if scales is None else scales,
+        plan.tiles if scores.sinks is None else scores.sinks,
         q.stride(0), out.stride(0), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_SIZE=head_size, WINDOW=window,
-        SOFT_CAP=soft_cap > 0, HAS_SINKS=sinks is not None, HAS_SCALES=scales is not None,
+        SOFT_CAP=scores.soft_cap is not None, HAS_SINKS=scores.sinks is not None,
+        HAS_SCALES=scales is not None,
         TILE=block_size, ROWS=ROWS,
         STAGES=pipeline_stages(head_size, block_size, is_float8=is_float8),
         RAW_STAGES=raw_stages(head_size, block_size) if is_float8 else 0, num_warps=4,

@@ -14,12 +14,16 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.attention_tiles import FLOAT8_MAX as _FLOAT8_MAX
 from aioinfer.kernels.attention_tiles import (
-    load_angles,
+    CacheArguments,
+    HeadShape,
+    cached_head,
     load_with_pairs,
     pairs,
+    rotary_angles,
     rotated_heads,
     to_cache_dtype,
 )
+from aioinfer.kernels.projection import Projection
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT8_MAX = _FLOAT8_MAX.value
@@ -30,119 +34,94 @@ _HEADS = 8
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_cache_kernel(
-    qkv, positions, cos_sin, q_weight, k_weight, slot_mapping, q_out, k_cache, v_cache, eps,
-    scales, key_shifts,
-    qkv_stride, cos_sin_stride, q_stride, k_block_stride, k_token_stride, k_head_stride,
-    v_block_stride, v_token_stride, v_head_stride,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_SHIFTS: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_out, qkv_stride, q_stride, positions, axis_stride, slot_mapping, cache, rotation,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    kv_groups: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    d = tl.arange(0, HEAD_PAD)
+    num_heads: tl.constexpr = SHAPE.kv_heads * SHAPE.group
+    q_groups: tl.constexpr = (num_heads + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (SHAPE.kv_heads + HEADS - 1) // HEADS
+    d = tl.arange(0, SHAPE.pad)
     heads = tl.arange(0, HEADS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     slot = tl.load(slot_mapping + token)
-    block = slot // BLOCK_SIZE
-    offset = slot % BLOCK_SIZE
+    block = slot // SHAPE.block_size
+    offset = slot % SHAPE.block_size
     is_q = group < q_groups
     is_v = group >= q_groups + kv_groups
     if is_q:
         head = group * HEADS + heads
-        mask = (head < Q_HEADS)[:, None] & (d < HEAD_SIZE)[None, :]
+        mask = (head < num_heads)[:, None] & (d < SHAPE.size)[None, :]
         source = head
     else:
         head = (group - q_groups) % kv_groups * HEADS + heads
-        mask = (head < KV_HEADS)[:, None] & (d < HEAD_SIZE)[None, :]
-        source = head + Q_HEADS
+        mask = (head < SHAPE.kv_heads)[:, None] & (d < SHAPE.size)[None, :]
+        source = head + num_heads
     if is_v:
-        rows = qkv + token * qkv_stride + (source + KV_HEADS)[:, None] * HEAD_SIZE
+        rows = qkv + token * qkv_stride + (source + SHAPE.kv_heads)[:, None] * SHAPE.size
         value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32)
-        if HAS_SCALES:
-            value *= tl.load(scales + 3 * KV_HEADS + head, head < KV_HEADS, 1.0)[:, None]
-        place = (
-            v_cache
-            + block * v_block_stride
-            + offset * v_token_stride
-            + head[:, None] * v_head_stride
-            + d[None, :]
-        )
-        tl.store(place, to_cache_dtype(value, v_cache), mask & (slot >= 0))
+        if cache.scales is not None:
+            inverse = cache.scales + 3 * SHAPE.kv_heads + head
+            value *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
+        place = cached_head(block, offset, head[:, None], cache.v_strides) + d[None, :]
+        tl.store(cache.v + place, to_cache_dtype(value, cache.v), mask & (slot >= 0))
     else:
-        rows = qkv + token * qkv_stride + source[:, None] * HEAD_SIZE
-        channel, pair = d[None, :], pairs(d, ROTARY)[None, :]
+        rows = qkv + token * qkv_stride + source[:, None] * SHAPE.size
+        channel, pair = d[None, :], pairs(d, ROTATION.size)[None, :]
         x, other = load_with_pairs(rows, channel, pair, mask)
-        weight, other_weight = load_with_pairs(
-            q_weight if is_q else k_weight, channel, pair, channel < HEAD_SIZE
-        )
-        cos, sin = load_angles(
-            cos_sin + tl.load(positions + token).to(tl.int64) * cos_sin_stride, channel, ROTARY
-        )
-        x = rotated_heads(x, other, weight, other_weight, cos, sin, eps, HEAD_SIZE, HAS_NORM)
+        norm = None
+        if rotation.q_weight is not None:
+            weight = rotation.q_weight if is_q else rotation.k_weight
+            norm = load_with_pairs(weight, channel, pair, channel < SHAPE.size)
+        angles = None
+        if rotation.cos_sin is not None:
+            angles = rotary_angles(
+                rotation, positions, axis_stride, token, token, channel, ROTATION
+            )
+        x = rotated_heads(x, other, norm, angles, rotation.eps, SHAPE, ROTATION)
         if is_q:
             tl.store(
-                q_out + token * q_stride + head[:, None] * HEAD_SIZE + d[None, :],
+                q_out + token * q_stride + head[:, None] * SHAPE.size + d[None, :],
                 x.to(q_out.dtype.element_ty),
                 mask,
             )
         else:
-            place = (
-                k_cache
-                + block * k_block_stride
-                + offset * k_token_stride
-                + head[:, None] * k_head_stride
-                + d[None, :]
-            )
-            if HAS_SHIFTS:
-                x -= tl.load(key_shifts + head[:, None] * HEAD_SIZE + d[None, :], mask, 0.0)
-            if HAS_SCALES:
-                x *= tl.load(scales + 2 * KV_HEADS + head, head < KV_HEADS, 1.0)[:, None]
-            tl.store(place, to_cache_dtype(x, k_cache), mask & (slot >= 0))
+            if cache.key_shifts is not None:
+                x -= tl.load(cache.key_shifts + head[:, None] * SHAPE.size + channel, mask, 0.0)
+            if cache.scales is not None:
+                inverse = cache.scales + 2 * SHAPE.kv_heads + head
+                x *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
+            place = cached_head(block, offset, head[:, None], cache.k_strides) + d[None, :]
+            tl.store(cache.k + place, to_cache_dtype(x, cache.k), mask & (slot >= 0))
 
 
 def qk_norm_rope_cache(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
+    projection: Projection,
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
     num_q_heads: int,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
     scales: torch.Tensor | None = None,
-    key_shifts: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Applies RMSNorm (if weights are given) and RoPE to q and k, writes k and v to the cache and
+    """Applies the norms (if there are any) and RoPE to q and k, writes k and v to the cache and
     returns q.
 
     Args:
-        qkv: [T, (Hq + 2 * Hkv) * D], q's heads, then k's, then v's; bf16, fp16 or fp32; rows may be
-            strided.
-        positions: int32 or int64 [T].
-        cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
-            sines.
+        projection: of T tokens; bf16, fp16 or fp32; rows may be strided. With `positions`, where
+            RoPE is applied.
         slot_mapping: int64 or int32 [T], block * block_size + offset; -1 writes nothing (padding).
         k_cache, v_cache: [num_blocks, block_size, Hkv, D], the head contiguous; any floating dtype.
             Numbers beyond the range of float8 are written as its largest number.
         num_q_heads: Hq.
-        q_weight, k_weight: [D] of the norms, both or neither.
-        eps: of the norms.
         scales: float32 [4, Hkv], contiguous, of caches in float8: by KV head the factors of keys
             and of values, by which cached numbers are multiplied when they are read, and the
             reciprocals of both. None: 1.
-        key_shifts: float32 [Hkv, D], contiguous, subtracted from keys before they are multiplied
-            with the reciprocal of their scale; None: nothing.
         out: [T, Hq, D] to write to; by default a new tensor.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
@@ -150,45 +129,32 @@ def qk_norm_rope_cache(
         q: [T, Hq, D] in qkv's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit.
+        ValueError: shapes or strides that do not fit.
     """
-    tokens = qkv.shape[0]
-    block_size, kv_heads, head_size = k_cache.shape[1:]
-    rotary = cos_sin.shape[1]
-    if qkv.shape[1] != (num_q_heads + 2 * kv_heads) * head_size or qkv.stride(1) != 1:
+    qkv, rotation = projection.qkv, projection.rotation
+    shape = HeadShape.of(num_q_heads, k_cache)
+    features = (num_q_heads + 2 * shape.kv_heads) * shape.size
+    if qkv.shape[1] != features or qkv.stride(1) != 1:
         raise ValueError(
-            f"qkv must be [T, {(num_q_heads + 2 * kv_heads) * head_size}] with "
-            f"contiguous rows, not {tuple(qkv.shape)}"
+            f"qkv must be [T, {features}] with contiguous rows, not {tuple(qkv.shape)}"
         )
-    if cos_sin.dtype != torch.float32 or rotary % 2 or rotary > head_size or cos_sin.stride(1) != 1:
-        raise ValueError(
-            f"cos_sin must be float32 [max_pos, R <= {head_size}], not "
-            f"{cos_sin.dtype} {tuple(cos_sin.shape)}"
-        )
-    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1 or (q_weight is None) != (k_weight is None):
-        raise ValueError(
-            "heads of the caches must be contiguous, and the norms come both or not at all"
-        )
-    out = (
-        torch.empty((tokens, num_q_heads, head_size), dtype=qkv.dtype, device=qkv.device)
-        if out is None
-        else out
-    )
+    if rotation.config.size > shape.size:
+        raise ValueError(f"heads of {shape.size} channels have no {rotation.config.size} to rotate")
+    if rotation.config.size and projection.positions is None:
+        raise ValueError("RoPE needs positions")
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError("heads of the caches must be contiguous")
+    tokens = len(qkv)
+    if out is None:
+        out = torch.empty((tokens, num_q_heads, shape.size), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return out
     heads = min(_HEADS, triton.next_power_of_2(num_q_heads))
-    grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(kv_heads, heads))
+    grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(shape.kv_heads, heads))
     _qk_norm_rope_cache_kernel[grid](
-        qkv, positions, cos_sin, q_weight if q_weight is not None else cos_sin,
-        k_weight if k_weight is not None else cos_sin,
-        slot_mapping, out, k_cache, v_cache, eps, cos_sin if scales is None else scales,
-        cos_sin if key_shifts is None else key_shifts,
-        qkv.stride(0), cos_sin.stride(0), out.stride(0), *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HEAD_SIZE=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size), ROTARY=rotary,
-        BLOCK_SIZE=block_size, HEADS=heads, HAS_NORM=q_weight is not None,
-        HAS_SCALES=scales is not None, HAS_SHIFTS=key_shifts is not None,
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
+        qkv, out, qkv.stride(0), out.stride(0), projection.positions, projection.axis_stride,
+        slot_mapping, CacheArguments.of(k_cache, v_cache, scales, projection.key_shifts),
+        rotation.arguments,
+        SHAPE=shape, ROTATION=rotation.config, HEADS=heads, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

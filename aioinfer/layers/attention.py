@@ -218,10 +218,10 @@ class Attention(Mixer):
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
-        assert self._rotary is not None
         self._kernel = KernelAttention(
-            self.shape, given.group, cache, plans, self._rotary.cos_sin, self._fused_norms,
-            sinks=self._sinks, pdl=self._backend.pdl,
+            self.shape, given.group, cache, plans, self._rotary, self._fused_norms,
+            norm_last=self._norm_rule.after_rope, sinks=self._sinks, slopes=self._slopes,
+            pdl=self._backend.pdl,
         )  # fmt: skip
 
     def _without_plans(self, cache: KVCache, group: int) -> TorchAttention:

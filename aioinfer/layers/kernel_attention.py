@@ -22,10 +22,11 @@ from aioinfer.kernels.paged_attention import (
     paged_attention,
 )
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
-from aioinfer.kernels.projection import Projection
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.step import SampledRows, Step
 
 
@@ -67,22 +68,24 @@ class AttentionPlans:
         self.rows, self.tokens, self._dtype = rows, tokens, dtype
         self.programs, self.cascade = programs, cascade
         self._shared: dict[Hashable, Any] = {}
-        self._workspaces: dict[tuple[int, AttentionShape], DecodeWorkspace] = {}
+        self._workspaces: dict[tuple[int, AttentionShape, bool], DecodeWorkspace] = {}
         self._prefills: dict[tuple[int, int, bool], PrefillPlan] = {}
 
     def of_layer(
-        self, shape: AttentionShape, group: int, cache: KVCache
+        self, shape: AttentionShape, group: int, cache: KVCache, *, has_slopes: bool = False
     ) -> tuple[DecodeWorkspace, PrefillPlan]:
-        """Returns the plans that a layer shares with those like it."""
-        key = group, shape
+        """Returns the plans that a layer shares with all that are like it. With slopes (ALiBi)
+        neither the cascade nor the prefill kernel for Hopper is used."""
+        key = group, shape, has_slopes
         if key not in self._workspaces:
             self._workspaces[key] = DecodeWorkspace.create(
                 shape.num_heads, cache.keys, window=shape.window or 0, programs=self.programs,
-                cascade_rows=self.rows if self.cascade else 0,
+                cascade_rows=self.rows if self.cascade and not has_slopes else 0,
             )  # fmt: skip
         prefill = make_prefill_plan(
-            self.rows, self.tokens, shape.num_heads, self._dtype, cache.keys, cache.values
-        )
+            self.rows, self.tokens, shape.num_heads, self._dtype, cache.keys, cache.values,
+            hopper=not has_slopes,
+        )  # fmt: skip
         kind = prefill.group, prefill.tile_rows, prefill.hopper
         return self._workspaces[key], self._prefills.setdefault(kind, prefill)
 
@@ -99,7 +102,7 @@ class AttentionPlans:
             plan.fill(step)
         inputs, num_decodes = step.inputs, step.num_decodes
         assert num_decodes is not None
-        for (group, _), workspace in self._workspaces.items():
+        for (group, _, _), workspace in self._workspaces.items():
             tables = inputs.groups[group].block_tables
             if not step.shares_prefix:
                 workspace = replace(workspace, cascade=None)
@@ -117,9 +120,10 @@ class KernelAttention:
         shape, group: of the layer.
         cache: the layer's.
         plans: of the model.
-        cos_sin: see `Projection`.
+        rotary: of queries and keys; None where they are not rotated.
         norms: of queries and keys by head, or none.
-        sinks: as in `paged_attention`, or none.
+        norm_last: whether the norms follow the rotation.
+        sinks, slopes: as in `paged_attention`, or none.
         pdl: launch as programmatic dependents.
     """
 
@@ -129,25 +133,32 @@ class KernelAttention:
         group: int,
         cache: KVCache,
         plans: AttentionPlans,
-        cos_sin: torch.Tensor,
+        rotary: RotaryTable | None,
         norms: tuple[RMSNorm, RMSNorm] | None,
         *,
+        norm_last: bool = False,
         sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
         pdl: bool,
     ):
         self._shape, self._group, self._cache = shape, group, cache
-        self._workspace, self._prefill = plans.of_layer(shape, group, cache)
+        self._workspace, self._prefill = plans.of_layer(
+            shape, group, cache, has_slopes=slopes is not None
+        )
         self._plain_workspace = replace(self._workspace, cascade=None)
-        self._cos_sin, self._sinks = cos_sin, sinks
         self._pdl = pdl
-        self._norms: dict[str, Any] = {}
+        weights: tuple[Any, ...] = ()
         if norms is not None:
             query_norm, key_norm = norms
-            self._norms = {
-                "q_weight": query_norm.weight,
-                "k_weight": key_norm.weight,
-                "eps": query_norm.eps,
-            }
+            weights = query_norm.weight, key_norm.weight, query_norm.eps
+        self._rotation = Rotation(
+            None if rotary is None else rotary.cos_sin, *weights,
+            sections=None if rotary is None else rotary.sections, norm_last=norm_last,
+        )  # fmt: skip
+        self._options: dict[str, Any] = {
+            "scale": shape.scale, "soft_cap": shape.soft_cap, "scales": cache.scales,
+            "sinks": sinks, "slopes": slopes,
+        }  # fmt: skip
 
     def plan_sampled(self, sampled: SampledRows) -> None:
         """Plans `attend_sampled`, which has other decodes than the step."""
@@ -165,7 +176,7 @@ class KernelAttention:
         queries = self._queries(qkv)
         projection = None
         if step.num_decodes is not None:
-            projection = self._projection(qkv)
+            projection = self._projection(qkv, inputs.rotary)
         # decode attention caches its own keys, if the host knows how many rows it has
         first = step.num_decodes or 0
         if first < len(qkv):
@@ -174,8 +185,7 @@ class KernelAttention:
         return paged_attention(
             queries, self._cache.keys, self._cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=workspace,
-            prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=self._cache.scales, sinks=self._sinks, projection=projection, pdl=self._pdl,
+            prefill_plan=self._prefill, projection=projection, pdl=self._pdl, **self._options,
         )  # fmt: skip
 
     def attend_sampled(self, qkv: torch.Tensor, step: Step, sampled: SampledRows) -> torch.Tensor:
@@ -196,9 +206,8 @@ class KernelAttention:
         return paged_attention(
             queries, self._cache.keys, self._cache.values, tables,
             step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
-            workspace=self._workspace, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=self._cache.scales, sinks=self._sinks, projection=self._projection(qkv),
-            pdl=self._pdl,
+            workspace=self._workspace, projection=self._projection(qkv, sampled.rotary),
+            pdl=self._pdl, **self._options,
         )  # fmt: skip
 
     def attend_rotated(
@@ -211,12 +220,11 @@ class KernelAttention:
         return paged_attention(
             queries, cache.keys, cache.values, group.block_tables, inputs.query_starts,
             inputs.seq_lens, num_decodes=step.num_decodes, workspace=self._workspace,
-            prefill_plan=self._prefill, scale=self._shape.scale, soft_cap=self._shape.soft_cap,
-            scales=cache.scales, sinks=self._sinks,
+            prefill_plan=self._prefill, **self._options,
         )  # fmt: skip
 
-    def _projection(self, qkv: torch.Tensor) -> Projection:
-        return Projection(qkv, self._cos_sin, key_shifts=self._cache.key_shifts, **self._norms)
+    def _projection(self, qkv: torch.Tensor, positions: torch.Tensor | None) -> Projection:
+        return Projection(qkv, self._rotation, positions, self._cache.key_shifts)
 
     def _queries(self, qkv: torch.Tensor) -> torch.Tensor:
         heads, size = self._shape.num_heads, self._shape.head_size
@@ -228,8 +236,8 @@ class KernelAttention:
         inputs, group, cache = step.inputs, step.inputs.groups[self._group], self._cache
         out = torch.empty_like(self._queries(qkv), memory_format=torch.contiguous_format)
         qk_norm_rope_cache(
-            qkv[first:], inputs.positions[first:], self._cos_sin, group.slot_mapping[first:],
-            cache.keys, cache.values, num_q_heads=self._shape.num_heads, scales=cache.scales,
-            key_shifts=cache.key_shifts, out=out[first:], pdl=self._pdl, **self._norms,
+            self._projection(qkv[first:], inputs.rotary_positions[..., first:]),
+            group.slot_mapping[first:], cache.keys, cache.values, num_q_heads=self._shape.num_heads,
+            scales=cache.scales, out=out[first:], pdl=self._pdl,
         )  # fmt: skip
         return out

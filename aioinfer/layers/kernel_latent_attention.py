@@ -159,7 +159,8 @@ class KernelLatentAttention:
     def _rotate_and_cache(self, queries: torch.Tensor, latents: torch.Tensor, step: Step) -> None:
         """Rotates the queries in place, and writes the latents to the cache."""
         latent_cache(
-            latents, queries[..., self._shape.plain_size :], step.inputs.positions, self._cos_sin,
+            latents, queries[..., self._shape.plain_size :], step.inputs.rotary_positions,
+            self._cos_sin,
             step.inputs.groups[self._group].slot_mapping, self._cache, self._norm.weight,
             self._norm.eps, pdl=self._pdl,
         )  # fmt: skip

@@ -372,9 +372,8 @@ class PagedAttention:
         if plans is not None:
             from aioinfer.layers.kernel_attention import KernelAttention
 
-            nothing = torch.zeros(1, 2, device=backend.device)
             self._kernel = KernelAttention(
-                self.shape, group, cache, plans, nothing, None, pdl=backend.pdl
+                self.shape, group, cache, plans, None, None, pdl=backend.pdl
             )
 
     def __call__(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.cascade_attention import CascadeConfig, cascade_config
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeWorkspace, plan_decode
@@ -49,7 +50,7 @@ def cascade_cases(tune: bool) -> Iterator[Case]:
             plan_decode(workspace, lens, tables)
             out = torch.full_like(q, float("nan"))
             run = partial(
-                launch_decode, q, k, v, tables, lens, out, workspace, scale=SCALE, soft_cap=0.0
+                launch_decode, q, k, v, tables, lens, out, workspace, scores=ScoreArguments(SCALE)
             )
             check = partial(attention_check, q, out, k, v, tables, [1] * rows, keys)
             variant = "each row reads all"

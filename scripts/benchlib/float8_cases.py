@@ -9,11 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, prefill_config
 from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 
 from benchlib.kernel_cases import (
@@ -93,7 +95,7 @@ def _decodes(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
             out = torch.full_like(q, float("nan"))
             run = partial(
                 launch_decode, q, k, v, tables, lens, out, workspace,
-                scale=SCALE, soft_cap=0.0, scales=scales,
+                scores=ScoreArguments(SCALE), scales=scales,
             )  # fmt: skip
             variant = (
                 f"{_label(dtype)} tile {config.tile} w{config.num_warps} s{config.num_stages} "
@@ -139,7 +141,7 @@ def _prefills(dtype: torch.dtype, tune: bool) -> Iterator[Case]:
                     f"s{config.num_stages}"
                 )
             run = partial(
-                launch, q, *caches, starts, lens, out, plan, scale=SCALE, window=0, soft_cap=0.0,
+                launch, q, *caches, starts, lens, out, plan, window=0, scores=ScoreArguments(SCALE),
                 scales=scales,
             )  # fmt: skip
             size = 2 * q.nbytes + sum(keys) * KV_HEADS * SIZE * 2 * dtype.itemsize
@@ -155,8 +157,8 @@ def _writes(dtype: torch.dtype) -> Iterator[Case]:
         positions, slots = ints(range(tokens)), torch.arange(tokens, device=DEVICE)
         cos_sin, weight = torch.rand(tokens, SIZE, device=DEVICE), random_tensor(SIZE)
         run = partial(
-            qk_norm_rope_cache, qkv, positions, cos_sin, slots, k, v, num_q_heads=HEADS,
-            q_weight=weight, k_weight=weight, scales=_scales(dtype),
+            qk_norm_rope_cache, Projection(qkv, Rotation(cos_sin, weight, weight), positions),
+            slots, k, v, num_q_heads=HEADS, scales=_scales(dtype),
         )  # fmt: skip
         size = qkv.nbytes + tokens * SIZE * (HEADS * 2 + KV_HEADS * 2 * dtype.itemsize)
         yield Case("float8", f"qk_norm_rope_cache {tokens}", _label(dtype), [run], size)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from aioinfer.kernels.activation import gated_activation
+from aioinfer.kernels.attention_tiles import ScoreArguments
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
@@ -25,6 +26,7 @@ from aioinfer.kernels.prefill_attention import PrefillConfig, launch_prefill, pr
 from aioinfer.kernels.prefill_hopper import ROWS, launch_prefill_hopper
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.prepare import PreparedInputs, prepare_inputs
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 
@@ -33,6 +35,8 @@ from tests.kernels.references import product_reference
 DEVICE = "cuda"
 BF16 = torch.bfloat16
 LOG2_E = 1.4426950408889634
+#: Of heads of 128 channels.
+SCORES = ScoreArguments(128**-0.5 * LOG2_E)
 
 
 @dataclass(slots=True)
@@ -145,8 +149,7 @@ def decode_cases(tune: bool) -> Iterator[Case]:
                     lens,
                     out,
                     workspace,
-                    scale=128**-0.5 * LOG2_E,
-                    soft_cap=0.0,
+                    scores=SCORES,
                 )
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
@@ -199,7 +202,7 @@ def prefill_variants(tune: bool) -> dict[int, list[tuple[str, PrefillConfig | No
 def prefill_cases(tune: bool) -> Iterator[Case]:
     """Causal prefill, Qwen3-8B's heads; `hopper` over blocks of 64 and 128, and the plain kernel
     over blocks of 64."""
-    options = {"scale": 128**-0.5 * LOG2_E, "window": 0, "soft_cap": 0.0}
+    options = {"window": 0, "scores": SCORES}
     for (name, rows), (block_size, variants) in itertools.product(
         PREFILL_SHAPES.items(), prefill_variants(tune).items()
     ):
@@ -405,15 +408,11 @@ def chain_cases(tune: bool) -> Iterator[Case]:
             for qkv_w, o_w, up_w, down_w in weights:
                 qkv = few_rows_dense(hidden, qkv_w, norm_weight=norm, pdl=pdl)
                 q = qk_norm_rope_cache(
-                    qkv,
-                    position,
-                    cos_sin,
+                    Projection(qkv, Rotation(cos_sin, head_norm, head_norm), position),
                     slot,
                     k,
                     v,
                     num_q_heads=q_heads,
-                    q_weight=head_norm,
-                    k_weight=head_norm,
                     pdl=pdl,
                 )
                 out = torch.empty_like(q)
@@ -425,8 +424,7 @@ def chain_cases(tune: bool) -> Iterator[Case]:
                     lens,
                     out,
                     workspace,
-                    scale=128**-0.5 * LOG2_E,
-                    soft_cap=0.0,
+                    scores=SCORES,
                     pdl=pdl,
                 )
                 hidden = few_rows_dense(out.flatten(1), o_w, residual=hidden, pdl=pdl)
@@ -512,14 +510,10 @@ def small_cases(tune: bool) -> Iterator[Case]:
 
         def run(qkv=qkv, slots=slots, cos_sin=cos_sin, caches=caches, weight=head_norm) -> None:
             qk_norm_rope_cache(
-                qkv,
-                slots,
-                cos_sin,
+                Projection(qkv, Rotation(cos_sin, weight, weight), slots),
                 slots,
                 *caches,
                 num_q_heads=32,
-                q_weight=weight,
-                k_weight=weight,
             )
 
         yield Case("small", f"qk_norm_rope_cache {rows}", "", [run], 2 * qkv.nbytes)

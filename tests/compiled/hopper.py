@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton._C.libtriton import native_specialize_impl
+from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -55,6 +57,37 @@ def compile_kernel(
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
+    return checked(triton.compile(source, target=HOPPER, options=options))
+
+
+def compile_call(kernel: Any, config: Any, **arguments: Any) -> CompiledKernel:
+    """Compiles a kernel as a call with these arguments would: its tensors on a CPU (of any size),
+    numbers, tuples, and constants where the kernel has `tl.constexpr`."""
+    backend = make_backend(HOPPER)
+    values = [arguments.pop(name) for name in kernel.arg_names]
+    assert not arguments, f"the kernel has no {sorted(arguments)}"
+    kinds = [
+        ("constexpr", value)
+        if param.is_constexpr
+        else native_specialize_impl(
+            type(backend), value, param.is_const, not param.do_not_specialize,
+            not param.do_not_specialize_on_alignment,
+        )
+        for param, value in zip(kernel.params, values, strict=True)
+    ]  # fmt: skip
+    signature = {name: kind[0] for name, kind in zip(kernel.arg_names, kinds, strict=True)}
+    constants = find_paths_if(list(signature.values()), lambda _, kind: kind == "constexpr")
+    attributes = [kind[1] for kind in kinds]
+    source = ASTSource(
+        kernel,
+        signature,
+        {path: get_iterable_path(values, path) for path in constants},
+        {
+            path: backend.parse_attr(get_iterable_path(attributes, path))
+            for path in find_paths_if(attributes, lambda _, value: isinstance(value, str))
+        },
+    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return checked(triton.compile(source, target=HOPPER, options=options))
 
 

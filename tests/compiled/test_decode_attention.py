@@ -4,62 +4,69 @@ and how it converts a KV cache in float8."""
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.decode_attention import _decode_kernel, merged_splits
-from aioinfer.kernels.decode_plan import PLAN_FIELDS, decode_config
+from aioinfer.kernels.attention_tiles import CacheArguments, HeadShape, ScoreArguments
+from aioinfer.kernels.decode_attention import DecodeTiles, _decode_kernel, merged_splits
+from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, decode_config
+from aioinfer.kernels.projection import Rotation
 
-from tests.compiled.hopper import compile_kernel, names_to_types
+from tests.compiled.hopper import compile_call
 
 HEAD_SIZE, KV_HEADS = 128, 8
-TYPES = {
-    "*bf16": ("q", "out", "q_weight", "k_weight"),
-    "*i32": ("block_tables", "seq_lens", "plan", "counters", "shared_rows"),
-    "*fp32": (
-        "partials",
-        "maxima",
-        "sums",
-        "cos_sin",
-        "scales",
-        "key_shifts",
-        "sinks",
-        "prefix_states",
-    ),
-    "fp32": ("scale", "soft_cap", "eps"),
-}
 
 
-def compiled(
+def empty(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(8, dtype=dtype)
+
+
+def decode_arguments(
     group: int,
+    head_size: int = HEAD_SIZE,
     *,
     projected: bool,
     is_float8: bool = False,
     fp16_operands: bool = False,
     has_sinks: bool = False,
     paired: bool = False,
-) -> str:
-    """Returns the PTX of the kernel that `launch_decode` launches for Qwen3's heads and queries in
-    bf16."""
-    config = decode_config(HEAD_SIZE, 1 if is_float8 else 2)
-    constants = {
-        "KV_HEADS": KV_HEADS, "GROUP": group, "GROUP_PAD": group, "ROWS": 16,
-        "HEAD_SIZE": HEAD_SIZE, "HEAD_PAD": HEAD_SIZE,
-        "BLOCK_SIZE": 128, "TILE": config.tile, "WINDOW": 0, "SOFT_CAP": False,
-        "FIELDS": PLAN_FIELDS,
-        "SPLITS": merged_splits(group, HEAD_SIZE), "PDL": True,
-        "PROJECTED": projected, "ROTARY": HEAD_SIZE if projected else 0, "HAS_NORM": projected,
-        "HAS_SCALES": is_float8, "HAS_SHIFTS": is_float8 and projected,
-        "FP16_OPERANDS": fp16_operands, "HAS_SINKS": has_sinks,
-        "CASCADE": False, "PREFIX_ROWS": 0, "MAX_ROWS": 0, "PREFIX_LINES": 0,
-        "PAIRED": paired, "BY_ASSEMBLY": paired,
+) -> dict[str, Any]:
+    """Returns the arguments of the kernel that `launch_decode` launches for Qwen3's heads and
+    queries in bf16."""
+    narrow = torch.float8_e4m3fn if is_float8 else torch.bfloat16
+    strides = 128 * KV_HEADS * head_size, KV_HEADS * head_size, head_size
+    weights = empty(torch.bfloat16), empty(torch.bfloat16)
+    rotation = Rotation(torch.empty(1, head_size), *weights)
+    shape = HeadShape(KV_HEADS, group, head_size, group, head_size, 128)
+    tile = decode_config(head_size, 1 if is_float8 else 2).tile
+    splits = merged_splits(group, head_size)
+    return {
+        "q": empty(torch.bfloat16), "out": empty(torch.bfloat16), "q_stride": 6144,
+        "out_stride": 4096, "positions": None, "axis_stride": 0,
+        "block_tables": empty(torch.int32), "table_stride": 320, "seq_lens": empty(torch.int32),
+        "plan": empty(torch.int32),
+        "parts": Parts(empty(), empty(), empty(), empty(torch.int32)),
+        "cache": CacheArguments(
+            empty(narrow), empty(narrow), strides, strides, empty() if is_float8 else None,
+            empty() if is_float8 and projected else None,
+        ),
+        "scores": ScoreArguments(1.0, None, empty() if has_sinks else None),
+        "rotation": rotation.arguments if projected else None, "prefix": None,
+        "SHAPE": shape, "ROTATION": rotation.config if projected else Rotation().config,
+        "TILES": DecodeTiles(16, tile, 0, splits, fp16_operands, paired, paired),
+        "PREFIX": None, "FIELDS": PLAN_FIELDS, "PDL": True,
     }  # fmt: skip
-    types = names_to_types(TYPES)
-    types |= dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv" if is_float8 else "*bf16")
-    kernel = compile_kernel(_decode_kernel, types, constants, config, divisible="stride")
-    ptx: str = kernel.asm["ptx"]
+
+
+def compiled(group: int, *, is_float8: bool = False, **options: Any) -> str:
+    """Returns the PTX of the kernel for `decode_arguments`."""
+    config = decode_config(HEAD_SIZE, 1 if is_float8 else 2)
+    arguments = decode_arguments(group, is_float8=is_float8, **options)
+    ptx: str = compile_call(_decode_kernel, config, **arguments).asm["ptx"]
     return ptx
 
 

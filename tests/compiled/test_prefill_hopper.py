@@ -28,7 +28,7 @@ POINTERS = {
     "scales": "*fp32",
     "sinks": "*fp32",
 }
-NUMBERS = dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32")
+NUMBERS = dict.fromkeys(("scale", "soft_cap"), "fp32")
 NAMES = ("head_size", "block_size", "window", "soft_cap", "has_sinks")
 
 

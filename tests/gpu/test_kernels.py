@@ -34,6 +34,7 @@ from aioinfer.kernels.prepare import (
     embed,
     prepare_inputs,
 )
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from cases import (
@@ -185,11 +186,11 @@ def test_float8_saturates_and_keeps_nan() -> None:
     caches = torch.zeros(2, 1, 16, 1, size, device=DEVICE).to(torch.float8_e4m3fn)
     values = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 447.0, 449.0, 1e-9])
     qkv = values.to(DEVICE).repeat(size // 8).repeat(3)[None]
+    zero = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rotation = Rotation(torch.tensor([[1.0, 0.0]], device=DEVICE))
     qk_norm_rope_cache(
-        qkv,
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        torch.tensor([[1.0, 0.0]], device=DEVICE),
-        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        Projection(qkv, rotation, zero),
+        zero.long(),
         caches[0],
         caches[1],
         num_q_heads=1,

@@ -9,7 +9,7 @@ import torch
 from aioinfer.kernels.cascade_attention import CascadeConfig
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import paged_attention
-from aioinfer.kernels.projection import Projection
+from aioinfer.kernels.projection import Projection, Rotation
 from cases import Pair, cached, normal, poisoned, readable
 from references import paged_attention_reference, qk_norm_rope_cache_reference
 
@@ -108,10 +108,10 @@ def cascade_attention(case: CascadeCase) -> list[Pair]:
     out = paged_attention(
         queries, *caches, tables, starts, lens, num_decodes=count, workspace=workspace,
         soft_cap=case.soft_cap, scales=scales, sinks=sinks,
-        projection=Projection(qkv, cos_sin, *weights) if case.projected else None,
+        projection=Projection(qkv, Rotation(cos_sin, *weights)) if case.projected else None,
         out=poisoned(*queries.shape, dtype=dtype, device=device),
     )  # fmt: skip
-    assert not workspace.counters.any()
+    assert not workspace.parts.counters.any()
     wide_queries = queries.double()
     if case.projected:
         last = (lens - 1).clamp(min=0).long()

@@ -26,7 +26,7 @@ from aioinfer.kernels.paged_attention import (
     paged_attention,
 )
 from aioinfer.kernels.prefill_plan import plan_prefill
-from aioinfer.kernels.projection import Projection
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from references import (
     add_rms_norm_reference,
@@ -118,7 +118,7 @@ def attention(case: AttentionCase) -> Pair:
     workspace = DecodeWorkspace.create(
         case.q_heads, k_cache, window=case.window, config=case.config, programs=case.programs
     )
-    for buffer in (workspace.partials, workspace.maxima, workspace.sums):
+    for buffer in (workspace.parts.outputs, workspace.parts.maxima, workspace.parts.sums):
         buffer.fill_(NAN)
     if decodes:
         plan_decode(workspace, lens[:decodes])
@@ -134,7 +134,7 @@ def attention(case: AttentionCase) -> Pair:
         soft_cap=case.soft_cap, scales=scales, sinks=sinks,
         out=poisoned(*q.shape, dtype=q.dtype, device=device),
     )  # fmt: skip
-    assert not workspace.counters.any()
+    assert not workspace.parts.counters.any()
     return out, paged_attention_reference(
         q.double(), *read, tables, starts, lens,
         window=case.window, soft_cap=case.soft_cap, sinks=sinks,
@@ -187,10 +187,10 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
-        projection=Projection(qkv, cos_sin, *weights, key_shifts=shifts), scales=scales,
+        projection=Projection(qkv, Rotation(cos_sin, *weights), key_shifts=shifts), scales=scales,
         sinks=sinks,
     )  # fmt: skip
-    assert not workspace.counters.any()
+    assert not workspace.parts.counters.any()
     last = (lens - 1).clamp(min=0).long()
     slots = (
         tables[torch.arange(len(lens), device=device), last // case.block_size].long()
@@ -298,8 +298,8 @@ def qk_norm_rope(
     *caches, scales, wide_caches = cached(before, before.clone(), cache_dtype or dtype)
     shifts = None if scales is None else torch.randn(kv_heads, head_size, device=device)
     q = qk_norm_rope_cache(
-        qkv, positions, cos_sin, slots, *caches, num_q_heads=q_heads, q_weight=weights[0],
-        k_weight=weights[1], scales=scales, key_shifts=shifts,
+        Projection(qkv, Rotation(cos_sin, *weights), positions, shifts), slots, *caches,
+        num_q_heads=q_heads, scales=scales,
         out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
     )  # fmt: skip
     wide = [None if w is None else w.double() for w in weights]

@@ -73,7 +73,7 @@ def decode(case: LatentCase, lengths: list[int]) -> Pair:
     workspace = make_latent_workspace(
         heads, case.latent_size, cache, config=case.config, programs=case.programs
     )
-    for buffer in (workspace.partials, workspace.maxima, workspace.sums):
+    for buffer in (workspace.parts.outputs, workspace.parts.maxima, workspace.parts.sums):
         buffer.fill_(NAN)
     plan_decode(workspace, lens)
     for _ in range(2):
@@ -81,7 +81,7 @@ def decode(case: LatentCase, lengths: list[int]) -> Pair:
             absorbed, rotated, cache, tables, lens, workspace, scale=case.scale,
             out=case.poisoned(*absorbed.shape),
         )  # fmt: skip
-    assert not workspace.counters.any()
+    assert not workspace.parts.counters.any()
     wide = (absorbed.double(), rotated.double(), cache.double())
     return out, latent_decode_reference(*wide, tables, lens, scale=case.scale)
 

@@ -7,6 +7,7 @@ import torch
 from aioinfer.kernels.activation import KINDS, gated_activation
 from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.norm import add_parts, rms_norm
+from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from cases import activation, dense_rows, error, norm, norm_of_parts, qk_norm_rope
 from references import gated_activation_reference
@@ -77,9 +78,8 @@ def test_head_norm_weights_wider_than_the_heads() -> None:
 
     def queries(dtype: torch.dtype, weights: torch.Tensor) -> torch.Tensor:
         caches = torch.zeros(2, 2, 16, 1, 64, dtype=dtype)
-        norms = {"q_weight": weights[0], "k_weight": weights[1]}
-        x = qkv.to(dtype)
-        return qk_norm_rope_cache(x, slots, angles, slots, *caches, num_q_heads=2, **norms)
+        projection = Projection(qkv.to(dtype), Rotation(angles, *weights), slots)
+        return qk_norm_rope_cache(projection, slots, *caches, num_q_heads=2)
 
     expected = queries(torch.float32, weights).half()
     assert not torch.equal(queries(torch.float32, weights.half()).half(), expected)
