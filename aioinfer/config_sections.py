@@ -408,7 +408,7 @@ class ServerConfig:
     )
     api_keys: list[str] = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
-        "and what is below it, `/ping`, `/metrics`, `/openapi.json` and the files of the pages at "
+        "and what is below it, `/metrics`, `/openapi.json` and the files of the pages at "
         "`/` and `/docs` need none. A command line can be read by others on the machine: keep keys "
         "in a file.",
         [],

@@ -101,7 +101,7 @@ async def test_health_needs_no_key() -> None:
 
 async def test_only_monitoring_and_the_page_need_no_key() -> None:
     """Every route of the application is requested without a key."""
-    monitoring = {"/health", "/health/live", "/health/ready", "/metrics", "/ping"}
+    monitoring = {"/health", "/health/live", "/health/ready", "/metrics"}
     open_paths = {*monitoring, "/openapi.json", *PAGE_PATHS} - {""}
     server = make_server(api_keys=["key"], admin_key="admin")
     async with aiohttp.ClientSession(await server.start()) as http:

@@ -112,7 +112,7 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
             # the first has no end, the second lets all others wait
             *("--exclude-path", "/page/live", "--exclude-path", "/pause"),
             # the worker here has no hidden states
-            *("--exclude-path-regex", "embed|pooling|classify|score|rerank|invocations"),
+            *("--exclude-path-regex", "embed|pooling|classify|score|rerank"),
             *("--phases", "fuzzing", "--max-examples", "4", "--no-shrink"),
             *("--generation-database", "none", "--request-timeout", "25", "--no-color"),
             cwd=tmp_path,

@@ -26,7 +26,7 @@ _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: the paths of monitoring, and the page, which asks the user for one.
 OPEN_PATHS = frozenset(
-    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/ping", *PAGE_PATHS)
+    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", *PAGE_PATHS)
 )
 #: Paths that act on the whole server: they need an admin key.
 ADMIN_PATHS = frozenset(

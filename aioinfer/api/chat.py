@@ -54,7 +54,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     admit(request, body.timeout_s)
-    with renamed(names_of_fields(body)):
+    with renamed(_names_of_fields(body)):
         return await _answer(request, frontend, body)
 
 
@@ -63,7 +63,7 @@ async def _answer(
 ) -> web.StreamResponse:
     if body.store:
         checked_metadata(body.metadata)
-    turn = await turn_of(frontend, body)
+    turn = await _turn_of(frontend, body)
     envelope = new_envelope(
         request,
         "chatcmpl",
@@ -126,7 +126,7 @@ async def _whole(
         of_prompt = await prompt_logprobs(names, scores, num_top)
     with_ids = bool(body.return_token_ids)
     choices = [
-        await choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=with_ids)
+        await _choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=with_ids)
         | found_features(output, delta)
         for index, delta in enumerate(reply.choices)
     ]
@@ -135,7 +135,7 @@ async def _whole(
     return whole | ({"prompt_token_ids": turn.prompt} if with_ids else {})
 
 
-async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
+async def _turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
     """Encodes the conversation of a body. Raises `RequestError`."""
     fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
     prompt = await chat_prompt(frontend, body, use)
@@ -150,7 +150,7 @@ async def turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
     )
 
 
-def names_of_fields(body: ChatRequest) -> dict[str, str]:
+def _names_of_fields(body: ChatRequest) -> dict[str, str]:
     """Returns the client's names for parameters that the engine may reject."""
     length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     return {"prompt": "messages", "max_tokens": length, "logprobs": "top_logprobs"}
@@ -191,7 +191,7 @@ def _stream_choices(
     return [events(index) for index in range(turn.params.n)]
 
 
-async def choice_of(
+async def _choice_of(
     frontend: Frontend,
     tokenizer: Tokenizer | None,
     turn: Turn,

@@ -50,6 +50,8 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
         "detokenize": (True,),
         "ec_transfer_params": ({},),
+        "embed_dtype": ("float32",),
+        "endianness": ("little", "native"),
         "enable_response_messages": (False,),
         "kv_transfer_params": ({},),
         "logits_processors": ([],),

@@ -1,5 +1,5 @@
 """Information about the server: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and the
-paths below it, `/ping`, `/load`, `/server_info` and `/tokenizer_info`."""
+paths below it, `/load`, `/server_info` and `/tokenizer_info`."""
 
 from __future__ import annotations
 

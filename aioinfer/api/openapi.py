@@ -45,7 +45,6 @@ from aioinfer.api.pooling_bodies import (
 from aioinfer.api.protocol import (
     NO_EFFECT_TEXT,
     AnyObject,
-    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -90,12 +89,7 @@ _PAGE: dict[str, dict[str, Any]] = {"limit": _LIMIT, "after": _TEXT, "order": _O
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
     ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
-    ("POST", "/v1/chat/completions/batch"): Operation(BatchChatRequest, replies.ChatCompletion),
-    ("POST", "/v1/chat/completions/render"): Operation(ChatRequest, replies.Rendered),
-    ("POST", "/v1/completions/render"): Operation(CompletionRequest, list[replies.Rendered]),
-    ("POST", "/invocations"): Operation(dict, streams=True),
     ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
-    ("POST", "/v1/messages/render"): Operation(MessagesRequest, replies.Rendered),
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
     ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
     ("POST", "/responses"): Operation(ResponseRequest, streams=True),
@@ -152,8 +146,6 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation(reply=replies.Status),
     ("GET", "/health/live"): Operation(reply=replies.Status),
     ("GET", "/health/ready"): Operation(reply=replies.Status),
-    ("GET", "/ping"): Operation(reply=replies.Status),
-    ("POST", "/ping"): Operation(reply=replies.Status),
     ("GET", "/version"): Operation(reply=replies.Version),
     ("GET", "/load"): Operation(reply=replies.Load),
     ("GET", "/server_info"): Operation(),
@@ -201,7 +193,6 @@ _MESSAGES = [{"role": "user", "content": "Name a river."}]
 EXAMPLES: dict[type, dict[str, Any]] = {
     CompletionRequest: {"prompt": _PROMPT, "max_tokens": 16, "temperature": 0},
     ChatRequest: {"messages": _MESSAGES, "max_tokens": 32},
-    BatchChatRequest: {"messages": [_MESSAGES, _MESSAGES], "max_tokens": 16},
     MessagesRequest: {"messages": _MESSAGES, "max_tokens": 32},
     CountTokensRequest: {"messages": _MESSAGES},
     ResponseRequest: {"input": "Name a river.", "max_output_tokens": 32},
@@ -223,7 +214,6 @@ EXAMPLES: dict[type, dict[str, Any]] = {
     LlamaEmbedding: {"content": "a river"},
     TokenizeRequest: {"prompt": "Hello, world!", "return_token_strs": True},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
-    dict: {"prompt": _PROMPT, "max_tokens": 16},
     AbortRequest: {"request_id": "cmpl-…"},
     CreateBatch: {
         "input_file_id": "file-…",

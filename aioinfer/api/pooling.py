@@ -17,7 +17,7 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.embedding_formats import bytes_response, numbers_json, to_base64
+from aioinfer.api.embedding_formats import numbers_json, to_base64
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.pooling_bodies import (
@@ -69,8 +69,6 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     pooled = await _pool_inputs(request, body, pooling.params(), "embd")
     make = _encoder(request.app[FRONTEND], body, normalize=body.normalizes)
     head = {"object": "list", "model": _name(request), "usage": pooled.usage()}
-    if body.encoding_format in ("bytes", "bytes_only"):
-        return await _send_bytes(request, head, pooled.states, body, normalize=body.normalizes)
     return await _send(request, head, pooled.states, make, ("embedding", "embedding"))
 
 
@@ -110,10 +108,6 @@ async def create_pooling(request: web.Request) -> web.StreamResponse:
     pooled = await _pool_inputs(request, body, params, "pool")
     make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalizes))
     head = _head(request, "pool") | {"usage": pooled.usage()}
-    if body.encoding_format in ("bytes", "bytes_only"):
-        return await _send_bytes(
-            request, head, pooled.states, body, normalize=bool(body.normalizes)
-        )
     return await _send(request, head, pooled.states, make, ("pooling", "data"))
 
 
@@ -331,33 +325,10 @@ def _encoder(
     def encode(state: F32) -> bytes:
         found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
         if body.encoding_format == "base64":
-            return to_base64(found, body.embed_dtype, body.endianness)
+            return to_base64(found)
         return numbers_json(found)
 
     return encode
-
-
-async def _send_bytes(
-    request: web.Request,
-    head: dict[str, Any],
-    states: Sequence[F32],
-    body: EmbeddingRequest,
-    *,
-    normalize: bool | None,
-) -> web.Response:
-    """Returns the embeddings as bytes."""
-    embed = request.app[FRONTEND].pooling.embedding
-
-    def make() -> web.Response:
-        return bytes_response(
-            head,
-            [embed(state, body.dimensions, normalize) for state in states],
-            body.embed_dtype,
-            body.endianness,
-            has_metadata=body.encoding_format == "bytes",
-        )
-
-    return await asyncio.to_thread(make)
 
 
 async def _send(

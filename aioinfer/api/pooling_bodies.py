@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.api.embedding_formats import EmbedDtype, EncodingFormat, Endianness
 from aioinfer.api.messages import Message
 from aioinfer.api.mixed_prompts import Prompt, Prompts, split_prompts
 from aioinfer.api.protocol import (
@@ -104,9 +103,7 @@ class EmbeddingBody(InputBody, kw_only=True):
 class EmbeddingRequest(EmbeddingBody, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    encoding_format: EncodingFormat | None = None
-    embed_dtype: EmbedDtype | None = None
-    endianness: Endianness | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
 
@@ -189,21 +186,17 @@ class ScoringBody(PoolingBody, kw_only=True):
 
 
 #: Names of the two sides of `ScoreRequest`.
-_SIDES = (("text_1", "queries", "data_1"), ("text_2", "documents", "items", "data_2"))
+_SIDES = (("text_1", "queries"), ("text_2", "documents"))
 
 
 class ScoreRequest(ScoringBody, kw_only=True):
     """`POST /score`: the similarity of each pair of texts, or of one text to many. The sides have
-    several names in vLLM: `text_1` and `text_2`, `queries` and `documents` or `items`, `data_1` and
-    `data_2`."""
+    two names each in vLLM: `text_1` and `text_2`, or `queries` and `documents`."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    items: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
 
     def check(self) -> None:
         super().check()

@@ -422,31 +422,6 @@ class ChatRequest(SamplingBody, kw_only=True):
         return fields
 
 
-class BatchChatRequest(ChatRequest, kw_only=True):
-    """`POST /v1/chat/completions/batch`: several conversations, with one choice for each."""
-
-    messages: Annotated[list[list[Message]], Meta(min_length=1, max_length=MAX_PROMPTS)]  # type: ignore[assignment]
-
-    def check(self) -> None:
-        if self.stream:
-            raise RequestError("stream must be false: one reply answers all", param="stream")
-        for name in ("prompt_logprobs", "store"):
-            if getattr(self, name) not in (None, False):
-                raise RequestError(f"{name} is not supported for several conversations", param=name)
-        if self.n not in (None, 1):
-            raise RequestError("n must be 1: each conversation has one answer", param="n")
-        for index, conversation in enumerate(self.chats()):
-            place = f"messages[{index}]"
-            if not conversation.messages:
-                raise RequestError(f"{place} is empty", param=place)
-            conversation.check()
-
-    def chats(self) -> list[ChatRequest]:
-        """Returns the conversations one by one, as chats with the same parameters."""
-        fields = msgspec.structs.asdict(self)
-        return [ChatRequest(**fields | {"messages": each}) for each in self.messages]
-
-
 class TokenizeRequest(Body, kw_only=True):
     """`POST /tokenize`, with a `prompt`, with `messages`, or with llama.cpp's `content`."""
 

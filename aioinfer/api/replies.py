@@ -163,22 +163,6 @@ class InputTokens(Struct, kw_only=True):
     input_tokens: int
 
 
-class Rendered(Struct, kw_only=True):
-    """A request as the model would get it: the prompt as text and as token ids (under two names),
-    and the sampling parameters that were given or are defaults."""
-
-    request_id: str
-    model: str
-    prompt: str | None
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    sampling_params: dict[str, Any]
-    stream: bool
-    stream_options: dict[str, Any] | None
-    cache_salt: str | None
-    priority: int
-
-
 class TokenPiece(Struct, kw_only=True):
     """A token with its text, or with its bytes if they are no text alone."""
 

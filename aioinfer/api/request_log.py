@@ -3,7 +3,7 @@ traced.
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
 which `context` and `delivery` note what happens; at the end the middleware writes the line. GET
-requests are logged if they fail; requests for `/health`, `/ping` and `/metrics` are neither logged
+requests are logged if they fail; requests for `/health` and `/metrics` are neither logged
 nor traced. Requests without a valid API key, which any client can send as often as it likes, leave
 one line in ten seconds with their number. A line names the address of the client (behind a proxy,
 the proxy's address), and of a request that was refused the code and the message of the error, which
@@ -32,7 +32,7 @@ from aioinfer.config import Config
 _log = logging.getLogger("aioinfer.requests")
 
 _MAX_PATH = 200  # characters
-_UNLOGGED = ("/health", "/metrics", "/ping")
+_UNLOGGED = ("/health", "/metrics")
 
 
 class RequestLog:

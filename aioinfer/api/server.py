@@ -16,13 +16,11 @@ from aioinfer.api import (
     anthropic,
     batches,
     chat,
-    chat_batch,
     completions,
     conversations,
     experts,
     files,
     info,
-    invocations,
     limits,
     llama_cpp,
     metrics,
@@ -30,7 +28,6 @@ from aioinfer.api import (
     openapi,
     page,
     pooling,
-    render,
     responses,
     stored_chats,
     tokenization,
@@ -329,11 +326,6 @@ def _add_models(app: web.Application) -> None:
         ("/v1/completions", completions.create_completion),
         ("/v1/chat/completions", chat.create_chat_completion),
         ("/chat/completions", chat.create_chat_completion),
-        ("/v1/chat/completions/batch", chat_batch.create_chat_batch),
-        ("/v1/chat/completions/render", render.render_chat),
-        ("/v1/completions/render", render.render_completion),
-        ("/v1/messages/render", render.render_message),
-        ("/invocations", invocations.invoke),
         ("/v1/responses", responses.create_response),
         ("/responses", responses.create_response),
         ("/v1/responses/input_tokens", responses.count_input_tokens),
@@ -409,10 +401,8 @@ def _add_models(app: web.Application) -> None:
 
 def _add_administration(app: web.Application) -> None:
     """Adds the endpoints for monitoring the whole server, and the endpoints that act on it."""
-    ping = app.router.add_get("/ping", info.health)
-    app[PREFIX] = lambda: ping.resource.canonical.removesuffix("/ping")  # type: ignore[union-attr]
-    app.router.add_post("/ping", info.health)
-    app.router.add_get("/load", info.show_load)
+    load = app.router.add_get("/load", info.show_load)
+    app[PREFIX] = lambda: load.resource.canonical.removesuffix("/load")  # type: ignore[union-attr]
     app.router.add_get("/server_info", info.server_info)
     app.router.add_get("/tokenizer_info", info.tokenizer_info)
     app.router.add_post("/pause", admin.pause)

@@ -203,7 +203,7 @@ class Gateway:
         match path:
             case "/health/live":
                 return json_response({"status": "ok"})
-            case "/health" | "/health/ready" | "/ping":
+            case "/health" | "/health/ready":
                 if self._obstacle is not None and path == "/health/ready":
                     raise NotReadyError(self._obstacle)
                 if not len(self.router):

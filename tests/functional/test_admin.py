@@ -130,8 +130,6 @@ async def test_what_the_server_says_of_itself(served: Served, administered: Serv
         card = await response.json()
     assert (card["id"], card["parent"], card["max_model_len"]) == ("org/alias", None, 512)
     assert card["permission"][0]["allow_sampling"] is True
-    async with served.http.post("/ping") as response:
-        assert response.status == 200
     async with served.http.get("/tokenizer_info") as response:
         assert response.status == 404
     async with administered.http.get("/tokenizer_info") as response:

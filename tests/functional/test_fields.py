@@ -7,7 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import aiohttp
 import msgspec
@@ -30,7 +30,8 @@ from aioinfer.api.pooling_bodies import EmbeddingRequest, RerankRequest
 from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest
 from aioinfer.api.replies import RerankedText
 from aioinfer.api.responses_body import ResponseRequest
-from aioinfer.errors import GenerationError
+from aioinfer.errors import GenerationError, RequestError
+from aioinfer.sampling_params import SamplingParams
 from document_keys import supported_fields
 from tests.functional.conftest import Served, serve
 from tests.tiny_models import tiny_model
@@ -302,7 +303,7 @@ class TestTable:
                 continue
             wrong = [value for value in WRONG_TYPES if not _converts(value, field.type)]
             if field.type is msgspec.Raw:  # a JSON schema
-                if path == "/infill" or path.endswith("/render"):  # which do not compile it
+                if path == "/infill":  # which does not compile it
                     continue
                 wrong = [0.5]
             for value in wrong[:1] or WRONG_TYPES:
@@ -336,7 +337,17 @@ class TestTable:
         assert len(names) > 4
         assert names - {*kind.__struct_fields__, *REFUSED, *NO_EFFECT} == set()
 
-    async def test_what_is_supported_reaches_the_sampling_parameters(self, served: Served) -> None:
+    async def test_what_is_supported_reaches_the_sampling_parameters(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        submitted: list[str] = []
+
+        async def record(prompt: Any, params: SamplingParams, **options: Any) -> NoReturn:
+            shown = [options[name] for name in ("priority", "cache_salt")]
+            submitted.append(str((prompt, params, *shown)))
+            raise RequestError("it is recorded")
+
+        monkeypatch.setattr(served.frontend, "submit", record)
         for kind, path, more, elsewhere in (
             (CompletionRequest, COMPLETIONS, OF_COMPLETIONS, COMPLETIONS_ELSEWHERE),
             (ChatRequest, CHAT, OF_CHATS, CHATS_ELSEWHERE),
@@ -346,12 +357,10 @@ class TestTable:
             assert {*values, *elsewhere, *ELSEWHERE} == set(supported_fields(kind))
             for name, value in values.items():
                 body = EXAMPLES[kind] | needs.get(name, {})
-                rendered = [
-                    await served.post(f"{path}/render", **each)
-                    for each in (body, body | {name: value})
-                ]
-                before, after = [str(_without_id(each)) for each in rendered]
-                assert before != after, name
+                for each in (body, body | {name: value}):
+                    reply = await served.post(path, 400, **each)
+                    assert reply["error"]["message"] == "it is recorded", name
+                assert submitted[-2] != submitted[-1], name
 
 
 #: What sampling fields other than their defaults are.
@@ -366,8 +375,7 @@ OF_BOTH: dict[str, Any] = {
     "guided_choice": ["x"], "guided_grammar": 'root ::= "x"', "guided_whitespace_pattern": " ?",
     "grammar": 'root ::= "x"', "json_schema": {"type": "null"}, "use_beam_search": True,
     "length_penalty": 2, "early_stopping": True, "truncate_prompt_tokens": 2,
-    "truncation_side": "right", "priority": 1, "cache_salt": "x", "stream": True,
-    "stream_options": {"include_usage": True}, "return_progress": True,
+    "truncation_side": "right", "priority": 1, "cache_salt": "x", "return_progress": True,
     "vllm_xargs": {"x": 1},
 }  # fmt: skip
 OF_COMPLETIONS = {"prompt": "x", "logprobs": 1}
@@ -383,13 +391,15 @@ NEEDS: dict[str, Any] = {
     "use_beam_search": {"temperature": 0},
     "n_predict": {"max_tokens": None},
     "truncation_side": {"truncate_prompt_tokens": 2},
-    "stream_options": {"stream": True},
     "return_progress": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "parse_special": {"messages": [{"role": "user", "content": "<|im_start|>"}]},
 }
 #: Fields whose effect other tests look at: most of them here.
-ELSEWHERE = {"model", "timeout_s", "return_token_ids", "return_tokens_as_token_ids", "echo"}
+ELSEWHERE = {
+    "model", "timeout_s", "return_token_ids", "return_tokens_as_token_ids", "echo", "stream",
+    "stream_options",
+}  # fmt: skip
 COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "suffix"}
 CHATS_ELSEWHERE = {
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
@@ -404,12 +414,6 @@ def _converts(value: Any, kind: Any) -> bool:
     except (msgspec.ValidationError, OverflowError):
         return False
     return True
-
-
-def _without_id(rendered: Any) -> Any:
-    if isinstance(rendered, list):
-        return [_without_id(each) for each in rendered]
-    return {name: value for name, value in rendered.items() if name != "request_id"}
 
 
 class TestForms:

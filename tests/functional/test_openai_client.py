@@ -53,13 +53,11 @@ async def test_fields_without_a_value(client: openai.AsyncOpenAI, served: Served
     assert [choice["prompt_logprobs"] for choice in completion["choices"]] == [None, None]
     chat = await served.post("/v1/chat/completions", messages=QUESTION, max_tokens=1)
     assert chat["prompt_logprobs"] is None
-    batch = await served.post("/v1/chat/completions/batch", messages=[QUESTION], max_tokens=1)
-    assert batch["prompt_logprobs"] is None
     stream = await client.chat.completions.create(
         model=MODEL, messages=QUESTION, max_tokens=2, stream=True
     )
     found = {chunk.system_fingerprint async for chunk in stream}
-    found |= {reply["system_fingerprint"] for reply in (completion, chat, batch)}
+    found |= {reply["system_fingerprint"] for reply in (completion, chat)}
     (fingerprint,) = found
     assert re.fullmatch("fp_[0-9a-f]{10}", fingerprint or "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 from typing import Any
 
@@ -71,72 +70,6 @@ async def test_a_role_of_any_name(served: Served) -> None:
         await served.post(CHAT, 400, messages=[{"role": role, "content": "x"}])
 
 
-async def test_several_conversations(served: Served) -> None:
-    other = [{"role": "user", "content": "Name a river."}]
-    both = await served.post(f"{CHAT}/batch", messages=[ASK, other], **GREEDY, logprobs=True)
-    single = [await served.post(CHAT, messages=each, **GREEDY) for each in (ASK, other)]
-    assert contents(both) == [contents(reply)[0] for reply in single]
-    assert [choice["index"] for choice in both["choices"]] == [0, 1]
-    tokens = sum(reply["usage"]["total_tokens"] for reply in single)
-    assert both["usage"]["total_tokens"] == tokens
-    assert all(choice["logprobs"]["content"] for choice in both["choices"])
-    body = {"messages": [ASK, BEGUN], "echo": True, "continue_final_message": False}
-    first, _ = contents(await served.post(f"{CHAT}/batch", **body, **GREEDY))
-    assert first == contents(single[0])[0]
-    wrong = ({"n": 2}, {"stream": True}, {"messages": [[]]}, {"messages": ASK}, {"messages": []})
-    for fields in wrong:
-        reply = await served.post(f"{CHAT}/batch", 400, **{"messages": [ASK]} | fields)
-        assert reply["error"]["param"].startswith(next(iter(fields)))
-
-
-async def test_prompts_are_rendered(served: Served) -> None:
-    body = {"temperature": 0.123, "top_p": 0.456, "frequency_penalty": 1.1}
-    streams = {"stream": True, "stream_options": {"include_usage": True}}
-    chat = await served.post(f"{CHAT}/render", messages=ASK, **body, **streams, stop="x")
-    assert chat["token_ids"] == (await served.post("/tokenize", messages=ASK))["tokens"]
-    assert body == {name: chat["sampling_params"][name] for name in body}
-    assert chat["sampling_params"]["stop"] == ["x"]
-    assert (chat["stream"], chat["stream_options"]["include_usage"]) == (True, True)
-    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
-    await served.post(f"{CHAT}/render", messages=ASK, response_format=schema)
-    path = "/v1/completions/render"
-    first, second = await served.post(path, prompt=[PROMPT, "x"], cache_salt="a")
-    assert (first["prompt"], second["prompt"], first["cache_salt"]) == (PROMPT, "x", "a")
-    assert first["request_id"].startswith("cmpl-")
-    (ids,) = await served.post(path, prompt=[1, 2, 3])
-    assert ids["token_ids"] == ids["prompt_token_ids"] == [1, 2, 3]
-    await served.post(path, 404, prompt="x", model="other")
-    await served.post(path, 400, prompt=[99_999])
-    await served.post(f"{CHAT}/render", 400, messages=ASK, temperature=-1)
-    message = await served.post("/v1/messages/render", messages=ASK, max_tokens=5)
-    assert message["token_ids"] == chat["token_ids"]
-    assert message["sampling_params"]["max_tokens"] == 5
-    assert served.frontend.stats()["running"] == 0
-
-
-async def test_invocations(served: Served) -> None:
-    path = "/invocations"
-    for meant, body in (
-        (CHAT, {"messages": ASK, **GREEDY}),
-        ("/v1/completions", {"prompt": PROMPT, **GREEDY}),
-        ("/v1/embeddings", {"input": "a river"}),
-        ("/rerank", {"query": "a river", "documents": ["a stream", "a stone"]}),
-        ("/score", {"queries": "a river", "documents": "a stream"}),
-    ):
-        same, found = await served.post(meant, **body), await served.post(path, **body)
-        assert found.keys() == same.keys()
-        for name in ("choices", "results", "object"):
-            assert found.get(name) == same.get(name)
-    events = await served.stream(path, prompt=PROMPT, **GREEDY)
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    # larger than what comes in one part
-    long = await served.post(path, 400, prompt="word " * 40_000)
-    assert long["error"]["code"] == "context_length_exceeded"
-    for wrong in (b"{}", b"[]", b"", b'{"prompt": 7}', b'{"prompt"'):
-        async with served.http.post(path, data=wrong) as response:
-            assert response.status == 400, wrong
-
-
 async def test_a_conversation_is_embedded(served: Served) -> None:
     found = await served.post("/v1/embeddings", messages=ASK)
     ids = (await served.post("/tokenize", messages=ASK, add_generation_prompt=False))["tokens"]
@@ -168,40 +101,6 @@ async def test_forms_of_inputs(served: Served) -> None:
         await served.post("/v1/embeddings", 400, input=wrong)
 
 
-async def test_embeddings_as_bytes(served: Served) -> None:
-    path, ask = "/v1/embeddings", {"input": ["a river", "a stream"]}
-    right = [item["embedding"] for item in (await served.post(path, **ask))["data"]]
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
-              "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
-
-    def read(data: bytes, name: str, endianness: str) -> list[float]:
-        size = dtypes[name].itemsize
-        if endianness == "big":
-            data = b"".join(data[i : i + size][::-1] for i in range(0, len(data), size))
-        found: list[float] = torch.frombuffer(bytearray(data), dtype=dtypes[name]).float().tolist()
-        return found
-
-    for name in dtypes:
-        for endianness in ("native", "little", "big"):
-            form = {"embed_dtype": name, "endianness": endianness}
-            reply = await served.post(path, **ask, **form, encoding_format="base64")
-            raw = [base64.b64decode(item["embedding"]) for item in reply["data"]]
-            for data, expected in zip(raw, right, strict=True):
-                assert read(data, name, endianness) == pytest.approx(expected, abs=0.05)
-            for kind in ("bytes", "bytes_only"):
-                body = ask | form | {"encoding_format": kind}
-                async with served.http.post(path, json=body) as response:
-                    data = await response.read()
-                    places = json.loads(response.headers.get("metadata", '{"data": []}'))["data"]
-                assert len(data) == sum(map(len, raw))
-                assert [data[one["start"] : one["end"]] for one in places] == (
-                    [] if kind == "bytes_only" else [data[: len(raw[0])], data[len(raw[0]) :]]
-                )
-    for field in ("encoding_format", "embed_dtype", "endianness"):
-        reply = await served.post(path, 400, **ask, **{field: "bad"})
-        assert reply["error"]["param"] == field
-
-
 async def test_names_of_embeddings_and_scores(served: Served) -> None:
     async def vector(path: str, **body: Any) -> float:
         item = (await served.post(path, input="a river", **body))["data"][0]
@@ -214,10 +113,9 @@ async def test_names_of_embeddings_and_scores(served: Served) -> None:
     assert reply["error"]["message"].startswith("Unsupported task: 'token_classify'")
     one, two = ["a river", "a stone"], ["a stream", "a rock"]
     first = await served.post("/score", text_1=one, text_2=two)
-    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-        found = await served.post("/score", **dict(zip(names, (one, two), strict=True)))
-        for item, same in zip(found["data"], first["data"], strict=True):
-            assert item["score"] == pytest.approx(same["score"], abs=1e-3)
+    found = await served.post("/score", queries=one, documents=two)
+    for item, same in zip(found["data"], first["data"], strict=True):
+        assert item["score"] == pytest.approx(same["score"], abs=1e-3)
     assert (await served.post("/score", 400, queries=one))["error"]["param"] == "text_2"
     await served.post("/score", 400, queries=one, text_1=one, text_2=two)
 
