@@ -27,6 +27,7 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
 from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import Planning as ExpertReports
+from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeatures
@@ -37,7 +38,8 @@ from aioinfer.scheduler.scheduler import Scheduler
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8")
 )
-
+#: The text of `/metrics` in `test_the_whole_text`.
+TEXT = Path(__file__).parent / "metrics.txt"
 
 #: What the HTTP server itself holds, refuses and ends.
 OF_SERVER = {
@@ -219,6 +221,14 @@ def test_the_phases_of_a_step() -> None:
 
 async def scrape(*metrics: EngineMetrics) -> list[Metric]:
     """Returns the metrics of a server with engines that have no workers."""
+    return list(text_string_to_metric_families(await scrape_text(*metrics)))
+
+
+async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = None) -> str:
+    """Returns the same as text; with a `report` the model has experts."""
+    features = StepFeatures([ExpertReports(None)])
+    if report is not None:
+        features.of(ExpertReports).take_report(report)
     config = load_config(
         None,
         {
@@ -235,7 +245,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
             number=number,
             metrics=one,
             scheduler=Scheduler(limits),
-            features=StepFeatures([ExpertReports(None)]),
+            features=features,
             stage_times=lambda: [StageTime(0.0, 0.0)] * 2,
             report=SimpleNamespace(device="cpu", dtype="", cache_dtype="", implementation=""),
         )
@@ -251,7 +261,7 @@ async def scrape(*metrics: EngineMetrics) -> list[Metric]:
         assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = await response.text()
     await server.close()
-    return list(text_string_to_metric_families(text))
+    return text
 
 
 async def test_the_text_is_whole_from_the_start() -> None:
@@ -303,6 +313,32 @@ async def test_each_engine_has_its_own_samples() -> None:
         "0",
         "1",
     ]
+
+
+async def test_the_whole_text() -> None:
+    """Names, help, types, labels and values are the ones of the file, in its order."""
+    metrics = EngineMetrics()
+    metrics.prompt_tokens, metrics.generation_tokens, metrics.worker_busy_ns = 5, 7, 2_500_000_000
+    metrics.restarts, metrics.interrupted, metrics.moved, metrics.violations = 1, 2, 3, 4
+    metrics.is_serving = True
+    metrics.finished |= {"stop": 6, "abort": 2}
+    for name, histogram in vars(metrics).items():
+        if isinstance(histogram, Histogram):
+            histogram.add(0.01 * len(name), len(name))
+    for phase in PHASES:
+        metrics.phases[phase].add(len(phase) * 1e-4)
+    metrics.count("constrained_rows", 9)
+    metrics.count("words", 3)
+    metrics.observe("mask_fill_seconds", 0.003)
+    metrics.observe("waiting", 0.5)
+    places = np.array([[0, 1, 2, 0]], np.int32)
+    report = ExpertTokens(
+        np.array([5], np.int32), places, places // 2, np.array([[4, 1, 3, 2]], np.int32)
+    )
+    text = await scrape_text(metrics, report=report)
+    of_connections = re.compile(r"^(aioinfer:(?:open_connections|asyncio_tasks){.*}) .*$", re.M)
+    text = of_connections.sub(r"\1 _", text)
+    assert text == TEXT.read_text("utf-8")
 
 
 async def test_buckets_are_cumulative() -> None:
