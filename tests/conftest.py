@@ -198,7 +198,7 @@ EXTENDED = frozenset(
         "kernels/test_exchanged_experts.py",
         "kernels/test_expert_exchange.py",
         "kernels/test_expert_models.py",
-        "kernels/test_dense_candidates.py::test_candidates_compute_the_same[1]",
+        "kernels/test_kernel_dense.py::test_candidates_compute_the_same[1]",
         "kernels/test_family_kernels.py::test_a_prefill_and_decodes",
         "kernels/test_latent_attention.py",
         "kernels/test_scaled_models.py::test_latent_attention",

@@ -15,17 +15,14 @@ import torch.nn.functional as F
 
 import aioinfer.layers.embedding
 import aioinfer.layers.formats.affine
-import aioinfer.layers.maker
+import aioinfer.layers.part_maker
 from aioinfer.checkpoint.gguf import convert_gguf
 from aioinfer.checkpoint.gguf_groups import GROUPED_TYPES, Groups, pack_pairs
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LMHead, Vocabulary
-from aioinfer.layers.formats.affine import AffineWeight
-from aioinfer.layers.formats.affine_rows import AffineRows
-from aioinfer.layers.formats.compiled import CompiledWeight
-from aioinfer.layers.formats.dense import PackedWeight
-from aioinfer.layers.formats.half import HalfDenseWeight, HalfWeight
+from aioinfer.layers.formats.affine import AffineRows, AffineWeight
+from aioinfer.layers.formats.dense import DenseWeight, HalfWeight, PackedWeight
 from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
@@ -257,10 +254,9 @@ def test_a_model_that_stays_quantized_computes_with_the_same_weights(folders: tu
     found, model = logits_of(folders[0])
     expected, _ = logits_of(folders[1])
     assert (found - expected).norm() < 1e-5 * expected.norm()
-    weight = model.layers[0].parts[1].gate_up.weight
-    assert isinstance(weight, AffineWeight)
-    assert weight.is_compiled
-    assert isinstance(model.head._packed, CompiledWeight)
+    for weight in (model.layers[0].parts[1].gate_up.weight, model.head.weight):
+        assert isinstance(weight, AffineWeight)
+        assert weight.is_compiled
     assert model.describe(16).endswith("multiplied as they are, by kernels that numba compiles")
 
 
@@ -270,9 +266,13 @@ def test_without_numba_weights_become_float16(folders: tuple[Path, Path]):
     expected, other = logits_of(folders[1])
     assert (found - expected).norm() < 2e-3 * expected.norm()
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
-    assert isinstance(model.layers[0].parts[1].gate_up.weight._dense, HalfDenseWeight)  # type: ignore[attr-defined]
-    assert isinstance(model.head._packed, HalfWeight)
-    assert isinstance(other.head._packed, PackedWeight)
+    for weight, kind in (
+        (model.layers[0].parts[1].gate_up.weight._dense, HalfWeight),  # type: ignore[attr-defined]
+        (model.head.weight, HalfWeight),
+        (other.head.weight, PackedWeight),
+    ):
+        assert isinstance(weight, DenseWeight)
+        assert isinstance(weight._packed, kind)
     assert model.describe(16) == (
         "plain torch; quantized weights (gguf: 4 bits in groups of 32, 8 bits in groups of 32), "
         "multiplied as float16"
@@ -303,7 +303,7 @@ def test_without_float16_products_the_model_is_the_dequantized_one(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     for module in (
-        aioinfer.layers.formats.affine, aioinfer.layers.embedding, aioinfer.layers.maker
+        aioinfer.layers.formats.affine, aioinfer.layers.embedding, aioinfer.layers.part_maker
     ):  # fmt: skip
         monkeypatch.setattr(module, "has_half_products", lambda backend: False)
     for dtype in (torch.float32, torch.bfloat16):

@@ -22,13 +22,14 @@ from aioinfer.kernels.cpu_vectors import load_integer
 from numba import cfunc, types
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.affine_rows import AffineRows
-from aioinfer.layers.formats.compiled import (
+from aioinfer.layers.formats.affine import (
+    AffineRows,
     CompiledWeight,
     can_gate,
     can_lay_out,
     has_compiled_products,
 )
+from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.formats.schemes import AffineScheme
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.norm import RMSNorm
@@ -81,13 +82,13 @@ def test_products_are_as_exact_as_float32_and_rows_do_not_depend_on_each_other(
     part = torch.randn(96, INPUTS) if scheme is None else random_rows(scheme)
     numbers = part if isinstance(part, torch.Tensor) else part.dequantized()
     weight, bias, x = CompiledWeight([part], INPUTS), torch.randn(96), torch.randn(47, INPUTS)
-    product = weight.multiply(x, bias)
+    product = weight.multiply(x, Epilogue(bias=bias))
     expected = F.linear(x.double(), numbers.double(), bias.double())
     assert (product - expected).norm() < 1e-6 * expected.norm()
     for rows in range(1, 47, 3):
-        assert torch.equal(weight.multiply(x[:rows], bias), product[:rows])
+        assert torch.equal(weight.multiply(x[:rows], Epilogue(bias=bias)), product[:rows])
     total = torch.ones(47, 96)
-    weight.add_product(x, total)
+    assert weight.multiply(x, Epilogue(add_to=total)) is total
     assert torch.allclose(total, expected.float() - bias + 1, rtol=1e-4, atol=1e-3)
 
 
@@ -98,7 +99,7 @@ def test_parts_of_different_types_and_a_norm_before_them():
     x = torch.randn(3, 2, INPUTS)
     numbers = [part if isinstance(part, torch.Tensor) else part.dequantized() for part in parts]
     expected = F.linear(norm(x).double(), torch.cat(numbers).double())
-    product = CompiledWeight(parts, INPUTS).multiply(x, norm=norm)
+    product = CompiledWeight(parts, INPUTS).multiply(x, Epilogue(norm))
     assert product.shape == (3, 2, 192)
     assert (product - expected).norm() < 1e-6 * expected.norm()
     assert CompiledWeight(parts, INPUTS).multiply(x[:0]).shape == (0, 2, 192)
@@ -113,11 +114,11 @@ def test_silu_of_the_gate(rows: int):
     x[0, 0] = 300  # gates beyond the range of exp
     both = F.linear(x, torch.cat([part.dequantized() for part in parts]))
     gate, up = both.chunk(2, dim=-1)
-    found, expected = weight.multiply_gated(x), F.silu(gate) * up
+    found, expected = weight.multiply(x, Epilogue(gate="silu")), F.silu(gate) * up
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.allclose(weight.multiply(x), both, rtol=1e-4, atol=1e-3)
     x[0, 1] = torch.nan
-    found = weight.multiply_gated(x)
+    found = weight.multiply(x, Epilogue(gate="silu"))
     assert found[0].isnan().all()
     assert found[1:].isfinite().all()
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from aioinfer import LLM, SamplingParams
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.grouped import GroupedWeight
-from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.models.loader import load_weights

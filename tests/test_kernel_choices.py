@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from aioinfer.layers.kernel_choices import (
-    CUBLAS,
-    FEW_ROWS,
     Candidate,
     KernelChoices,
     Product,
     ProductChoices,
 )
 
+CUBLAS, FEW_ROWS = Candidate("cublas"), "few_rows_dense"
 PRODUCT = Product("residual", "dense", 64, 32, "bfloat16")
 
 

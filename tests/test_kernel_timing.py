@@ -12,20 +12,18 @@ import pytest
 import torch
 
 from aioinfer.layers.kernel_choices import (
-    CUBLAS,
-    FEW_ROWS,
     Candidate,
     KernelChoices,
     Operation,
     Product,
     ProductChoices,
+    StoredChoices,
 )
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.worker import kernel_timing
 from aioinfer.worker.kernel_timing import Case, KernelTiming, fastest, list_cases, time_cases
 from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, Costs
-from aioinfer.worker.stored_choices import StoredChoices
-from tests.test_kernel_choices import Tiles
+from tests.test_kernel_choices import CUBLAS, FEW_ROWS, Tiles
 
 SIZES = (1, 2, 8, 16, 24)
 SMALL, LARGE = Candidate(FEW_ROWS, Tiles(16, 256)), Candidate(FEW_ROWS, Tiles(64, 256))

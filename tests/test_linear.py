@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.dense import DenseWeight, make_dense, pack_weight, padded_rows
+from aioinfer.layers.formats.dense import DenseWeight, pack_weight, padded_rows
+from aioinfer.layers.formats.quantized import make_dense
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup

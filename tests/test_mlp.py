@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import ACTIVATIONS
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.worker.stored_choices import StoredChoices, Texts, hash_sources
+from aioinfer.layers.kernel_choices import StoredChoices, Texts, hash_sources
 
 MACHINE = {"card": "NVIDIA H200", "multiprocessors": "132", "triton": "3.6.0", "kernels": "ab"}
 PRODUCT = "dense plain 8x8 bfloat16"

@@ -195,8 +195,8 @@ class Attention(Mixer):
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
-        self.qkv.warm_up(self._norm, hidden_size)
-        self.output.warm_up(self.shape.num_heads * self.shape.head_size)
+        self.qkv.warm_up(self._norm)
+        self.output.warm_up()
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:

@@ -9,7 +9,7 @@ import torch
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.experts import Expert
-from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats.base import Epilogue, Weight
 from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex, WeightShard
 
 
@@ -71,8 +71,8 @@ class BiasedExpert(Expert):
     def __init__(
         self,
         places: ExpertPlaces,
-        gate_up: WeightFormat,
-        down: WeightFormat,
+        gate_up: Weight,
+        down: Weight,
         swiglu: ClampedSwiGLU,
         backend: Backend,
     ):
@@ -97,7 +97,7 @@ class BiasedExpert(Expert):
         the rank that has the first channels."""
         features = torch.arange(2 * self._places.channels.size)
         order = torch.cat((features[::2], features[1::2]))
-        self.gate_up.reorder_rows(order)
+        self.gate_up.row_order = order
         self._gate_up_bias.copy_(self._gate_up_bias[order.to(self._gate_up_bias.device)])
         if self._places.channels.start:
             self._down_bias.zero_()
@@ -105,5 +105,6 @@ class BiasedExpert(Expert):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Expert.__call__`."""
-        gate, up = self.gate_up.multiply(x, self._gate_up_bias).chunk(2, dim=-1)
-        return self.down.multiply(self._swiglu(gate, up), self._down_bias)
+        both = self.gate_up.multiply(x, Epilogue(bias=self._gate_up_bias))
+        gated = self._swiglu(*both.chunk(2, dim=-1))
+        return self.down.multiply(gated, Epilogue(bias=self._down_bias))

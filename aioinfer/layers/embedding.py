@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.affine_rows import AffineRows
-from aioinfer.layers.formats.compiled import CompiledWeight, can_lay_out, has_compiled_products
-from aioinfer.layers.formats.dense import MAX_FEW_ROWS, PackedWeight, pack_weight
-from aioinfer.layers.formats.half import HalfWeight, has_half_products
+from aioinfer.layers.formats.affine import (
+    AffineRows,
+    AffineWeight,
+    can_lay_out,
+    has_compiled_products,
+)
+from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.formats.dense import DenseWeight, has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme
-from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
@@ -190,12 +196,16 @@ class LMHead:
         hidden_size: of the model.
         tied: the embedding whose weight is the head's too, or None.
         scheme: how the module is quantized, or None; a tied one is as the embedding is. Such a
-            weight stays so or becomes float16 on a CPU (`formats.compiled`, `formats.half`), and
-            becomes the model's dtype on a GPU.
+            weight stays so or becomes float16 on a CPU (`formats.affine`), and becomes the model's
+            dtype on a GPU.
         scale: multiplied with the logits.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); 0 for none.
         bias: whether one is added to the logits, of a head that is not tied.
         backend: of the rank.
+
+    Attributes:
+        weight: what is multiplied with; known after `finalize`.
+        held_bytes: bytes that the head takes on the device beside the embedding's.
     """
 
     def __init__(
@@ -211,76 +221,67 @@ class LMHead:
         scheme: AffineScheme | None = None,
         bias: bool = False,
     ):
-        shape = vocabulary.shard_size, hidden_size
-        self._bias: torch.Tensor | None = None
-        if bias:
-            size = vocabulary.shard_size
-            self._bias = torch.zeros(size, dtype=backend.dtype, device=backend.device)
-        self._quantized: AffineRows | None = None
-        if scheme is not None and tied is None:
-            self._quantized = vocabulary.quantized_rows(name, hidden_size, scheme, backend.device)
-            shape = 0, hidden_size
-        self.weight: torch.Tensor | None = (
-            torch.zeros(shape, dtype=backend.dtype, device=backend.device)
-            if tied is None
-            else tied.weight
-        )
-        self._name = name
+        self._name, self._hidden_size = name, hidden_size
         self._vocabulary = vocabulary
         self._tied = tied
         self._scale, self._soft_cap = scale, soft_cap
         self._backend = backend
-        self._packed: PackedWeight | HalfWeight | CompiledWeight | None = None
-        #: Bytes that the head takes on the device beside the embedding's.
         self.held_bytes = 0
-        self._pdl = backend.pdl
-        self._kernel = None
-        if backend.has_kernels:
-            from aioinfer.kernels.few_rows_dense import few_rows_dense
-
-            self._kernel = few_rows_dense
+        zeros = partial(torch.zeros, dtype=backend.dtype, device=backend.device)
+        self._bias: torch.Tensor | None = zeros(vocabulary.shard_size) if bias else None
+        #: rows that are loaded as they are quantized
+        self._quantized: AffineRows | None = None
+        self.weight: Weight | None = None
+        if scheme is not None and tied is None:
+            self._quantized = vocabulary.quantized_rows(name, hidden_size, scheme, backend.device)
+        elif tied is None:
+            self.weight = self._dense(zeros(vocabulary.shard_size, hidden_size))
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's rows of the checkpoint's tensor go, if it is not tied."""
         if self._quantized is not None:
             yield from self._quantized.weight_shards()
-        elif self._tied is None:
-            assert self.weight is not None
-            yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight)
+        elif isinstance(self.weight, DenseWeight):
+            yield f"{self._name}.weight", self._vocabulary.weight_shard(self.weight.loaded)
         if self._bias is not None:
             yield f"{self._name}.bias", self._vocabulary.weight_shard(self._bias)
 
     def finalize(self) -> None:
         """Dequantizes a quantized weight. On a CPU, repacks the weight; a tied weight then also
         stays for the embedding. Called after the embedding's `finalize`."""
-        quantized = self._quantized if self._tied is None else self._tied.quantized
-        if quantized is not None and self._is_compiled(quantized):
-            assert self.weight is not None
-            self._packed = CompiledWeight([quantized], self.weight.shape[1])
-            self.held_bytes = self._packed.nbytes
-            self._quantized = self.weight = None
-            return
-        if quantized is not None:
-            assert self.weight is not None
-            self.weight = _dequantize(quantized, self._vocabulary, self.weight)
-            self._quantized = None
-            is_half = has_half_products(self._backend)
-            self.held_bytes = self.weight.numel() * (2 if is_half else self.weight.itemsize)
-        elif self._tied is not None:
-            self.weight = self._tied.weight
-        elif self.weight is not None:
-            self.held_bytes = self.weight.nbytes
-        if quantized is not None and has_half_products(self._backend):
-            assert self.weight is not None
-            self._packed = HalfWeight(self.weight)
-        elif self._kernel is None:
-            self._packed = pack_weight(self.weight)
-        if self._packed is not None:
-            self.weight = None
+        backend, tied = self._backend, self._tied
+        quantized = self._quantized if tied is None else tied.quantized
+        self._quantized = None
+        if quantized is None:
+            weight = self.weight if tied is None else self._dense(tied.weight)
+        elif has_compiled_products(backend) and can_lay_out([quantized]):
+            scheme, columns = quantized.scheme, Shard.whole(self._hidden_size)
+            weight = AffineWeight([self._source], columns, backend, [scheme], [quantized])
+        else:
+            like = torch.empty(0, self._hidden_size, dtype=backend.dtype, device=backend.device)
+            weight = self._dense(_dequantize(quantized, self._vocabulary, like), is_quantized=True)
+        assert weight is not None
+        weight.finalize()
+        self.weight = weight
+        if tied is None or quantized is not None:
+            self.held_bytes = weight.held_bytes
 
-    def _is_compiled(self, quantized: AffineRows) -> bool:
-        """Whether the head stays quantized on a CPU (`formats.compiled`)."""
-        return has_compiled_products(self._backend) and can_lay_out([quantized])
+    @property
+    def _source(self) -> Source:
+        """This rank's rows, with padding."""
+        shape = self._vocabulary
+        return Source(self._name, Shard(shape.start, shape.shard_size, shape.vocab_size))
+
+    def _dense(self, weight: torch.Tensor, *, is_quantized: bool = False) -> DenseWeight:
+        """Returns the product with a weight [shard_size, hidden_size]; as float16 on a CPU if it
+        was quantized."""
+        backend, columns = self._backend, Shard.whole(self._hidden_size)
+        if backend.has_kernels:
+            from aioinfer.layers.formats.kernel_dense import KernelHeadWeight
+
+            return KernelHeadWeight([self._source], columns, backend, weight)
+        is_half = is_quantized and has_half_products(backend)
+        return DenseWeight([self._source], columns, backend, weight, is_half=is_half)
 
     def __call__(
         self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None = None
@@ -292,15 +293,10 @@ class LMHead:
             out: [S, shard_size] in the model's dtype to write to, of which the result is a part; by
                 default a new tensor.
         """
-        if self._kernel is not None:
-            logits = self._multiply(hidden, norm, out)
-        elif isinstance(self._packed, CompiledWeight) and isinstance(norm, RMSNorm):
-            logits = self._packed.multiply(hidden, norm=norm)
-        elif self._packed is not None:
-            logits = self._packed.multiply(norm(hidden), None).float()
-        else:
-            assert self.weight is not None
-            logits = F.linear(norm(hidden), self.weight).float()
+        assert self.weight is not None
+        logits = self.weight.multiply(hidden, Epilogue(norm, out=out))
+        if not self._backend.has_kernels:
+            logits = logits.float()
         if self._bias is not None:
             logits.add_(self._bias)
         if self._scale != 1.0:
@@ -308,15 +304,6 @@ class LMHead:
         if self._soft_cap:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits[:, : self._vocabulary.local_size]
-
-    def _multiply(self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None) -> torch.Tensor:
-        assert self.weight is not None
-        assert self._kernel is not None
-        if len(hidden) > MAX_FEW_ROWS or not isinstance(norm, RMSNorm):
-            return torch.mm(norm(hidden), self.weight.t(), out=out)
-        return self._kernel(
-            hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
-        )
 
 
 def _dequantize(quantized: AffineRows, vocabulary: Vocabulary, like: torch.Tensor) -> torch.Tensor:

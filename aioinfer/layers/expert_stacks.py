@@ -35,10 +35,10 @@ from aioinfer.kernels.grouped_weight import MAX_RUN, pack_groups, supports_group
 from aioinfer.kernels.quantize import GROUP, InputFormat
 from aioinfer.kernels.scaled_product import ALIGNMENT
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats import make_weight
+from aioinfer.layers.formats.base import Weight
 from aioinfer.layers.formats.dense import DenseWeight
 from aioinfer.layers.formats.grouped import GroupedWeight
-from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.mxfp4 import MXFP4Weight
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import (
@@ -75,7 +75,7 @@ class ProjectionShape:
         return sum(source.rows.size for source in self.sources[0])
 
 
-_Part = TypeVar("_Part", bound=WeightFormat)
+_Part = TypeVar("_Part", bound=Weight)
 
 
 class ProjectionStack(ABC, Generic[_Part]):
@@ -133,7 +133,7 @@ class DenseStack(ProjectionStack[DenseWeight]):
         self._weight = self._memory
 
 
-class DequantizedStack(ProjectionStack[WeightFormat]):
+class DequantizedStack(ProjectionStack[Weight]):
     """Quantized weights that the kernels do not read: dequantized when they are loaded."""
 
     def __init__(self, shape: ProjectionShape, backend: Backend, quantization: Quantization | None):
@@ -313,7 +313,7 @@ def make_stack(
     """Returns the weights of a projection, in the format that its scheme asks for.
 
     Raises:
-        ConfigError: as `formats.make.make_weight`.
+        ConfigError: as `formats.make_weight`.
     """
     schemes = set(_schemes(shape, quantization))
     scheme = schemes.pop() if len(schemes) == 1 else quantization

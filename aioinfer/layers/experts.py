@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats.base import Epilogue, Weight
 from aioinfer.layers.layer import Part
-from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.placed_experts import PlacedExperts
@@ -42,12 +41,12 @@ class Expert:
     Args:
         gate_up: the channels of the gate, then of up.
         down: the second projection, for these channels.
-        activation: of `ACTIVATIONS`.
+        activation: of `formats.base.ACTIVATIONS`.
     """
 
-    def __init__(self, gate_up: WeightFormat, down: WeightFormat, activation: str):
+    def __init__(self, gate_up: Weight, down: Weight, activation: str):
         self.gate_up, self.down = gate_up, down
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
@@ -67,8 +66,7 @@ class Expert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the output [T, hidden_size], to be summed over the ranks, for
         x [T, hidden_size]."""
-        gate, up = self.gate_up.multiply(x).chunk(2, dim=-1)
-        return self.down.multiply(self._activation(gate).mul_(up))
+        return self.down.multiply(self.gate_up.multiply(x, Epilogue(gate=self._activation)))
 
 
 class SharedExpert:
@@ -162,12 +160,8 @@ class MixtureMLP(Part):
         """Launches the products of an expert in every configuration that the number of rows
         selects."""
         expert = self.experts[0]
-        for rows in expert.gate_up.warm_up_rows():
-            expert(
-                torch.zeros(
-                    rows, hidden_size, dtype=self._backend.dtype, device=self._backend.device
-                )
-            )
+        expert.gate_up.warm_up()
+        expert.down.warm_up()
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""

@@ -1,24 +1,37 @@
 """Choice of the kernel for each product that several kernels can compute, by product and number of
-rows.
+rows, and the file that keeps the choices.
 
-A weight format that has several kernels (`formats.base.TimedWeight`) registers each product that it
-computes, names the candidates, and asks here for each launch. At the start of a worker nothing is
-chosen, and the format takes its default; `worker.kernel_timing` then measures the candidates on the
-card and enters the fastest. One table serves all layers of a rank (`Backend.choices`).
+A weight that has several kernels (`formats.base.Weight`) registers each product that it computes,
+names the candidates, and asks here for each launch. At the start of a worker nothing is chosen, and
+the weight takes its default; `worker.kernel_timing` then measures the candidates on the card and
+enters the fastest. One table serves all layers of a rank (`Backend.choices`).
+
+The file lies beside Triton's compiled kernels, so that a second start times nothing. There is one
+for each machine, that is for each card with its versions of torch, Triton and our kernels; in it
+are the products of all models that were served there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
 import weakref
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
+
+_log = logging.getLogger(__name__)
 
 #: The operation with a weight W besides x W^T. `plain`: nothing. `partial`: the same, written to
 #: given memory. `biased`: a bias is added. `residual`: the product is added to the residual stream,
 #: or left in parts to the norm that follows. `gated`: silu(gate) * up of the product. `normed` and
-#: `normed gated`: of one row, which is normed in the same launch.
+#: `normed gated`: of one row, which is normed before, in the same launch or in one of its own.
 Operation = Literal["plain", "partial", "biased", "residual", "gated", "normed", "normed gated"]
 
 
@@ -29,11 +42,14 @@ class Candidate:
     Attributes:
         kernel: its name.
         config: how it is compiled, a dataclass; None for a kernel that needs no compilation.
+        fuses: the fields of an `Epilogue` that the kernel computes in the same launch, as far as
+            they can be combined; all others are launches of their own.
         gain_s: seconds that it saves the products around it in a step, where it is timed alone.
     """
 
     kernel: str
     config: Any = None
+    fuses: frozenset[str] = field(default=frozenset(), compare=False)
     gain_s: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -41,15 +57,6 @@ class Candidate:
             return self.kernel
         values = (f"{each.name}={getattr(self.config, each.name)}" for each in fields(self.config))
         return " ".join((self.kernel, *values))
-
-
-#: `kernels.few_rows_dense.few_rows_dense`, with a `FewRowsConfig`.
-FEW_ROWS = "few_rows_dense"
-#: `kernels.gated_product.gated_product`, with a `GatedConfig`.
-GATED = "gated_product"
-#: `kernels.split_product`, with a `SplitConfig`.
-SPLIT = "split_product"
-CUBLAS = Candidate("cublas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class ProductChoices:
 
     @property
     def weights(self) -> list[Any]:
-        """The weights that have computed the product, a `TimedWeight` each."""
+        """The weights that have computed the product, a `formats.base.Weight` each."""
         return [weight for weight in (there() for there in self._weights) if weight is not None]
 
     def add_weight(self, weight: Any) -> None:
@@ -117,7 +124,7 @@ class ProductChoices:
 
     def find(self, rows: int) -> Candidate | None:
         """Returns the candidate chosen for the next larger number of rows that was measured; None,
-        for the format's default, above and below all of them."""
+        for the weight's default, above and below all of them."""
         self.lookups += 1
         if rows == 1:
             self.has_single_row = True
@@ -147,3 +154,112 @@ class KernelChoices:
             choices = self.products[product] = ProductChoices(product, norm)
         choices.add_weight(weight)
         return choices
+
+
+#: The text of a candidate by number of rows, by the text of a product.
+Texts = dict[str, dict[int, str]]
+
+
+def machine_of(device: Any) -> dict[str, str]:
+    """Returns the properties that measured times depend on beside the products, for a GPU."""
+    import torch
+    import triton
+
+    import aioinfer.kernels.few_rows_dense as kernels
+
+    properties = torch.cuda.get_device_properties(device)
+    blas = str(torch.backends.cuda.preferred_blas_library()).lower()
+    return {
+        "card": properties.name,
+        "multiprocessors": str(properties.multi_processor_count),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "blas": "cublaslt" if "cublaslt" in blas else "cublas",
+        "kernels": hash_sources(Path(kernels.__file__).parent),
+    }
+
+
+def hash_sources(folder: Path) -> str:
+    """Returns a hash of the Python files in a folder, names and texts."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.py")):
+        digest.update(f"{file.name}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+class StoredChoices:
+    """The file of one machine.
+
+    Args:
+        folder: of the file; made when something is stored.
+        machine: see `machine_of`.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, folder: Path, machine: Mapping[str, str]):
+        self._machine = dict(machine)
+        text = json.dumps(self._machine, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.path = folder / f"aioinfer-kernels-{name}.json"
+        self._seen: Texts = {}
+
+    def read(self) -> Texts:
+        """Returns the stored choices; none if there is no file, or it is damaged or of another
+        machine."""
+        self._seen = self._load()
+        return self._seen
+
+    def _load(self) -> Texts:
+        try:
+            content = json.loads(self.path.read_bytes())
+            if content["machine"] != self._machine:
+                return {}
+            return {
+                str(product): {int(rows): str(text) for rows, text in by_rows.items()}
+                for product, by_rows in content["choices"].items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.warning("%s cannot be read, kernels are timed again: %s", self.path, error)
+            return {}
+
+    def add(self, measured: Texts) -> Texts:
+        """Stores choices, and returns them, or the choices of another process where it has stored
+        some since `read`, so that engines that start together compute alike. A folder that cannot
+        be written to is reported in the log: the next start times them again.
+
+        Of processes that write at the same moment, the last one's additions may be all that is
+        kept.
+        """
+        stored = self._load()
+        for product, by_rows in measured.items():
+            now, seen = stored.get(product, {}), self._seen.get(product, {})
+            others = {rows: text for rows, text in now.items() if text != seen.get(rows)}
+            stored[product] = dict(sorted((now | by_rows | others).items()))
+        content = {"machine": self._machine, "choices": stored}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            _log.warning("the fastest kernels cannot be stored: %s", error)
+        return {
+            product: {rows: stored[product][rows] for rows in by_rows}
+            for product, by_rows in measured.items()
+        }
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file so that it is never seen half done."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(scratch, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise

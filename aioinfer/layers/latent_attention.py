@@ -125,11 +125,10 @@ class LatentAttention(Mixer):
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
-        self.down.warm_up(self._norm, hidden_size)
+        self.down.warm_up(self._norm)
         if self.query_up is not None:
-            norm, linear = self.query_up
-            linear.warm_up(None, len(norm.weight))
-        self.output.warm_up(self.shape.num_heads * self.shape.value_size)
+            self.query_up[1].warm_up(None)
+        self.output.warm_up()
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import LatentSpec
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import WeightFormat
+from aioinfer.layers.formats.base import Weight
 from aioinfer.layers.shards import NamedShards
 
 
@@ -67,8 +67,8 @@ class LatentExpansion:
         backend: of the rank.
     """
 
-    def __init__(self, weight: WeightFormat, shape: LatentShape, backend: Backend):
-        self._weight: WeightFormat | None = weight
+    def __init__(self, weight: Weight, shape: LatentShape, backend: Backend):
+        self._weight: Weight | None = weight
         self._shape = shape
         self._backend = backend
         self._matrix: torch.Tensor | None = None

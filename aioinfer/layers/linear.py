@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import WeightFormat
-from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
 
@@ -29,9 +29,7 @@ class ColumnParallelLinear:
         backend: of the rank.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], weight: WeightFormat, *, bias: bool, backend: Backend
-    ):
+    def __init__(self, sources: Sequence[Source], weight: Weight, *, bias: bool, backend: Backend):
         self._sources = sources
         self._backend = backend
         self.weight = weight
@@ -53,7 +51,7 @@ class ColumnParallelLinear:
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""
-        self.weight.reorder_rows(order)
+        self.weight.row_order = order
         if self.bias is not None:
             self.bias.copy_(self.bias[order.to(self.bias.device)])
 
@@ -63,39 +61,30 @@ class ColumnParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out] for x [..., in]."""
-        return self.weight.multiply(x, self.bias)
+        return self.weight.multiply(x, Epilogue(bias=self.bias))
 
-    def of_normed(self, stream: ResidualStream, norm: Norm | None) -> torch.Tensor:
-        """Returns the product [T, out] with the normed stream."""
-        fused = self.bias is None and self.weight.fuses_norm(len(stream))
-        if fused and isinstance(norm, RMSNorm) and stream.is_reduced:
-            return self.weight.multiply_normed(stream.inputs, norm)
-        return self(self._normed(stream, norm))
+    def of_normed(
+        self, stream: ResidualStream, norm: Norm | None, gate: str | None = None
+    ) -> torch.Tensor:
+        """Returns the product [T, out] with the normed stream; with `gate`, an activation of
+        `formats.base.ACTIVATIONS`, that of the gate times up [T, out / 2].
 
-    def of_normed_gated(self, stream: ResidualStream, norm: Norm | None) -> torch.Tensor:
-        """Returns silu(gate) * up [T, out / 2] of the product with the normed stream; see
-        `WeightFormat.multiply_gated`. There is no bias."""
-        if isinstance(norm, RMSNorm) and stream.is_reduced:
-            return self.weight.multiply_gated(stream.inputs, norm)
-        return self.weight.multiply_gated(self._normed(stream, norm))
+        The norm is left to the product, unless parts side by side have it in common, or an
+        outstanding sum computes it along the way, and quantizes what the weight takes so."""
+        x: Any
+        if norm is None or (stream.is_reduced and not stream.is_parallel):
+            x = stream.inputs
+        else:
+            format = self.weight.input_format(len(stream))
+            x = stream.normed(norm) if format is None else stream.normed_for(norm, format)
+            norm = None
+        return self.weight.multiply(x, Epilogue(norm, self.bias, gate))
 
-    def _normed(self, stream: ResidualStream, norm: Norm | None) -> Any:
-        """Returns the normed stream as the weight takes it: a tensor, or `ScaledInputs` if an
-        all-reduce can quantize them along the way."""
-        format = None if norm is None else self.weight.input_format(len(stream))
-        if norm is None or format is None:
-            return stream.normed(norm)
-        return stream.normed_for(norm, format)
-
-    def warm_up(self, norm: Norm | None, in_features: int, *, gated: bool = False) -> None:
-        """Launches the products of `of_normed`, or of `of_normed_gated`, in every configuration
-        that the number of rows selects; both ways where an all-reduce may do the norm."""
-        backend = self._backend
-        for rows in self.weight.warm_up_rows():
-            x = torch.zeros(rows, in_features, dtype=backend.dtype, device=backend.device)
-            for before in (norm, None) if backend.group.size > 1 else (norm,):
-                stream = ResidualStream(x, backend)
-                _ = (self.of_normed_gated if gated else self.of_normed)(stream, before)
+    def warm_up(self, norm: Norm | None, gate: str | None = None) -> None:
+        """Launches the products of `of_normed` in every configuration that the number of rows
+        selects; both ways where an all-reduce may do the norm."""
+        for before in (norm, None) if self._backend.group.size > 1 else (norm,):
+            self.weight.warm_up(Epilogue(before, self.bias, gate))
 
 
 class RowParallelLinear:
@@ -111,7 +100,7 @@ class RowParallelLinear:
     """
 
     def __init__(
-        self, name: str, weight: WeightFormat, out_features: int, *, bias: bool, backend: Backend
+        self, name: str, weight: Weight, out_features: int, *, bias: bool, backend: Backend
     ):
         self._name = name
         self._out_features = out_features
@@ -164,29 +153,24 @@ class RowParallelLinear:
         elif self._backend.group.size > 1:
             stream.hidden.add_(self(x))
         else:
-            if self.bias is not None:  # before the product, which may stay in parts
-                stream.hidden.add_(self.bias)
-            parts = self.weight.add_product(x, stream.hidden)
-            if parts is not None:
-                stream.add_parts(parts)
+            hidden = stream.hidden
+            product = self.weight.multiply(x, Epilogue(bias=self.bias, add_to=hidden))
+            if product is not hidden:
+                stream.add_parts(product)
 
-    def warm_up(self, in_features: int) -> None:
+    def warm_up(self) -> None:
         """Launches this rank's products in every configuration that the number of rows selects."""
-        backend = self._backend
-        for rows in self.weight.warm_up_rows():
-            x = torch.zeros(rows, in_features, dtype=backend.dtype, device=backend.device)
-            if backend.group.size > 1:
-                self.weight.multiply(x)
-            else:
-                self.weight.add_product(x, x.new_zeros(rows, self._out_features))
-                self.weight.multiply(x)  # where it is normed before it is added
+        if self._backend.group.size == 1:
+            self.weight.warm_up(adds=True)
+        self.weight.warm_up()  # over several ranks, or normed before it is added
 
     def _partial(self, x: Any) -> torch.Tensor:
         """Writes this rank's part of the product to symmetric memory and returns it; rank 0 adds
         the bias."""
         backend = self._backend
         assert backend.all_reduce is not None
-        partial = self.weight.multiply(x, out=backend.all_reduce.partial[: len(x)])
+        out = backend.all_reduce.partial[: len(x)]
+        partial = self.weight.multiply(x, Epilogue(out=out))
         if self.bias is not None and backend.group.rank == 0:
             partial += self.bias
         return partial

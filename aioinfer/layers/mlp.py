@@ -3,27 +3,17 @@ down(activation(gate x) * up x)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Hashable
 
 import torch
-import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import ACTIVATIONS
 from aioinfer.layers.layer import Part
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
-
-#: Activations by the names that configurations have for them.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class MLP(Part):
@@ -33,7 +23,7 @@ class MLP(Part):
         up: the first projection, of this rank's channels.
         down: the second projection.
         channels: of this rank.
-        activation: of `ACTIVATIONS`.
+        activation: of `formats.base.ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
     """
 
@@ -57,14 +47,15 @@ class MLP(Part):
     def finalize(self) -> None:
         """Brings the channels into the order in which the second projection reads them. Called
         before the projections' own `finalize`."""
-        channels = self.down.weight.take_input_order()
+        channels = self.down.weight.input_order()
         if channels is not None:
             self.up.reorder_rows(channels)
+            self.down.weight.reads_in_order = True
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
-        self.up.warm_up(self._norm, hidden_size)
-        self.down.warm_up(self._channels)
+        self.up.warm_up(self._norm)
+        self.down.warm_up()
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
@@ -81,13 +72,12 @@ class GatedMLP(Part):
     """The MLP of one layer on one rank, with its norm and its sum into the residual stream.
 
     With kernels the rows of gate and up are interleaved. Norm, product and SiLU are one launch
-    where that is faster; other activations, and SiLU after a bias, take a launch of their own. On a
-    CPU the format of the weight says whether its product takes the SiLU along.
+    where that is faster; other activations, and SiLU after a bias, take a launch of their own.
 
     Args:
         gate_up: the merged projection: this rank's channels of the gate, then of up.
         down: the second projection.
-        activation: of `ACTIVATIONS`.
+        activation: of `formats.base.ACTIVATIONS`.
         norm, post_norm, residual_scale: as in `Attention`.
         backend: of the rank.
     """
@@ -106,38 +96,34 @@ class GatedMLP(Part):
     ):
         self.gate_up, self.down = gate_up, down
         self._channels = channels
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
-        self._kernel: Callable[..., torch.Tensor] | None = None
         if backend.has_kernels:
-            from aioinfer.kernels.activation import GATE_RUN, KINDS, gated_activation
+            from aioinfer.kernels.activation import GATE_RUN, KINDS
 
             if channels % GATE_RUN == 0 and activation in KINDS:
-                self._kernel = partial(gated_activation, kind=activation, pdl=backend.pdl)
-        self._is_plain_silu = activation == "silu" and gate_up.bias is None
-        self._is_fused = self._kernel is not None and self._is_plain_silu
+                gate_up.weight.gate = "interleaved"
+        elif activation == "silu" and gate_up.bias is None:
+            gate_up.weight.gate = "halves"
 
     def finalize(self) -> None:
         """Interleaves the rows of gate and up where the kernels want it, and brings them into the
         order in which the second projection reads them. Called before the projections' own
         `finalize`."""
-        if self._kernel is None:
-            self._is_fused = self._is_plain_silu and self.gate_up.weight.prepare_gate()
-        else:
-            from aioinfer.kernels.gated_product import interleave
+        if self.gate_up.weight.gate != "interleaved":
+            return
+        from aioinfer.kernels.gated_product import interleave
 
-            channels = self.down.weight.take_input_order()
-            channels = torch.arange(self._channels) if channels is None else channels.cpu()
-            order = torch.cat((channels, channels + self._channels))
-            self.gate_up.reorder_rows(interleave(order))
+        channels = self.down.weight.input_order()
+        self.down.weight.reads_in_order = channels is not None
+        channels = torch.arange(self._channels) if channels is None else channels.cpu()
+        self.gate_up.reorder_rows(interleave(torch.cat((channels, channels + self._channels))))
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
-        if self._is_fused:
-            self.gate_up.weight.warm_up_gated()
-        self.gate_up.warm_up(self._norm, hidden_size, gated=self._is_fused)
-        self.down.warm_up(self._channels)
+        self.gate_up.warm_up(self._norm, self._activation)
+        self.down.warm_up()
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:
@@ -146,11 +132,5 @@ class GatedMLP(Part):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""
-        if self._is_fused:
-            gated = self.gate_up.of_normed_gated(stream, self._norm)
-        elif self._kernel is not None:
-            gated = self._kernel(self.gate_up.of_normed(stream, self._norm))
-        else:
-            gate, up = self.gate_up.of_normed(stream, self._norm).chunk(2, dim=-1)
-            gated = self._activation(gate).mul_(up)
+        gated = self.gate_up.of_normed(stream, self._norm, self._activation)
         self.down.add_to(stream, gated, norm=self._post_norm, scale=self._residual_scale)

@@ -19,10 +19,10 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead, Vocabulary
-from aioinfer.layers.formats.base import WeightFormat
-from aioinfer.layers.formats.compiled import has_compiled_products
-from aioinfer.layers.formats.half import has_half_products
-from aioinfer.layers.formats.make import make_weight
+from aioinfer.layers.formats import make_weight
+from aioinfer.layers.formats.affine import has_compiled_products
+from aioinfer.layers.formats.base import Weight
+from aioinfer.layers.formats.dense import has_half_products
 from aioinfer.layers.formats.schemes import AffineScheme, Quantization
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import LayerNorm, RMSNorm
@@ -158,7 +158,7 @@ class PartMaker:
 
     # ---------------------------------------------------------------- what parts consist of
 
-    def weight(self, sources: Sequence[Source], columns: Shard) -> WeightFormat:
+    def weight(self, sources: Sequence[Source], columns: Shard) -> Weight:
         """Returns the weight of a linear layer; see `make_weight`. The layer that uses it loads
         it."""
         if self.is_transposed:

@@ -66,6 +66,11 @@ class ResidualStream:
         """Whether `inputs` has no outstanding sum."""
         return (self._partial is None and self._parts is None) or self._inputs is not None
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether parts side by side read `inputs`."""
+        return self._inputs is not None
+
     @contextmanager
     def parallel(self) -> Iterator[None]:
         """Context of parts side by side, which all read the stream as it was before them, and all

@@ -3,7 +3,7 @@
 The products are those that the warm-up steps have computed (`Backend.choices`). For numbers of rows
 up to `MAX_ROWS` each weight format names its candidates; all are compiled with the other kernels
 and timed (`stopwatch`), and the fastest is entered, before the steps themselves are captured. The
-results are stored (`stored_choices`), so the next start compiles the chosen ones and times none.
+results are stored (`StoredChoices`), so the next start compiles the chosen ones and times none.
 cuBLAS stands for cublasLt here, through which decode graphs multiply; steps with prompts of so few
 tokens, which go through cuBLAS itself, take the same choices.
 
@@ -24,12 +24,18 @@ from pathlib import Path
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import TimedWeight
-from aioinfer.layers.kernel_choices import Candidate, KernelChoices, ProductChoices
+from aioinfer.layers.formats.base import Weight
+from aioinfer.layers.kernel_choices import (
+    Candidate,
+    KernelChoices,
+    ProductChoices,
+    StoredChoices,
+    Texts,
+    machine_of,
+)
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.worker.cuda_graphs import decode_sizes
 from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, MAX_ROWS, Costs, KernelTimer, TimedLayers
-from aioinfer.worker.stored_choices import StoredChoices, Texts, machine_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +80,7 @@ def list_cases(
     of_weights = [(choices, choices.weights) for choices in products]
     for rows in sizes:
         for choices, weights in of_weights:
-            first: TimedWeight | None = weights[0] if weights else None
+            first: Weight | None = weights[0] if weights else None
             product = choices.product
             if first is None or (rows == 1 and not choices.has_single_row):
                 continue

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import TimedWeight
+from aioinfer.layers.formats.base import Weight, epilogue_of
 from aioinfer.layers.kernel_choices import Candidate, ProductChoices
 
 _log = logging.getLogger(__name__)
@@ -198,17 +198,17 @@ class KernelTimer:
         self._last = graph
         return graph
 
-    def _weights_in_turn(self, choices: ProductChoices) -> list[TimedWeight]:
+    def _weights_in_turn(self, choices: ProductChoices) -> list[Weight]:
         """Returns the weights of a graph's launches, some of them several times if there are
         few."""
-        weights: list[TimedWeight] = choices.weights
+        weights: list[Weight] = choices.weights
         cold = -(-self._cold_bytes // max(1, weights[0].held_bytes))
         count = min(max(_LAUNCHES[0], min(cold, len(weights))), _LAUNCHES[1])
         return [weights[number % len(weights)] for number in range(count)]
 
     @torch.inference_mode()
     def _launch(
-        self, choices: ProductChoices, rows: int, weights: Sequence[TimedWeight]
+        self, choices: ProductChoices, rows: int, weights: Sequence[Weight]
     ) -> torch.Tensor | None:
         """Computes a product with each of the weights, and a norm before each, which sums the parts
         of the product before it. Returns the last parts, if there are any."""
@@ -217,15 +217,16 @@ class KernelTimer:
         x, total = (operand[:rows] for operand in self._operands_of(choices))
         part, normed = x[:, :_NORM_WIDTH], self._normed[:rows, : x.shape[1]]
         ones, outputs = self._ones, total.shape[1]
-        is_residual = choices.product.operation == "residual"
+        epilogue = epilogue_of(choices.product.operation, choices.norm, total)
         parts = None
         for weight in weights:
             if parts is None:
                 rms_norm(part, ones[: part.shape[1]], 1e-6, out=normed, pdl=self._pdl)
             else:
                 add_parts_rms_norm(parts, total, ones[:outputs], 1e-6, pdl=self._pdl)
-            product = compute(choices, weight, x, total)
-            parts = product if is_residual else None
+            product = weight.multiply(x, epilogue)
+            is_in_parts = epilogue.add_to is not None and product is not total
+            parts = product if is_in_parts else None
         return parts
 
     def _operands_of(self, choices: ProductChoices) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,26 +237,3 @@ class KernelTimer:
             x = torch.randn(MAX_ROWS, shape.inputs, dtype=self._dtype, device=self.device)
             self._operands[choices] = x, x.new_zeros(MAX_ROWS, shape.outputs)
         return self._operands[choices]
-
-
-def compute(
-    choices: ProductChoices, weight: TimedWeight, x: torch.Tensor, total: torch.Tensor
-) -> Any:
-    """Computes a product of x [T, inputs] as the layers do; see `kernel_choices.Operation`. The
-    product is written to, or added to, `total` [T, outputs], whose first row serves as a bias.
-    Returns the product, its parts if they are left to be added, or None if it was added."""
-    match choices.product.operation:
-        case "plain":
-            return weight.multiply(x)
-        case "partial":
-            return weight.multiply(x, out=total)
-        case "biased":
-            return weight.multiply(x, total[0])
-        case "residual":
-            return weight.add_product(x, total)
-        case "gated":
-            return weight.multiply_gated(x)
-        case "normed":
-            return weight.multiply_normed(x, choices.norm)
-        case "normed gated":
-            return weight.multiply_gated(x, choices.norm)

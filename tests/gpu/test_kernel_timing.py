@@ -15,9 +15,9 @@ import triton
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import Epilogue, epilogue_of
 from aioinfer.layers.kernel_choices import ProductChoices
 from aioinfer.worker import kernel_timing
-from aioinfer.worker.stopwatch import compute
 from aioinfer.worker.worker import Worker
 from benchlib.quantized_folder import awq, quantize_folder
 from tests.gpu.random_models import random_model, random_prompts
@@ -113,7 +113,7 @@ def test_every_candidate_computes_the_product(
     for choices in [each for each in table.values() if each.product.operation == "plain"]:
         out = torch.empty(2, choices.product.outputs, dtype=backend.dtype, device=device)
         x = torch.zeros(2, choices.product.inputs, dtype=backend.dtype, device=device)
-        choices.weights[0].multiply(x, out=out)  # as a rank of several does
+        choices.weights[0].multiply(x, Epilogue(out=out))  # as a rank of several does
     # where queries, keys and values have biases, no product is plain
     assert {"biased" if name == "biased" else "partial"} < {p.operation for p in table}
     compared = 0
@@ -137,9 +137,9 @@ def compare(choices: ProductChoices, rows: int, backend: Backend) -> int:
     for candidate in candidates:
         choices.forced = candidate
         added = total.clone()
-        result = compute(choices, weight, x, added)
-        if product.operation == "residual":  # there, or in parts that are left to be added
-            result = added if result is None else added + result.sum(0)
+        result = weight.multiply(x, epilogue_of(product.operation, choices.norm, added))
+        if result.ndim == 3:  # parts that are left to be added
+            result = added + result.sum(0)
         results.append(result.float())
         choices.forced = None
     for candidate, result in zip(candidates, results, strict=True):

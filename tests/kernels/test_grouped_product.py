@@ -142,7 +142,8 @@ def test_an_mlp(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """One row and few rows by the products, more of them by the dequantized weight, as in plain
     torch."""
     module = "aioinfer.layers.formats.kernel_grouped"
-    monkeypatch.setattr(f"{module}.use_fused", lambda rows: rows <= 3)
+    for bound in ("MAX_FUSED_ROWS", "_MIN_DEQUANTIZED_ROWS"):
+        monkeypatch.setattr(f"{module}.{bound}", 3)
     folder = quantized(tmp_path, FORMATS[name])
     over_kernels, plain = (load_mlp(folder, kernels=use) for use in (True, False))
     down = over_kernels.down.weight
@@ -202,7 +203,7 @@ def test_what_the_kernels_cannot_read_is_dequantized(
     shards = list(weight.weight_shards())
     load_weights(shards, tmp_path, "auto", 0, lambda done, total: None, lambda name: True)
     expected = weight.dequantized()
-    assert weight.take_input_order() is None
+    assert weight.input_order() is None
     with caplog.at_level("INFO"):
         weight.finalize()
     assert reason in caplog.text

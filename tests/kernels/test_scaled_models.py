@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels import quantize as quantization
 from aioinfer.kernels.few_rows_dense import MAX_ROWS
 from aioinfer.kernels.gated_product import interleave
 from aioinfer.kernels.quantize import ScaledInputs, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats import kernel_scaled
+from aioinfer.layers.formats import make_weight
+from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.formats.kernel_scaled import KernelScaledWeight
-from aioinfer.layers.formats.make import make_weight
 from aioinfer.layers.formats.scaled import ScaledWeight
 from aioinfer.layers.formats.schemes import Quantization, ScaledScheme
 from aioinfer.layers.parallel import ParallelGroup
@@ -83,7 +84,7 @@ def quantized_states(
         launches.append(options.get("norm_weight") is not None)
         return quantize(x, *arguments, **options)
 
-    kernel_scaled.quantize = note  # in a process of its own
+    quantization.quantize = note  # in a process of its own
     return rank_states(memory, folder, 4), launches
 
 
@@ -139,15 +140,19 @@ def test_products_are_launched_before_the_first_request(
     write(tiny_model("qwen3", tmp_path, **SIZES), layouts((128, 128))["float block"])
     bound = Bound(tmp_path, kernels=True)
     weight = bound.model.layers[0].parts[1].gate_up.weight
-    assert weight.warm_up_rows() == [1, 2, 9, 17, 33, 65, 129, 257, 1024]
+    cases = [(rows, None) for rows in (1, 2, 9, 17, 33, 65, 129, 257, 1024)]
+    assert weight.warm_up_cases(None) == cases
     rows: list[int] = []
-    multiply = KernelScaledWeight.add_product
-    monkeypatch.setattr(KernelScaledWeight, "warm_up_rows", lambda self: [2, 17])
-    monkeypatch.setattr(
-        KernelScaledWeight,
-        "add_product",
-        lambda self, x, total: (rows.append(len(x)), multiply(self, x, total)),
-    )
+    launch = KernelScaledWeight.launch
+
+    def note(self: KernelScaledWeight, candidate: Any, x: Any, epilogue: Epilogue) -> torch.Tensor:
+        if epilogue.add_to is not None:
+            rows.append(len(x))
+        return launch(self, candidate, x, epilogue)
+
+    few = [(2, None), (17, None)]
+    monkeypatch.setattr(KernelScaledWeight, "warm_up_cases", lambda self, gate: few)
+    monkeypatch.setattr(KernelScaledWeight, "launch", note)
     bound.model.warm_up()
     assert rows == [2, 17] * 2  # attention's output and the MLP's
 
@@ -173,14 +178,14 @@ def test_scales_of_blocks_follow_the_rows(
     weight.scales.uniform_(0.5, 2.0)
     expected = weight.dequantized()
     if interleaved:
-        weight.reorder_rows(interleave(torch.arange(rows.size)))
+        weight.row_order = interleave(torch.arange(rows.size))
         expected = interleave(expected)
     weight.finalize()
     assert weight.matrix.rows_per_scale == run
     assert weight.matrix.is_paired == interleaved
     for count in (3,) if run == 1 else (MAX_ROWS + 1,):
         x, out = torch.randn(count, columns.size), torch.full((count, rows.size), torch.nan)
-        assert weight.multiply(x, out=out) is out
+        assert weight.multiply(x, Epilogue(out=out)) is out
         torch.testing.assert_close(out, x @ expected.T, rtol=1e-4, atol=1e-2)
 
 
@@ -189,7 +194,7 @@ def test_scales_of_gate_and_up_within_128_rows(features: int, is_paired: bool) -
     """One of the gate and one of up, if 64 rows of up lie in one block as those of the gate do."""
     weight = kernel_weight(Shard.whole(features), WHOLE, BLOCKS)
     assert isinstance(weight, KernelScaledWeight)
-    weight.reorder_rows(interleave(torch.arange(features)))
+    weight.row_order = interleave(torch.arange(features))
     weight.finalize()
     assert weight.matrix.is_paired == is_paired
 
@@ -208,7 +213,7 @@ def test_what_kernels_do_not_take_is_dequantized(columns: Shard, scheme: ScaledS
 
 def kernel_weight(rows: Shard, columns: Shard, scheme: ScaledScheme) -> ScaledWeight:
     backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single(), has_kernels=True)
-    quantization = Quantization("test", [(["Linear"], scheme)])
-    weight = make_weight([Source("x", rows)], columns, backend, quantization)
+    model = Quantization("test", [(["Linear"], scheme)])
+    weight = make_weight([Source("x", rows)], columns, backend, model)
     assert isinstance(weight, ScaledWeight)
     return weight

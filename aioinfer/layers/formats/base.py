@@ -1,121 +1,310 @@
-"""Interface of weight formats: the products that a linear layer needs, and the places to load
-weights to.
+"""The one product of linear layers, `Weight.multiply`, and what a weight format has to give for it.
 
-A linear layer knows which part of which checkpoint modules this rank has (`Source`); its weight
-format knows which tensors such a module has in the checkpoint, where their parts go
-(`WeightShard`), and how to multiply with them. A new format is a class like `dense.DenseWeight`.
+A linear layer knows which part of which checkpoint modules this rank has (`Source`), and what goes
+with the product (`Epilogue`). A weight format knows which tensors such a module has in the
+checkpoint, where their parts go (`WeightShard`), and which kernels multiply with them. What a
+kernel does not compute along the way, `Weight.multiply` adds by launches of their own.
+
+A format with one way to multiply gives it as `Weight.only`; a format of which several kernels may
+be the fastest names them in `Weight.kernels`, the default first, and is timed with each
+(`kernel_choices`). A new format is a class like `dense.DenseWeight`, and a line in
+`formats.FORMATS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from aioinfer.layers.kernel_choices import Candidate, Operation
-from aioinfer.layers.norm import RMSNorm
-from aioinfer.layers.shards import NamedShards
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.kernel_choices import Candidate, Operation, Product, ProductChoices
+from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.shards import NamedShards, Shard, Source
 
 if TYPE_CHECKING:
     from aioinfer.kernels.quantize import InputFormat
 
+#: Activations by the names that configurations have for them.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
-class WeightFormat(Protocol):
-    """The weight of one linear layer on one rank: `out` output features of `in` input features.
 
-    The fused products are optional: a format that lacks one returns false from `fuses_norm`, or
-    computes it in several launches.
+class Epilogue(NamedTuple):
+    """What is computed with a product x W^T [T, out] of x [T, in], before it and after it.
+
+    Attributes:
+        norm: of x.
+        bias: [out], added to the product.
+        gate: an activation of `ACTIVATIONS`: the result is that of the gate, the first half of the
+            outputs, times the second half: [T, out / 2].
+        add_to: [T, out], to which the product is added, in place.
+        out: [T, out], to which the product is written; not with `add_to`.
     """
 
+    norm: Norm | None = None
+    bias: torch.Tensor | None = None
+    gate: str | None = None
+    add_to: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+    def added(self, rows: int) -> torch.Tensor | None:
+        """Returns the addend of so many rows of the product: `add_to`, the bias [rows, out] or
+        None."""
+        if self.add_to is not None or self.bias is None:
+            return self.add_to
+        return self.bias.expand(rows, -1)
+
+
+PLAIN = Epilogue()
+
+
+def epilogue_of(operation: Operation, norm: Norm | None, total: torch.Tensor) -> Epilogue:
+    """Returns the epilogue of an operation with a weight; `total` [T, out] is the operand that the
+    product is added to or written to, and its first row the bias."""
+    match operation:
+        case "plain":
+            return PLAIN
+        case "partial":
+            return Epilogue(out=total)
+        case "biased":
+            return Epilogue(bias=total[0])
+        case "residual":
+            return Epilogue(add_to=total)
+        case "gated":
+            return Epilogue(gate="silu")
+        case "normed":
+            return Epilogue(norm)
+        case "normed gated":
+            return Epilogue(norm, gate="silu")
+
+
+class Weight(ABC):
+    """The weight of one linear layer on one rank: `out` output features of `in` input features.
+
+    Args:
+        sources: the checkpoint modules of its rows, one after the other.
+        columns: the input features that this rank has.
+        backend: of the rank.
+
+    Attributes:
+        only: the one way to multiply; None where there are several (`kernels`).
+        row_order: int64 [out], the row, in checkpoint order, at each place; None for the same
+            order. Set before `finalize`, as the next two are.
+        gate: how the outputs of gate and up lie, if SiLU of the one times the other is what the
+            product is for: in "halves", or "interleaved" as in `kernels.activation`; "" for others.
+        reads_in_order: whether the inputs come in the order of `input_order`.
+    """
+
+    only: Candidate | None = None
+    gate: Literal["", "halves", "interleaved"] = ""
+    reads_in_order = False
+
+    def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
+        self._sources, self._columns, self._backend = sources, columns, backend
+        self._out = sum(source.rows.size for source in sources)
+        self.row_order: torch.Tensor | None = None
+        self._choices: dict[Operation, ProductChoices] = {}
+
+    # ---------------------------------------------------------------- what a format gives
+
     @property
+    @abstractmethod
     def kind(self) -> Hashable:
         """Weights of the same kind launch the same kernels."""
-        ...
 
     @property
+    @abstractmethod
     def held_bytes(self) -> int:
         """Bytes that the weight takes on the device, after `finalize`."""
-        ...
 
+    @abstractmethod
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go, before `finalize`."""
-        ...
 
+    @abstractmethod
     def dequantized(self) -> torch.Tensor:
         """Returns the loaded weight [out, in] in 16 or 32 bits, its rows in checkpoint order.
         Called instead of `finalize`, for weights that `multiply` does not multiply."""
-        ...
 
-    def reorder_rows(self, order: torch.Tensor) -> None:
-        """Puts row `order[i]` (int64 [out]) at place i. Called before `finalize`."""
-        ...
+    def input_order(self) -> torch.Tensor | None:
+        """Returns the order in which the weight would read its inputs (int64 [in]: the input at
+        each place), if it is another than the checkpoint's and it can have them so; else None."""
+        return None
 
-    def take_input_order(self) -> torch.Tensor | None:
-        """Returns the order in which the weight reads its inputs (int64 [in]: the input at each
-        place), if it is another than the checkpoint's and the caller can give it inputs in that
-        order, which from then on it must; else None. Called before `finalize`."""
-        ...
-
-    def prepare_gate(self) -> bool:
-        """Says that the products are to be SiLU of the first half of the outputs times the second
-        half. Returns whether `multiply_gated` gives them from rows in checkpoint order; otherwise
-        it is not called with these. Called before `finalize`, without kernels only."""
-        ...
-
+    @abstractmethod
     def finalize(self) -> None:
-        """Prepares the loaded weight for the device."""
-        ...
-
-    def warm_up_rows(self) -> Sequence[int]:
-        """Returns a number of rows for each configuration of kernels that the other methods
-        select."""
-        ...
-
-    def multiply(
-        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Returns x W^T + bias [..., out] for x [..., in]."""
-        ...
-
-    def fuses_norm(self, rows: int) -> bool:
-        """Whether `multiply_normed` is one launch for so many rows."""
-        ...
+        """Prepares the loaded weight for the device, its rows in `row_order`."""
 
     def input_format(self, rows: int) -> InputFormat | None:
-        """Returns how products of so many rows are quantized before, or None if they are not. Such
-        a weight takes `ScaledInputs` in the place of x."""
-        ...
+        """Returns how the inputs of products of so many rows are quantized; None if they are not.
+        Such a product takes `ScaledInputs` in the place of x, too."""
+        return None
 
-    def multiply_normed(
-        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Returns norm(x) W^T [T, out] for x [T, in]."""
-        ...
+    @abstractmethod
+    def launch(self, candidate: Candidate, x: Any, epilogue: Epilogue) -> torch.Tensor:
+        """Computes a product by a candidate, with an epilogue of what it fuses alone; `norm` is an
+        RMSNorm then, and `gate` SiLU. Returns what `multiply` returns."""
 
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """Returns silu(gate) * up [T, out / 2] for x [T, in], or for norm(x).
+    @property
+    def format(self) -> str:
+        """How the weight is stored, for the table of choices."""
+        raise NotImplementedError
 
-        Only for a weight whose rows are in the order of `kernels.gated_product.interleave`, or
-        after `prepare_gate`.
+    def kernels(self, operation: Operation, x: Any, epilogue: Epilogue) -> Iterator[Candidate]:
+        """Yields the candidates for a product, with or without repetition, the default first; x and
+        epilogue as in `launch`."""
+        raise NotImplementedError
+
+    def takes(self, candidate: Candidate, x: Any, epilogue: Epilogue) -> bool:
+        """Whether a candidate can compute a product with these operands."""
+        return True
+
+    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+        """Yields numbers of rows and candidates, which together are all configurations of kernels
+        that are selected where nothing was timed; None for the candidate that is selected."""
+        return ()
+
+    # ---------------------------------------------------------------- the product
+
+    def multiply(self, x: Any, epilogue: Epilogue = PLAIN) -> torch.Tensor:
+        """Returns the product with an epilogue [..., out] for x [..., in], or [T, out] for x [T,
+        in] with kernels.
+
+        With `add_to`, returns that tensor, or parts (float32 [P, T, out]), whose sum over the first
+        dimension is yet to be added to it.
         """
-        ...
+        norm, bias, gate, total, out = epilogue
+        if bias is not None and total is not None:
+            total.add_(bias)  # before the product, which may stay in parts
+            bias = None
+        is_gated = gate == "silu" and bias is None and self.gate != ""
+        candidate = self.only
+        if candidate is None:
+            x, norm = self._prepare(x, norm, is_plain=bias is total is None)
+            wanted = Epilogue(norm, bias, gate if is_gated else None, total, out)
+            candidate = self._select(x, wanted)
+        fuses = candidate.fuses
+        if norm is not None and not ("norm" in fuses and isinstance(norm, RMSNorm)):
+            x, norm = norm(x), None
+        is_gated = is_gated and "gate" in fuses
+        is_whole = gate is None or is_gated
+        fused = Epilogue(
+            norm,
+            bias if "bias" in fuses else None,
+            gate if is_gated else None,
+            total if "add_to" in fuses else None,
+            out if is_whole and "out" in fuses else None,
+        )
+        product = self.launch(candidate, x, fused)
+        if bias is not None and fused.bias is None:
+            product.add_(bias)
+        if not is_whole:
+            assert gate is not None
+            product = self._activate(product, gate)
+        if total is not None:
+            return product if fused.add_to is not None else total.add_(product)
+        return product if out is None or product is out else out.copy_(product)
 
-    def warm_up_gated(self) -> None:
-        """Launches `multiply_gated` in every configuration that the number of rows selects."""
-        ...
+    def _prepare(self, x: Any, norm: Norm | None, *, is_plain: bool) -> tuple[Any, Norm | None]:
+        """Returns x as kernels take it, and the norm that is left to them: of one row, where
+        nothing is added to the product. More rows are normed once, and not by every program of a
+        kernel, along with the quantization if there is one."""
+        rows = len(x)
+        format = self.input_format(rows) if isinstance(x, torch.Tensor) else None
+        if format is not None:
+            from aioinfer.kernels.quantize import quantize
 
-    def add_product(self, x: Any, total: torch.Tensor) -> torch.Tensor | None:
-        """Adds x W^T to `total` [T, out], in place, for x [T, in]; or leaves `total` as it is and
-        returns parts (float32 [P, T, out]) whose sum over the first dimension is the product."""
-        ...
+            given = {}
+            if isinstance(norm, RMSNorm):
+                given = {"norm_weight": norm.weight, "eps": norm.eps}
+            elif norm is not None:
+                x = norm(x)
+            return quantize(x, format, **given, pdl=self._backend.pdl), None
+        if norm is not None and not (rows == 1 and is_plain and isinstance(norm, RMSNorm)):
+            return norm(x), None
+        return x, norm
+
+    def _activate(self, product: torch.Tensor, gate: str) -> torch.Tensor:
+        """Returns activation(gate) * up of a product [..., out]."""
+        if self.gate == "interleaved":
+            from aioinfer.kernels.activation import gated_activation
+
+            return gated_activation(product, kind=gate, pdl=self._backend.pdl)
+        first, second = product.chunk(2, dim=-1)
+        return ACTIVATIONS[gate](first).mul_(second)
+
+    # ---------------------------------------------------------------- which kernel
+
+    def _select(self, x: Any, epilogue: Epilogue) -> Candidate:
+        """Returns the candidate that computes a product: the one that was chosen for its number of
+        rows, or else the first one that takes the operands."""
+        operation = _operation_of(epilogue)
+        choices = self._choices.get(operation)
+        if choices is None:
+            shape, dtype = (self._out, self._columns.size), str(self._backend.dtype)
+            product = Product(operation, self.format, *shape, dtype.removeprefix("torch."))
+            choices = self._backend.choices.register(product, self, epilogue.norm)
+            self._choices[operation] = choices
+        chosen = choices.find(len(x))
+        if chosen is not None and self.takes(chosen, x, epilogue):
+            return chosen
+        candidates = self.kernels(operation, x, epilogue)
+        return next(each for each in candidates if self.takes(each, x, epilogue))
+
+    def candidates(self, operation: Operation, rows: int) -> list[Candidate]:
+        """Returns the ways to compute a product of so many rows, the default first; none where the
+        operation has no such products."""
+        if rows > 1 and operation in ("normed", "normed gated"):
+            return []  # normed by a launch of its own
+        backend = self._backend
+        empty = partial(torch.empty, dtype=backend.dtype, device=backend.device)
+        x: Any = empty(rows, self._columns.size)
+        format = self.input_format(rows)
+        if format is not None:
+            from aioinfer.kernels.quantize import empty_inputs
+
+            x, _ = empty_inputs(rows, self._columns.size, format, backend.device)
+        epilogue = epilogue_of(operation, None, empty(rows, self._out))
+        found = self.kernels(operation, x, epilogue)
+        return list(dict.fromkeys(each for each in found if self.takes(each, x, epilogue)))
+
+    def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
+        """Launches the product in every configuration that the number of rows selects.
+
+        Args:
+            epilogue: without tensors for a number of rows.
+            adds: the product is added to such a tensor.
+        """
+        backend = self._backend
+        for rows, candidate in self.warm_up_cases(epilogue.gate):
+            shape = rows, self._columns.size
+            x = torch.zeros(shape, dtype=backend.dtype, device=backend.device)
+            if candidate is not None:
+                self.launch(candidate, x, PLAIN._replace(gate=epilogue.gate))
+            elif adds:
+                self.multiply(x, epilogue._replace(add_to=x.new_zeros(rows, self._out)))
+            else:
+                self.multiply(x, epilogue)
 
 
-class TimedWeight(WeightFormat, Protocol):
-    """A weight that several kernels can multiply. It registers its products with
-    `Backend.choices` when it first computes them, and takes the kernels that are chosen there."""
-
-    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
-        """Returns the ways to compute a product of so many rows, without repetition, the default
-        first; none where the operation has no such products."""
-        ...
+def _operation_of(epilogue: Epilogue) -> Operation:
+    norm, bias, gate, total, out = epilogue
+    if norm is not None:
+        return "normed" if gate is None else "normed gated"
+    if gate is not None:
+        return "gated"
+    if total is not None:
+        return "residual"
+    if bias is not None:
+        return "biased"
+    return "plain" if out is None else "partial"

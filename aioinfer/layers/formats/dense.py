@@ -1,54 +1,44 @@
-"""Weights as they are: float32, bfloat16 or float16, [out, in] as in checkpoints.
+"""Weights as they are: float32, bfloat16 or float16, [out, in] as in checkpoints, computed with by
+torch.
 
-On a CPU a float32 weight is repacked for oneDNN (`PackedWeight`). On a GPU with kernels few rows go
-through our own products, which take a norm before and a residual sum after them along, and the rest
-through cuBLAS (`KernelDenseWeight`).
+On a CPU a float32 weight is repacked: for oneDNN (`PackedWeight`), or as float16 for FBGEMM
+(`HalfWeight`; Khudia et al. 2021), which torch brings. FBGEMM converts float16 in registers: half
+as many bytes are read as with float32, which is what bounds products of few rows
+(docs/quantization-cpu.md). On a GPU `kernel_dense` multiplies.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.kernel_choices import (
-    FEW_ROWS,
-    GATED,
-    SPLIT,
-    Candidate,
-    Operation,
-    Product,
-    ProductChoices,
-)
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.kernel_choices import Candidate
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
-
-if TYPE_CHECKING:
-    from aioinfer.kernels.quantize import InputFormat
-    from aioinfer.layers.formats.dense_candidates import DenseCandidates
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and these serve prefill as well.
 _PACKED_ROWS = 8
-#: Up to so many rows our own products beat cuBLAS where nothing but a residual sum goes with them
-#: (docs/notes/products.md): where nothing was timed (`dense_candidates`).
+#: Up to so many rows our own products beat cuBLAS on a GPU where nothing but a residual sum goes
+#: with them, where nothing was timed (docs/notes/products.md).
 MAX_FEW_ROWS = 8
 
 
-class DenseWeight:
+class DenseWeight(Weight):
     """A weight computed with by torch.
 
     Args:
-        sources: the checkpoint modules of its rows, one after the other.
-        columns: the input features that this rank has.
-        backend: of the rank.
+        sources, columns, backend: as in `Weight`.
         weight: [out, in], for a weight that is loaded in another format; by default a new tensor.
+        is_half: whether it becomes float16 on a CPU.
     """
+
+    only: Candidate | None = Candidate("torch", fuses=frozenset({"bias"}))
 
     def __init__(
         self,
@@ -56,33 +46,33 @@ class DenseWeight:
         columns: Shard,
         backend: Backend,
         weight: torch.Tensor | None = None,
+        *,
+        is_half: bool = False,
     ):
-        self._sources = sources
-        self._columns = columns
-        rows = sum(source.rows.size for source in sources)
+        super().__init__(sources, columns, backend)
         if weight is None:
-            weight = torch.empty(rows, columns.size, dtype=backend.dtype, device=backend.device)
+            shape = self._out, columns.size
+            weight = torch.empty(shape, dtype=backend.dtype, device=backend.device)
         self.weight: torch.Tensor | None = weight
-        self._num_weights = weight.numel()
-        self._packed: Packed | None = None
-        self._itemsize = weight.itemsize
+        self._is_half = is_half
+        self._held_bytes = weight.numel() * (2 if is_half else weight.itemsize)
+        self._packed: PackedWeight | HalfWeight | None = None
 
     @property
     def held_bytes(self) -> int:
-        """See `WeightFormat.held_bytes`."""
-        return self._num_weights * self._itemsize
+        """See `Weight.held_bytes`."""
+        return self._held_bytes
 
     @property
     def kind(self) -> Hashable:
-        """See `WeightFormat.kind`."""
+        """See `Weight.kind`."""
         return "dense"
 
     def weight_shards(self) -> NamedShards:
-        """See `WeightFormat.weight_shards`."""
-        assert self.weight is not None
+        """See `Weight.weight_shards`."""
         first = 0
         for source in self._sources:
-            part = self.weight[first : first + source.rows.size]
+            part = self.loaded[first : first + source.rows.size]
             first += source.rows.size
             dim, shard = sharded_part(source.rows, self._columns)
             if source.is_transposed:
@@ -96,226 +86,33 @@ class DenseWeight:
                     WeightShard(part.t(), 1 - dim, shard.start, shard.total, stack=source.stack),
                 )
 
-    def dequantized(self) -> torch.Tensor:
-        """See `WeightFormat.dequantized`."""
+    @property
+    def loaded(self) -> torch.Tensor:
+        """The weight [out, in], where it was not repacked."""
         assert self.weight is not None
         return self.weight
 
-    def reorder_rows(self, order: torch.Tensor) -> None:
-        """See `WeightFormat.reorder_rows`."""
-        assert self.weight is not None
-        self.weight.copy_(self.weight[order.to(self.weight.device)])
-
-    def take_input_order(self) -> torch.Tensor | None:
-        """See `WeightFormat.take_input_order`."""
-        return None
-
-    def prepare_gate(self) -> bool:
-        """See `WeightFormat.prepare_gate`."""
-        return False
+    def dequantized(self) -> torch.Tensor:
+        """See `Weight.dequantized`."""
+        return self.loaded
 
     def finalize(self) -> None:
-        """On a CPU in float32, repacks the weight: see `PackedWeight`."""
-        self._packed = pack_weight(self.weight)
+        """See `Weight.finalize`. On a CPU in float32, repacks the weight."""
+        self._reorder()
+        self._packed = HalfWeight(self.loaded) if self._is_half else pack_weight(self.loaded)
         if self._packed is not None:
             self.weight = None
 
-    def warm_up_rows(self) -> Sequence[int]:
-        """See `WeightFormat.warm_up_rows`."""
-        return ()
+    def _reorder(self) -> None:
+        if self.row_order is not None:
+            self.loaded.copy_(self.loaded[self.row_order.to(self.loaded.device)])
+            self.row_order = None
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply`."""
+    def launch(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        """See `Weight.launch`."""
         if self._packed is not None:
-            product = self._packed.multiply(x, bias)
-        else:
-            assert self.weight is not None
-            product = F.linear(x, self.weight, bias)
-        return product if out is None else out.copy_(product)
-
-    def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`."""
-        return False
-
-    def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
-        return None
-
-    def multiply_normed(
-        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply_normed`."""
-        return self.multiply(norm(x), out=out)
-
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """Not here: rows are interleaved for kernels alone."""
-        raise NotImplementedError
-
-    def warm_up_gated(self) -> None:
-        """Does nothing: there are no kernels to compile."""
-
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
-        """See `WeightFormat.add_product`."""
-        total += self.multiply(x)
-        return None
-
-
-class KernelDenseWeight(DenseWeight):
-    """A weight computed with by our kernels and cuBLAS; a `TimedWeight`."""
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        columns: Shard,
-        backend: Backend,
-        weight: torch.Tensor | None = None,
-    ):
-        super().__init__(sources, columns, backend, weight)
-        from aioinfer.kernels.activation import gated_activation
-        from aioinfer.kernels.few_rows_dense import few_rows_dense
-        from aioinfer.kernels.gated_product import gated_product, supports
-        from aioinfer.kernels.hopper_pipeline import rows_are_aligned
-        from aioinfer.kernels.split_product import split_product, whole_product
-
-        self._pdl = backend.pdl
-        self._few_rows_dense, self._gated_activation = few_rows_dense, gated_activation
-        self._gated_product = gated_product
-        self._split_product, self._whole_product = split_product, whole_product
-        self._can_split = rows_are_aligned
-        assert self.weight is not None
-        like_inputs = self.weight.new_empty(1, columns.size)
-        self._has_gated_product = supports(like_inputs, self.weight)
-        self._all_choices = backend.choices
-        self._choices: dict[Operation, ProductChoices] = {}
-
-    @property
-    def _loaded(self) -> torch.Tensor:
-        assert self.weight is not None
-        return self.weight
-
-    def finalize(self) -> None:
-        """Leaves the weight as it is."""
-
-    # ---------------------------------------------------------------- which kernel
-
-    @cached_property
-    def _candidates(self) -> DenseCandidates:
-        from aioinfer.layers.formats.dense_candidates import DenseCandidates
-
-        return DenseCandidates(self._loaded, MAX_FEW_ROWS)
-
-    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
-        """See `TimedWeight.candidates`."""
-        return self._candidates.of(operation, rows)
-
-    def _select(self, operation: Operation, rows: int, norm: RMSNorm | None = None) -> Candidate:
-        """Returns the candidate that computes a product; `norm`: that is fused into it."""
-        choices = self._choices.get(operation)
-        if choices is None:
-            (out, inputs), dtype = self._loaded.shape, str(self._loaded.dtype)
-            product = Product(operation, "dense", out, inputs, dtype.removeprefix("torch."))
-            choices = self._all_choices.register(product, self, norm)
-            self._choices[operation] = choices
-        return choices.find(rows) or self._candidates.default(operation, rows)
-
-    # ---------------------------------------------------------------- products
-
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply`."""
-        weight = self._loaded
-        operation: Operation = "plain" if out is None else "partial"
-        selected = self._select(operation if bias is None else "biased", len(x))
-        if selected.kernel == FEW_ROWS:
-            added = None if bias is None else bias.expand(len(x), -1)
-            return self._few_rows_dense(
-                x, weight, residual=added, out=out, pdl=self._pdl, config=selected.config
-            )
-        if selected.kernel == SPLIT and self._can_split(x):
-            return self._whole_product(
-                x, weight, selected.config, bias=bias, out=out, pdl=self._pdl
-            )
-        if out is None:
-            return F.linear(x, weight, bias)
-        product = torch.mm(x, weight.t(), out=out)
-        return product if bias is None else product.add_(bias)
-
-    def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`."""
-        return rows == 1
-
-    def multiply_normed(
-        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
-        if len(x) > 1:
-            return self.multiply(norm(x), out=out)
-        config = self._select("normed", 1, norm).config
-        return self._few_rows_dense(
-            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl,
-            config=config,
-        )  # fmt: skip
-
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """See `WeightFormat.multiply_gated`."""
-        weight = self._loaded
-        if len(x) == 1 and norm is not None:
-            config = self._select("normed gated", 1, norm).config
-            return self._few_rows_dense(
-                x, weight, norm_weight=norm.weight, eps=norm.eps, gated=True, pdl=self._pdl,
-                config=config,
-            )  # fmt: skip
-        selected = self._select("gated", len(x))
-        normed = x if norm is None else norm(x)
-        if selected.kernel == FEW_ROWS:
-            return self._few_rows_dense(
-                normed, weight, gated=True, pdl=self._pdl, config=selected.config
-            )
-        if selected.kernel == GATED:
-            return self._gated_product(normed, weight, pdl=self._pdl, config=selected.config)
-        return self._gated_activation(F.linear(normed, weight), pdl=self._pdl)
-
-    def warm_up_gated(self) -> None:
-        """See `WeightFormat.warm_up_gated`."""
-        if self._has_gated_product:
-            weight = self._loaded
-            for config in self._candidates.default_gated():
-                self._gated_product(weight[: config.tokens], weight, pdl=self._pdl, config=config)
-
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
-        """See `WeightFormat.add_product`."""
-        selected = self._select("residual", len(x))
-        if selected.kernel == SPLIT and self._can_split(x):
-            return self._split_product(x, self._loaded, selected.config, pdl=self._pdl)
-        if selected.kernel == FEW_ROWS:
-            self._few_rows_dense(
-                x, self._loaded, residual=total, out=total, pdl=self._pdl, config=selected.config
-            )
-        else:
-            total.addmm_(x, self._loaded.t())
-        return None
-
-
-def make_dense(
-    sources: Sequence[Source],
-    columns: Shard,
-    backend: Backend,
-    weight: torch.Tensor | None = None,
-) -> DenseWeight:
-    """Returns the dense weight for the backend; arguments as in `DenseWeight`."""
-    kind = KernelDenseWeight if backend.has_kernels else DenseWeight
-    return kind(sources, columns, backend, weight)
-
-
-class Packed(Protocol):
-    """A weight on a CPU that was repacked."""
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns x W^T + b [..., out] for x [..., in]."""
-        ...
+            return self._packed.multiply(x, epilogue.bias)
+        return F.linear(x, self.loaded, epilogue.bias)
 
 
 class PackedWeight:
@@ -388,3 +185,39 @@ def pack_weight(weight: torch.Tensor | None) -> PackedWeight | None:
     ):
         return None
     return PackedWeight(weight)
+
+
+class HalfWeight:
+    """A weight laid out for FBGEMM.
+
+    Args:
+        weight: float32 [out, in] on a CPU; magnitudes beyond 65 504 become that.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self._out = len(weight)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x W^T + b [..., out] in float32 for x [..., in]."""
+        if x.numel() == 0:
+            return x.new_zeros(*x.shape[:-1], self._out)
+        product = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return product if bias is None else product.add_(bias)
+
+
+def has_half_products(backend: Backend) -> bool:
+    """Whether float16 weights are multiplied faster than float32 ones here, as exact but for the
+    weights' rounding."""
+    is_plain = backend.device.type == "cpu" and not backend.has_kernels
+    return is_plain and backend.dtype == torch.float32 and _has_half_operators()
+
+
+@cache
+def _has_half_operators() -> bool:
+    """Whether torch was built with FBGEMM and the processor has AVX2, which it needs."""
+    try:
+        weight = HalfWeight(torch.eye(2, 16))
+        return torch.equal(weight.multiply(torch.ones(1, 16), None), torch.ones(1, 2))
+    except (RuntimeError, NotImplementedError):
+        return False

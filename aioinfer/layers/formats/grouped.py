@@ -120,7 +120,7 @@ class GroupedWeight(QuantizedWeight):
     # ---------------------------------------------------------------- loading
 
     def weight_shards(self) -> NamedShards:
-        """See `WeightFormat.weight_shards`."""
+        """See `Weight.weight_shards`."""
         for source, part in zip(self._sources, self._parts, strict=True):
             yield from self._shards_of(source, part)
 

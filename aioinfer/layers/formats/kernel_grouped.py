@@ -13,7 +13,7 @@ share, and multiplied by cuBLAS.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from aioinfer.kernels.grouped_product import (
     MAX_FUSED_ROWS,
     grouped_config,
     grouped_product,
-    use_fused,
 )
 from aioinfer.kernels.grouped_weight import (
     PackedGroups,
@@ -38,17 +37,11 @@ from aioinfer.kernels.grouped_weight import (
     supports_group,
 )
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.dense import KernelDenseWeight
+from aioinfer.layers.formats.base import PLAIN, Epilogue
 from aioinfer.layers.formats.grouped import GroupedWeight
+from aioinfer.layers.formats.kernel_dense import KernelDenseWeight, fused_arguments
 from aioinfer.layers.formats.schemes import GroupScheme
-from aioinfer.layers.kernel_choices import (
-    Candidate,
-    KernelChoices,
-    Operation,
-    Product,
-    ProductChoices,
-)
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.kernel_choices import Candidate, KernelChoices, Operation
 from aioinfer.layers.shards import Shard, Source
 
 _log = logging.getLogger(__name__)
@@ -59,19 +52,15 @@ _KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     _HOPPER: grouped_hopper,
     _FUSED: grouped_product,
 }
+_FUSES = frozenset({"bias", "gate", "add_to", "out"})
 #: The weight is dequantized, and multiplied by cuBLAS.
-_DEQUANTIZED = Candidate("dequantized")
+_DEQUANTIZED = Candidate("dequantized", fuses=_FUSES)
 #: Fewer rows never take as long as writing and reading the dequantized weight.
 _MIN_DEQUANTIZED_ROWS = 64
 
 
-def use_few_rows(x: torch.Tensor, weight: PackedGroups) -> bool:
-    """Whether the product is `few_rows_grouped`'s: for 1 to 8 rows on Hopper."""
-    return few_rows_supports(x, weight)
-
-
 class KernelGroupedWeight(GroupedWeight):
-    """A weight of 4-bit or 8-bit integers that stays as small as it is: a `TimedWeight`.
+    """A weight of 4-bit or 8-bit integers that stays as small as it is.
 
     A weight that the kernels cannot read is dequantized when it is loaded, which is logged.
     """
@@ -83,20 +72,17 @@ class KernelGroupedWeight(GroupedWeight):
         self._weight: PackedGroups | None = None
         #: the place of each input in the order of groups, or None for the same order
         self._input_order: torch.Tensor | None = None
-        self._inputs_are_ordered = False
         #: over the memory that all layers share
         self._expanded_product: KernelDenseWeight | None = None
-        self._choices: dict[Operation, ProductChoices] = {}
         backend.scratch.reserve(self._out * columns.size)
 
     # ---------------------------------------------------------------- loading
 
-    def take_input_order(self) -> torch.Tensor | None:
-        """See `WeightFormat.take_input_order`."""
+    def input_order(self) -> torch.Tensor | None:
+        """See `Weight.input_order`."""
         if not self._scheme.has_order or self._why_dequantized() is not None:
             return None
-        self._inputs_are_ordered = True
-        return self._order_of_inputs()
+        return self._group_of(self._parts[0]).argsort(stable=True)
 
     def finalize(self) -> None:
         """Brings the weight into the kernels' order; see `QuantizedWeight.finalize`."""
@@ -108,15 +94,15 @@ class KernelGroupedWeight(GroupedWeight):
             return
         integers, scales, joined_zeros = self.joined()
         if self._scheme.has_order:
-            order = self._order_of_inputs()
+            order = self._group_of(self._parts[0]).argsort(stable=True)
             groups = self._group_of(self._parts[0])[order].unique_consecutive()
             integers, scales = integers[:, order], scales[:, groups]
             joined_zeros = None if joined_zeros is None else joined_zeros[:, groups]
-            if not self._inputs_are_ordered:
+            if not self.reads_in_order:
                 self._input_order = order
         self.release()
-        if self._row_order is not None:
-            rows = self._row_order.to(integers.device)
+        if self.row_order is not None:
+            rows = self.row_order.to(integers.device)
             integers, scales = integers[rows], scales[rows]
             joined_zeros = None if joined_zeros is None else joined_zeros[rows]
         bits, size = self._scheme.bits, self._scheme.group_size
@@ -124,15 +110,11 @@ class KernelGroupedWeight(GroupedWeight):
 
     @property
     def held_bytes(self) -> int:
-        """See `WeightFormat.held_bytes`."""
+        """See `Weight.held_bytes`."""
         weight = self._weight
         if weight is None:
             return super().held_bytes
         return sum(kept.nbytes for kept in (weight.integers, weight.scales, weight.counters))
-
-    def _order_of_inputs(self) -> torch.Tensor:
-        """Returns the inputs, int64 [in], sorted by group."""
-        return self._group_of(self._parts[0]).argsort(stable=True)
 
     def _why_dequantized(self) -> str | None:
         """Returns why the kernels cannot read the loaded weight, or None."""
@@ -161,9 +143,6 @@ class KernelGroupedWeight(GroupedWeight):
         assert self._weight is not None, "finalize was not called"
         return self._weight
 
-    def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._input_order is None else x.index_select(1, self._input_order)
-
     def _expanded(self) -> KernelDenseWeight:
         """Dequantizes the weight into the shared memory and returns it: until another weight is.
 
@@ -177,164 +156,81 @@ class KernelGroupedWeight(GroupedWeight):
             # in the L2 cache, other than weights of its shape whose kernels are timed
             own = replace(backend, pdl=False, choices=KernelChoices())
             self._expanded_product = KernelDenseWeight(self._sources, self._columns, own, memory)
+            self._expanded_product.gate = self.gate
         assert self._expanded_product.weight is not None
         dequantize(self._loaded, self._expanded_product.weight, pdl=backend.pdl)
         return self._expanded_product
 
-    # ---------------------------------------------------------------- which kernel
+    # ---------------------------------------------------------------- the product
 
-    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
-        """See `TimedWeight.candidates`."""
-        backend = self._backend
+    @property
+    def format(self) -> str:
+        """See `Weight.format`."""
+        size, bits = self._scheme.group_size, self._scheme.bits
+        return f"{bits} bits in groups of {size}{' with zeros' * self._loaded.has_zeros}"
 
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=backend.dtype, device=backend.device)
+    def kernels(
+        self, operation: Operation, x: torch.Tensor, epilogue: Epilogue
+    ) -> Iterator[Candidate]:
+        """See `Weight.kernels`: each kernel in the configuration that it is the fastest in by its
+        own estimate.
 
-        out = empty(rows, self._out) if operation in ("partial", "residual") else None
-        residual = out if operation == "residual" else None
-        if operation == "biased":
-            residual = empty(self._out).expand(rows, -1)
-        options = {"residual": residual, "gated": operation == "gated", "out": out}
-        x = empty(rows, self._columns.size)
-        default = self._default(x, **options)
-        return [default, *(other for other in self._all(x, **options) if other != default)]
-
-    def _all(self, x: torch.Tensor, **options: Any) -> Iterator[Candidate]:
-        """Yields all candidates, each in the configuration that it is the fastest in by its own
-        estimate; arguments as in `grouped_product`."""
+        Of one row `few_rows_grouped` computes the norm. In `grouped_product` the norm took 10 us of
+        a gated product on an H200, and 2 us as a launch of its own.
+        """
         rows, weight = len(x), self._loaded
+        options = _options(epilogue, rows)
         if few_rows_supports(x, weight):
-            yield Candidate(_FEW_ROWS, few_rows_grouped_config(weight))
-        if MAX_FEW_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options):
+            norms = self._input_order is None and fuses_norm(rows, weight, x.dtype)
+            fuses = _FUSES | {"norm"} if norms else _FUSES
+            yield Candidate(_FEW_ROWS, few_rows_grouped_config(weight), fuses)
+        is_for_hopper = MAX_FEW_ROWS < rows <= MAX_ROWS and hopper_supports(x, weight, **options)
+        if is_for_hopper and use_hopper(x, weight, **options):
             yield self._hopper(rows, options["gated"])
         if rows <= MAX_FUSED_ROWS:
-            yield Candidate(_FUSED, grouped_config(rows, weight, x.element_size()))
+            yield Candidate(_FUSED, grouped_config(rows, weight, x.element_size()), _FUSES)
         if rows > _MIN_DEQUANTIZED_ROWS:
             yield _DEQUANTIZED
-
-    def _default(self, x: torch.Tensor, **options: Any) -> Candidate:
-        """Returns the candidate for a product where nothing was timed; arguments as in
-        `grouped_product`."""
-        weight = self._loaded
-        if use_few_rows(x, weight):
-            return Candidate(_FEW_ROWS, few_rows_grouped_config(weight))
-        if use_hopper(x, weight, **options):
-            return self._hopper(len(x), options["gated"])
-        if use_fused(len(x)):
-            return Candidate(_FUSED, grouped_config(len(x), weight, x.element_size()))
-        return _DEQUANTIZED
+        if is_for_hopper:
+            yield self._hopper(rows, options["gated"])
 
     def _hopper(self, rows: int, gated: bool) -> Candidate:
         properties = torch.cuda.get_device_properties(self._backend.device)
         programs = properties.multi_processor_count
         config = grouped_hopper_config(rows, self._loaded, programs, gated=gated)
-        return Candidate(_HOPPER, config)
+        return Candidate(_HOPPER, config, _FUSES)
 
-    def _select(self, operation: Operation, x: torch.Tensor, **options: Any) -> Candidate:
-        """Returns the candidate that computes a product; options as in `grouped_product`."""
-        choices = self._choices.get(operation)
-        if choices is None:
-            size, bits = self._scheme.group_size, self._scheme.bits
-            format = f"{bits} bits in groups of {size}{' with zeros' * self._loaded.has_zeros}"
-            dtype = str(self._backend.dtype).removeprefix("torch.")
-            product = Product(operation, format, self._out, self._columns.size, dtype)
-            choices = self._backend.choices.register(product, self)
-            self._choices[operation] = choices
-        chosen, weight = choices.find(len(x)), self._loaded
-        if (
-            chosen is None
-            or (chosen.kernel == _FEW_ROWS and not few_rows_supports(x, weight))
-            or (chosen.kernel == _HOPPER and not hopper_supports(x, weight, **options))
-        ):
-            return self._default(x, **options)
-        return chosen
+    def takes(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> bool:
+        """See `Weight.takes`."""
+        if candidate.kernel == _HOPPER:
+            return hopper_supports(x, self._loaded, **_options(epilogue, len(x)))
+        return candidate.kernel != _FEW_ROWS or few_rows_supports(x, self._loaded)
 
-    # ---------------------------------------------------------------- products
+    def launch(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        """See `Weight.launch`."""
+        if self._input_order is not None:
+            x = x.index_select(1, self._input_order)
+        if candidate == _DEQUANTIZED:
+            return self._expanded().multiply(x, epilogue)
+        given = fused_arguments(epilogue, len(x))
+        kernel, pdl = _KERNELS[candidate.kernel], self._backend.pdl
+        return kernel(x, self._loaded, **given, pdl=pdl, config=candidate.config)
 
-    def _product_of_integers(
-        self,
-        operation: Operation,
-        x: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Returns the product by a kernel that reads the integers, or None where a dequantized
-        weight is faster."""
-        options = {"residual": residual, "gated": gated, "out": out}
-        selected = self._select(operation, x, **options)
-        if selected == _DEQUANTIZED:
-            return None
-        kernel = _KERNELS[selected.kernel]
-        pdl = self._backend.pdl
-        return kernel(x, self._loaded, **options, pdl=pdl, config=selected.config)
+    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+        """See `Weight.warm_up_cases`."""
+        few = range(8, MAX_FUSED_ROWS + 1, 8)
+        many = range(MAX_FUSED_ROWS + 64, MAX_ROWS + 1, 64)
+        return [(rows, None) for rows in (1, 2, *few, *many)]
 
-    def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply`."""
-        if self._dense is not None:
-            return super().multiply(x, bias, out)
-        x = self._ordered(x)
-        added = None if bias is None else bias.expand(len(x), -1)
-        operation: Operation = "plain" if out is None else "partial"
-        if bias is not None:
-            operation = "biased"
-        product = self._product_of_integers(operation, x, residual=added, out=out)
-        return self._expanded().multiply(x, bias, out) if product is None else product
+    def warm_up(self, epilogue: Epilogue = PLAIN, *, adds: bool = False) -> None:
+        """See `Weight.warm_up`; the products of the dequantized weight among them."""
+        super().warm_up(epilogue, adds=adds)
+        if self._dense is None:
+            self._expanded().warm_up(Epilogue(gate=epilogue.gate))
 
-    def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. Of one row on Hopper alone: in `grouped_product` the norm
-        took 10 us of a gated product on an H200, and 2 us as a launch of its own."""
-        if self._dense is not None:
-            return super().fuses_norm(rows)
-        return self._backend.is_hopper and fuses_norm(rows, self._loaded, self._backend.dtype)
 
-    def _norms(self, x: torch.Tensor) -> bool:
-        """Whether the product's kernel norms x at no cost."""
-        weight = self._loaded
-        is_ordered = self._input_order is None
-        return is_ordered and fuses_norm(len(x), weight, x.dtype) and use_few_rows(x, weight)
-
-    def multiply_normed(
-        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply_normed`. Several rows are normed by a launch of their own."""
-        if self._dense is not None:
-            return super().multiply_normed(x, norm, out)
-        if not self._norms(x):
-            return self.multiply(norm(x), out=out)
-        return few_rows_grouped(
-            x, self._loaded, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._backend.pdl
-        )
-
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """See `WeightFormat.multiply_gated`."""
-        if self._dense is not None:
-            return super().multiply_gated(x, norm)
-        if norm is not None and self._norms(x):
-            given = {"norm_weight": norm.weight, "eps": norm.eps, "pdl": self._backend.pdl}
-            return few_rows_grouped(x, self._loaded, gated=True, **given)
-        x = self._ordered(x if norm is None else norm(x))
-        product = self._product_of_integers("gated", x, gated=True)
-        return self._expanded().multiply_gated(x) if product is None else product
-
-    def warm_up_gated(self) -> None:
-        """See `WeightFormat.warm_up_gated`."""
-        (self._expanded() if self._dense is None else self._dense).warm_up_gated()
-
-    def warm_up_rows(self) -> Sequence[int]:
-        """See `WeightFormat.warm_up_rows`."""
-        if self._dense is not None:
-            return super().warm_up_rows()
-        return 1, 2, *range(8, MAX_FUSED_ROWS + 1, 8), *range(MAX_FUSED_ROWS + 64, MAX_ROWS + 1, 64)
-
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor | None:
-        """See `WeightFormat.add_product`."""
-        if self._dense is not None:
-            return super().add_product(x, total)
-        x = self._ordered(x)
-        if self._product_of_integers("residual", x, residual=total, out=total) is None:
-            return self._expanded().add_product(x, total)
-        return None
+def _options(epilogue: Epilogue, rows: int) -> dict[str, Any]:
+    """Returns an epilogue as `grouped_hopper.supports` takes it."""
+    return {
+        "residual": epilogue.added(rows), "gated": epilogue.gate is not None, "out": epilogue.out
+    }  # fmt: skip

@@ -8,8 +8,8 @@ takes longer, also for two rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -24,7 +24,6 @@ from aioinfer.kernels.quantize import (
     MAX_CHANNELS,
     InputFormat,
     ScaledInputs,
-    quantize,
 )
 from aioinfer.kernels.scaled_hopper import hopper_product
 from aioinfer.kernels.scaled_hopper import supports as hopper_supports
@@ -40,28 +39,27 @@ from aioinfer.kernels.scaled_product import (
 )
 from aioinfer.kernels.scaled_tiles import BlockConfig, close_configs, hopper_rows
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats.base import Epilogue
+from aioinfer.layers.formats.kernel_dense import fused_arguments
 from aioinfer.layers.formats.scaled import DTYPES, ScaledWeight
 from aioinfer.layers.formats.schemes import ScaledScheme
-from aioinfer.layers.kernel_choices import (
-    CUBLAS,
-    Candidate,
-    Operation,
-    Product,
-    ProductChoices,
-)
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.kernel_choices import Candidate, Operation
 from aioinfer.layers.shards import Shard, Source
 
 #: Tiles that only more rows than these select are compiled when they are first used.
 WARM_UP_ROWS = 4096
 
-_HOPPER, _PRODUCT = "scaled_hopper", "scaled_product"
+#: Kernels, by the names of candidates: `_FEW_ROWS` is `kernels.few_rows_scaled`, or
+#: `few_rows_float8`, and `_HOPPER` is `kernels.scaled_hopper`, or `block_hopper`.
+_FEW_ROWS, _HOPPER, _PRODUCT = "few_rows", "scaled_hopper", "scaled_product"
+_CUBLAS = Candidate("cublas", fuses=frozenset({"out"}))
+_FUSES = frozenset({"bias", "gate", "add_to", "out"})
 
 Inputs: TypeAlias = "torch.Tensor | ScaledInputs"
 
 
 class KernelScaledWeight(ScaledWeight):
-    """A weight of one byte on a GPU: a `TimedWeight`.
+    """A weight of one byte on a GPU.
 
     Scales of blocks are kept for the longest run of rows in which they are the same: 128 where
     blocks are whole, 8 where rows of gate and up are interleaved (1/256 of the weight's bytes), 1
@@ -72,12 +70,8 @@ class KernelScaledWeight(ScaledWeight):
         self, sources: Sequence[Source], columns: Shard, backend: Backend, scheme: ScaledScheme
     ):
         super().__init__(sources, columns, backend, scheme)
-        self._pdl = backend.pdl
-        self._dtype = backend.dtype
         self._format: InputFormat | None = None
         self._loaded: ScaledMatrix | None = None
-        self._all_choices, self._device = backend.choices, backend.device
-        self._choices: dict[Operation, ProductChoices] = {}
 
     @staticmethod
     def supports(columns: Shard, backend: Backend, scheme: ScaledScheme) -> bool:
@@ -91,10 +85,10 @@ class KernelScaledWeight(ScaledWeight):
         return columns.size % ALIGNMENT == 0 and columns.size <= MAX_CHANNELS
 
     def finalize(self) -> None:
-        """Puts the rows in their order and gathers their scales."""
+        """See `Weight.finalize`. Gathers the scales of the rows."""
         values, rows = self.values, self.scale_rows()
-        if self._row_order is not None:
-            order = self._row_order.to(values.device)
+        if self.row_order is not None:
+            order = self.row_order.to(values.device)
             values = values.view(torch.uint8)[order].view(values.dtype)
             rows = rows[order]
         run = _common_run(rows)
@@ -109,7 +103,7 @@ class KernelScaledWeight(ScaledWeight):
 
     @property
     def held_bytes(self) -> int:
-        """See `WeightFormat.held_bytes`."""
+        """See `Weight.held_bytes`."""
         return self.matrix.values.nbytes + self.matrix.scales.nbytes
 
     @property
@@ -119,14 +113,19 @@ class KernelScaledWeight(ScaledWeight):
         return self._loaded
 
     def input_format(self, rows: int) -> InputFormat | None:
-        """See `WeightFormat.input_format`."""
+        """See `Weight.input_format`."""
         return self._format if rows > 1 else None
 
-    def warm_up_rows(self) -> Sequence[int]:
-        """See `WeightFormat.warm_up_rows`."""
+    @property
+    def format(self) -> str:
+        """See `Weight.format`."""
+        return f"{self._scheme.kind} {'blocks' if self.matrix.is_grouped else 'channels'}"
+
+    def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
+        """See `Weight.warm_up_cases`."""
         bounds = [bound for bound, *_ in CONFIGS if bound is not None]
         firsts = {1, 2, MAX_ROWS // 2 + 1, CUBLAS_ROWS, *self._hopper_rows()}
-        return sorted(firsts | {bound + 1 for bound in bounds})
+        return [(rows, None) for rows in sorted(firsts | {bound + 1 for bound in bounds})]
 
     def _hopper_rows(self) -> list[int]:
         values = self.matrix.values
@@ -140,173 +139,60 @@ class KernelScaledWeight(ScaledWeight):
 
     # ---------------------------------------------------------------- which kernel
 
-    def candidates(self, operation: Operation, rows: int) -> Sequence[Candidate]:
-        """See `TimedWeight.candidates`: the candidates for quantized inputs."""
-        out, inputs = self.matrix.values.shape
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-        x = self._quantized(empty(rows, inputs))
-        if isinstance(x, torch.Tensor):
-            return ()
-        total = empty(rows, out) if operation in ("partial", "residual") else None
-        residual = total if operation == "residual" else None
-        if operation == "biased":
-            residual = empty(out).expand(rows, -1)
-        options = {"residual": residual, "gated": operation == "gated", "out": total}
-        default = self._default(x, **options)
-        return [default, *(other for other in self._all(x, **options) if other != default)]
-
-    def _all(self, x: ScaledInputs, **options: Any) -> Iterator[Candidate]:
-        """Yields all candidates; options as in `scaled_product`."""
-        is_plain = options["residual"] is None and not options["gated"]
-        if is_plain and use_cublas(x, self.matrix, self._dtype, min_rows=2):
-            yield CUBLAS
-        yield self._triton(x)
-        if self._is_for_hopper(x, options["residual"], options["out"]):
+    def kernels(self, operation: Operation, x: Inputs, epilogue: Epilogue) -> Iterator[Candidate]:
+        """See `Weight.kernels`. Quantized inputs have several candidates; others have the kernel
+        for their number of rows, which selects its own configuration."""
+        if not isinstance(x, ScaledInputs):
+            few = Candidate(_FEW_ROWS, fuses=_FUSES | {"norm"})
+            yield few if len(x) <= MAX_ROWS else Candidate(_PRODUCT, fuses=_FUSES)
+            return
+        matrix, dtype = self.matrix, self._backend.dtype
+        residual, gated = epilogue.added(len(x)), epilogue.gate is not None
+        is_plain = residual is None and not gated
+        if is_plain and use_cublas(x, matrix, dtype):
+            yield _CUBLAS
+        options = {"residual": residual, "gated": gated, "out": epilogue.out}
+        selected = select_config(x, matrix, dtype, **options)
+        if selected is not None:
+            yield Candidate(_HOPPER, selected, _FUSES)
+        lines, inputs = matrix.values.shape
+        config = product_config(len(x), lines, inputs, grouped=matrix.is_grouped)
+        yield Candidate(_PRODUCT, config, _FUSES)
+        if is_plain and use_cublas(x, matrix, dtype, min_rows=2):
+            yield _CUBLAS
+        if hopper_supports(x, matrix, dtype):
             programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
-            for config in close_configs(
-                len(x), *self.matrix.values.shape, programs, gated=options["gated"],
-                grouped=self.matrix.is_grouped, blocks=block_supports(x, self.matrix, self._dtype),
+            for close in close_configs(
+                len(x), lines, inputs, programs, gated=gated, grouped=matrix.is_grouped,
+                blocks=block_supports(x, matrix, dtype),
             ):  # fmt: skip
-                yield Candidate(_HOPPER, config)
+                yield Candidate(_HOPPER, close, _FUSES)
 
-    def _default(self, x: Inputs, **options: Any) -> Candidate:
-        """Returns the candidate for a product where nothing was timed; options as in
-        `scaled_product`."""
-        is_plain = options["residual"] is None and not options["gated"]
-        if is_plain and use_cublas(x, self.matrix, self._dtype):
-            return CUBLAS
-        config = select_config(x, self.matrix, self._dtype, **options)
-        return self._triton(x) if config is None else Candidate(_HOPPER, config)
-
-    def _triton(self, x: Inputs) -> Candidate:
-        """Returns `scaled_product` in the configuration that its tables have for x."""
-        config = None
-        if isinstance(x, ScaledInputs):
-            lines, inputs = self.matrix.values.shape
-            config = product_config(len(x), lines, inputs, grouped=self.matrix.is_grouped)
-        return Candidate(_PRODUCT, config)
-
-    def _is_for_hopper(self, x: Inputs, *results: torch.Tensor | None) -> bool:
-        """Whether `hopper_product` takes x, and a residual and a result if they are given."""
-        return (
+    def takes(self, candidate: Candidate, x: Inputs, epilogue: Epilogue) -> bool:
+        """See `Weight.takes`."""
+        return candidate.kernel != _HOPPER or (
             isinstance(x, ScaledInputs)
-            and hopper_supports(x, self.matrix, self._dtype)
+            and hopper_supports(x, self.matrix, self._backend.dtype)
             and all(
                 each is None or (each.stride(0) > 0 and each.data_ptr() % 16 == 0)
-                for each in results
+                for each in (epilogue.added(len(x)), epilogue.out)
             )
         )
 
-    def _select(self, operation: Operation, x: Inputs, **options: Any) -> Candidate:
-        """Returns the candidate that computes a product; options as in `scaled_product`."""
-        if not isinstance(x, ScaledInputs):
-            return self._default(x, **options)
-        choices = self._choices.get(operation)
-        if choices is None:
-            (out, inputs), dtype = self.matrix.values.shape, str(self._dtype)
-            scales = "blocks" if self.matrix.is_grouped else "channels"
-            format = f"{self._scheme.kind} {scales}"
-            product = Product(operation, format, out, inputs, dtype.removeprefix("torch."))
-            choices = self._choices[operation] = self._all_choices.register(product, self)
-        chosen = choices.find(len(x))
-        if chosen is None or (
-            chosen.kernel == _HOPPER
-            and not self._is_for_hopper(x, options["residual"], options["out"])
-        ):
-            return self._default(x, **options)
-        return chosen
-
-    # ---------------------------------------------------------------- products
-
-    def multiply(
-        self, x: Inputs, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply`."""
-        if bias is not None:
-            return self._multiply("biased", x, bias.expand(len(x), -1), out)
-        return self._multiply("plain" if out is None else "partial", x, None, out)
-
-    def fuses_norm(self, rows: int) -> bool:
-        """See `WeightFormat.fuses_norm`. For many rows one launch norms and quantizes."""
-        return rows == 1 or self.input_format(rows) is not None
-
-    def multiply_normed(
-        self, x: torch.Tensor, norm: RMSNorm, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `WeightFormat.multiply_normed`."""
-        if len(x) == 1:
-            return _multiply_few(
-                x, self.matrix, norm_weight=norm.weight, eps=norm.eps, out=out, pdl=self._pdl
-            )
-        return self.multiply(self._normed(x, norm), out=out)
-
-    def multiply_gated(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        """See `WeightFormat.multiply_gated`."""
-        if len(x) == 1 and norm is not None:
-            options = {"norm_weight": norm.weight, "eps": norm.eps}
-            return _multiply_few(x, self.matrix, gated=True, pdl=self._pdl, **options)
-        inputs = self._quantized(x) if norm is None else self._normed(x, norm)
-        if isinstance(inputs, torch.Tensor) and len(x) <= MAX_ROWS:
-            return _multiply_few(inputs, self.matrix, gated=True, pdl=self._pdl)
-        return self._tiled_product("gated", inputs, gated=True)
-
-    def warm_up_gated(self) -> None:
-        """Does nothing: `warm_up_rows` has all configurations."""
-
-    def add_product(self, x: Inputs, total: torch.Tensor) -> None:
-        """See `WeightFormat.add_product`."""
-        self._multiply("residual", x, total, total)
-
-    def _multiply(
-        self,
-        operation: Operation,
-        x: Inputs,
-        residual: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Returns x W^T + residual [T, out]."""
-        inputs = self._quantized(x)
-        if isinstance(inputs, torch.Tensor) and len(inputs) <= MAX_ROWS:
-            return _multiply_few(inputs, self.matrix, residual=residual, out=out, pdl=self._pdl)
-        return self._tiled_product(operation, inputs, residual, out)
-
-    def _tiled_product(
-        self,
-        operation: Operation,
-        x: Inputs,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-    ) -> torch.Tensor:
-        """Returns the product of many rows, by the kernel that is the faster one."""
-        options = {"residual": residual, "out": out, "gated": gated}
-        selected = self._select(operation, x, **options)
-        if selected == CUBLAS and isinstance(x, ScaledInputs):
-            return cublas_product(x, self.matrix, out)
-        options |= {"pdl": self._pdl, "config": selected.config}
-        if selected.kernel == _HOPPER and isinstance(x, ScaledInputs):
-            by_blocks = isinstance(selected.config, BlockConfig)
-            product = block_product if by_blocks else hopper_product
-            return product(x, self.matrix, self._dtype, **options)
-        return scaled_product(x, self.matrix, self._dtype, **options)
-
-    def _quantized(self, x: Inputs) -> Inputs:
-        """Returns x as the product takes so many rows."""
-        format = self.input_format(len(x))
-        if isinstance(x, ScaledInputs) or format is None:
-            return x
-        return quantize(x, format, pdl=self._pdl)
-
-    def _normed(self, x: torch.Tensor, norm: RMSNorm) -> Inputs:
-        """Returns the norm of x, as the product takes so many rows."""
-        format = self.input_format(len(x))
-        if format is None:
-            return norm(x)
-        return quantize(x, format, norm_weight=norm.weight, eps=norm.eps, pdl=self._pdl)
+    def launch(self, candidate: Candidate, x: Inputs, epilogue: Epilogue) -> torch.Tensor:
+        """See `Weight.launch`."""
+        matrix, dtype = self.matrix, self._backend.dtype
+        options = fused_arguments(epilogue, len(x)) | {"pdl": self._backend.pdl}
+        if not isinstance(x, ScaledInputs) and candidate.kernel == _FEW_ROWS:
+            is_float8 = use_few_rows(x, matrix, gated=options["gated"])
+            return (few_rows_float8 if is_float8 else few_rows_scaled)(x, matrix, **options)
+        options["config"] = candidate.config
+        if isinstance(x, ScaledInputs) and candidate.kernel == _HOPPER:
+            by_blocks = isinstance(candidate.config, BlockConfig)
+            return (block_product if by_blocks else hopper_product)(x, matrix, dtype, **options)
+        if isinstance(x, ScaledInputs) and candidate == _CUBLAS:
+            return cublas_product(x, matrix, epilogue.out)
+        return scaled_product(x, matrix, dtype, **options)
 
 
 def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) -> bool:
@@ -315,13 +201,6 @@ def use_few_rows(x: torch.Tensor, weight: ScaledMatrix, *, gated: bool = False) 
     of many inputs with a scale for each output feature."""
     is_long = not weight.is_grouped and x.shape[1] > 8192
     return len(x) == 1 and (gated or is_long) and supports(x, weight)
-
-
-def _multiply_few(x: torch.Tensor, weight: ScaledMatrix, **options: Any) -> torch.Tensor:
-    """Returns the product of up to `MAX_ROWS` unquantized rows; see `few_rows_scaled`."""
-    gated = options.get("gated", False)
-    product = few_rows_float8 if use_few_rows(x, weight, gated=gated) else few_rows_scaled
-    return product(x, weight, **options)
 
 
 def _common_run(rows: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.quantized import QuantizedWeight
 from aioinfer.layers.formats.schemes import MXFP4Scheme
@@ -79,7 +80,7 @@ class MXFP4Weight(QuantizedWeight):
         return _Part(blocks, torch.zeros(shape, dtype=torch.uint8, device=device))
 
     def weight_shards(self) -> NamedShards:
-        """See `WeightFormat.weight_shards`."""
+        """See `Weight.weight_shards`."""
         for source, (blocks, scales) in zip(self._sources, self._parts, strict=True):
             dim, part = sharded_part(source.rows, self._blocks)
             place = dim, part.start, part.total
@@ -111,6 +112,15 @@ class MXFP4Weight(QuantizedWeight):
     def release(self) -> None:
         """See `QuantizedWeight.release`."""
         self._parts = []
+
+
+def make_mxfp4(
+    sources: Sequence[Source], columns: Shard, backend: Backend, scheme: MXFP4Scheme
+) -> MXFP4Weight:
+    """Returns a weight in MXFP4. Raises `ConfigError` for a module that is not one of a stack."""
+    if sources[0].stack is None:
+        raise ConfigError(f"{sources[0].name}: MXFP4 is supported for gpt-oss's experts alone")
+    return MXFP4Weight(sources, columns, backend)
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class ScaledWeight(QuantizedWeight):
         return self._input_scales.max() if self._scheme.inputs == "static" else None
 
     def weight_shards(self) -> NamedShards:
-        """See `WeightFormat.weight_shards`."""
+        """See `Weight.weight_shards`."""
         first = first_block = 0
         for index, (source, blocks) in enumerate(zip(self._sources, self._block_rows, strict=True)):
             values = self.values[first : first + source.rows.size]

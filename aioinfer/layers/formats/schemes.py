@@ -1,7 +1,7 @@
 """Storage schemes of linear layers' weights in quantized checkpoints, as data.
 
 `models.quantization` reads these from `config.json`; the weight formats beside this module load and
-multiply the weights that they describe (`make.make_weight` picks the format).
+multiply the weights that they describe (`formats.make_weight` picks the format).
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from typing import Literal
 from aioinfer.errors import ConfigError
 
 
+class Scheme:
+    """How the weights of some modules are stored: a frozen dataclass, equal for weights that are
+    stored alike. `formats.FORMATS` has the weight format of each."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class ScaledScheme:
+class ScaledScheme(Scheme):
     """Weights of one byte with float32 scales: weight = stored value * scale.
 
     Attributes:
@@ -39,7 +46,7 @@ class ScaledScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScheme:
+class GroupScheme(Scheme):
     """Weights in 4 or 8 bits, of which neighbouring inputs share a scale; activations keep their
     dtype. weight = (stored integer - zero point) * scale.
 
@@ -61,7 +68,7 @@ class GroupScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class AffineScheme:
+class AffineScheme(Scheme):
     """Weights in 4 or 8 bits, of which groups of neighbouring inputs share a scale and an offset:
     weight = stored integer * scale + offset. GGUF's quantized types, after conversion.
 
@@ -78,13 +85,10 @@ class AffineScheme:
 
 
 @dataclass(frozen=True, slots=True)
-class MXFP4Scheme:
+class MXFP4Scheme(Scheme):
     """Weights in 4-bit floating point (e2m1), of which 32 neighbouring inputs share a scale that is
     a power of two (e8m0): MXFP4 of the OCP Microscaling Formats 1.0, as gpt-oss stores the experts
     of a layer in one tensor."""
-
-
-Scheme = ScaledScheme | GroupScheme | AffineScheme | MXFP4Scheme
 
 
 @dataclass(frozen=True, slots=True)
