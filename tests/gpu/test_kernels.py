@@ -38,7 +38,9 @@ from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
 from cases import (
+    ROTATIONS,
     AttentionCase,
+    RotationCase,
     activation,
     attention,
     dense_rows,
@@ -141,9 +143,35 @@ def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
             case = AttentionCase(
                 rows, 16, 4, head_size, block_size, dtype=dtype, device=DEVICE, window=window
             )
-            assert max(map(error, projected_attention(case, head_size, normed))) < LIMIT[dtype], (
-                case
-            )
+            assert (
+                max(map(error, projected_attention(case, RotationCase(head_size, normed))))
+                < LIMIT[dtype]
+            ), case
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotations(rotation: RotationCase) -> None:
+    """None at all, norms that follow it, and positions apart from places: one a token or three."""
+    rng = random.Random(3)
+    rows = [(1, rng.randint(0, 900)) for _ in range(20)]
+    case = AttentionCase(rows, 16, 4, 64, 64, dtype=torch.bfloat16, device=DEVICE)
+    assert max(map(error, projected_attention(case, rotation))) < 1e-2
+    pairs = qk_norm_rope(700, 16, 4, 64, rotation, torch.bfloat16, DEVICE)
+    assert max(map(error, pairs)) < 1e-2
+
+
+def test_alibi() -> None:
+    rng = random.Random(4)
+    for options in ({}, {"window": 100}, {"cache_dtype": torch.float8_e4m3fn}):
+        rows = random_rows(20, 1200, 400, rng)
+        case = AttentionCase(
+            rows, 16, 4, 128, 64, torch.bfloat16, DEVICE, has_slopes=True, **options
+        )
+        assert error(attention(case)) < 1e-2
+    decodes = AttentionCase(
+        [(1, 5), (1, 3000)], 16, 4, 128, 64, torch.bfloat16, DEVICE, has_slopes=True
+    )
+    assert max(map(error, projected_attention(decodes, RotationCase(0)))) < 1e-2
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -166,7 +194,9 @@ def test_decodes_from_a_projection_write_a_float8_cache(head_size: int) -> None:
             rows, 16, 4, head_size, 128, torch.bfloat16, DEVICE,
             window=window, cache_dtype=torch.float8_e4m3fn,
         )  # fmt: skip
-        assert max(map(error, projected_attention(case, head_size, normed))) < 1e-2, case
+        assert max(map(error, projected_attention(case, RotationCase(head_size, normed)))) < 1e-2, (
+            case
+        )
 
 
 @pytest.mark.parametrize("group", [1, 7, 8, 16])
@@ -177,7 +207,7 @@ def test_decodes_from_a_projection_over_a_float8_cache_in_other_groups(group: in
     case = AttentionCase(
         rows, 4 * group, 4, 128, 128, torch.bfloat16, DEVICE, cache_dtype=torch.float8_e4m3fn
     )
-    assert max(map(error, projected_attention(case, 128, True))) < 1e-2, case
+    assert max(map(error, projected_attention(case, RotationCase(128, True)))) < 1e-2, case
 
 
 def test_float8_saturates_and_keeps_nan() -> None:
@@ -246,7 +276,7 @@ def test_sinks_of_decodes_from_a_projection_and_over_a_float8_cache() -> None:
         case = AttentionCase(
             rows, 64, 8, 64, 64, torch.bfloat16, DEVICE, window=window, has_sinks=True
         )
-        assert max(map(error, projected_attention(case, 64, False))) < 1e-2
+        assert max(map(error, projected_attention(case, RotationCase(64, False)))) < 1e-2
     options = {"cache_dtype": torch.float8_e4m3fn, "has_sinks": True, "window": 128}
     mixed = [*rows, (200, 700), (64, 64)]
     check_attention(mixed, 64, 8, 64, 64, dtype=torch.bfloat16, **options)
@@ -411,7 +441,7 @@ def test_qk_norm_rope_and_kv_write(dtype: torch.dtype, normed: bool) -> None:
         (17, 4, 4, 256, 64),
     ):
         for pair in qk_norm_rope(
-            tokens, q_heads, kv_heads, head_size, rotary, normed, dtype, DEVICE
+            tokens, q_heads, kv_heads, head_size, RotationCase(rotary, normed), dtype, DEVICE
         ):
             assert error(pair) < LIMIT[dtype]
 
@@ -657,4 +687,4 @@ def test_a_float8_cache_multiplied_in_float16(paired: bool, dtype: torch.dtype) 
     check_attention(rows, 16, 4, 128, 128, **options)
     check_attention(rows, 28, 4, 128, 16, **options, window=77)
     case = AttentionCase(rows, 16, 4, 128, 128, device=DEVICE, **options)
-    assert max(map(error, projected_attention(case, 128, True))) < 1e-2
+    assert max(map(error, projected_attention(case, RotationCase(128, True)))) < 1e-2

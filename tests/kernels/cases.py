@@ -9,7 +9,8 @@ token of a row was written.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from aioinfer.kernels.activation import gated_activation
@@ -38,6 +39,7 @@ from references import (
 )
 
 from aioinfer.layers.kv_cache import FLOAT8, KVScales, to_float8
+from aioinfer.layers.rotary import Sections
 from aioinfer.layers.shards import Shard
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -82,10 +84,75 @@ class AttentionCase:
     programs: int | None = None
     hopper: bool = False
     has_sinks: bool = False
+    has_slopes: bool = False
 
     def sinks(self) -> torch.Tensor | None:
         """Returns a logit for each query head, of about the size of the largest scores, or None."""
         return 3.0 * torch.randn(self.q_heads, device=self.device) if self.has_sinks else None
+
+    def slopes(self) -> torch.Tensor | None:
+        """Returns a slope for each query head, or None."""
+        return torch.rand(self.q_heads, device=self.device) if self.has_slopes else None
+
+
+@dataclass(frozen=True, slots=True)
+class RotationCase:
+    """How queries and keys are normed and rotated.
+
+    Attributes:
+        size: the rotated channels of a head; 0 for none.
+        normed, norm_last: whether they are normed, and after the rotation.
+        sections: of the pairs of channels, for three positions a token.
+        moved: whether RoPE has positions of its own; with sections always.
+    """
+
+    size: int
+    normed: bool = False
+    norm_last: bool = False
+    sections: Sections | None = None
+    moved: bool = False
+
+    @property
+    def axes(self) -> torch.Tensor | None:
+        """Which position rotates each pair of channels."""
+        return None if self.sections is None else self.sections.axes()
+
+    def positions(self, tokens: int, device: str) -> torch.Tensor | None:
+        """Returns RoPE's positions, below 1000, if it has any of its own."""
+        shape = (tokens,) if self.sections is None else (3, tokens)
+        if not self.moved and self.sections is None:
+            return None
+        return torch.randint(0, 1000, shape, dtype=torch.int32, device=device)
+
+    def make(
+        self, head_size: int, dtype: torch.dtype, device: str, max_pos: int = 1000
+    ) -> Rotation:
+        """Returns a random rotation for positions below `max_pos`."""
+        angles = torch.rand(max_pos, self.size // 2, device=device) * 6.3
+        cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1) if self.size else None
+        weights = [normal(head_size, dtype=dtype, device=device) for _ in range(2 * self.normed)]
+        return Rotation(cos_sin, *weights, sections=self.sections, norm_last=self.norm_last)
+
+    def reference_options(self, rotation: Rotation, device: str) -> dict[str, Any]:
+        """Returns the arguments for `qk_norm_rope_cache_reference`."""
+        cos_sin, _, *weights, _ = rotation.arguments
+        q_weight, k_weight = (None if w is None else w.double() for w in weights)
+        return {
+            "cos_sin": torch.empty(2**16, 0, device=device) if cos_sin is None else cos_sin,
+            "q_weight": q_weight, "k_weight": k_weight, "axes": self.axes,
+            "norm_last": self.norm_last,
+        }  # fmt: skip
+
+
+#: For heads of 64 channels or more.
+ROTATIONS = [
+    RotationCase(0),
+    RotationCase(0, normed=True),
+    RotationCase(32, normed=True, norm_last=True),
+    RotationCase(64, normed=True, moved=True),
+    RotationCase(64, normed=True, sections=Sections(16, 8, 8)),
+    RotationCase(32, sections=Sections(6, 5, 5, is_interleaved=True)),
+]
 
 
 def attention(case: AttentionCase) -> Pair:
@@ -127,17 +194,17 @@ def attention(case: AttentionCase) -> Pair:
     )
     prefill_plan.tiles.fill_(-1)
     plan_prefill(prefill_plan, starts, lens, decodes, len(q))
-    sinks = case.sinks()
+    sinks, slopes = case.sinks(), case.slopes()
     out = paged_attention(
         q, k_cache, v_cache, tables, starts, lens, num_decodes=decodes, workspace=workspace,
         prefill_plan=prefill_plan,
-        soft_cap=case.soft_cap, scales=scales, sinks=sinks,
+        soft_cap=case.soft_cap, scales=scales, sinks=sinks, slopes=slopes,
         out=poisoned(*q.shape, dtype=q.dtype, device=device),
     )  # fmt: skip
     assert not workspace.parts.counters.any()
     return out, paged_attention_reference(
         q.double(), *read, tables, starts, lens,
-        window=case.window, soft_cap=case.soft_cap, sinks=sinks,
+        window=case.window, soft_cap=case.soft_cap, sinks=sinks, slopes=slopes,
     )  # fmt: skip
 
 
@@ -156,7 +223,7 @@ def cached(
     return *caches, scales.table, readable(caches, scales.table)
 
 
-def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[Pair]:
+def projected_attention(case: AttentionCase, rotation_case: RotationCase) -> list[Pair]:
     """Runs decodes from a `Projection`, with norm, RoPE and KV write in the attention kernel.
     Returns the output and the caches beside those of the references, one operation after the
     other."""
@@ -170,25 +237,21 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
     *caches, scales, wide = cached(*before, case.cache_dtype or dtype)
     shifts = None if scales is None else torch.randn(case.kv_heads, case.head_size, device=device)
     qkv = normal(len(lens), heads * case.head_size, dtype=dtype, device=device)
-    angles = torch.rand(int(lens.max()), rotary // 2, device=device) * 6.3
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    weights = (
-        [normal(case.head_size, dtype=dtype, device=device) for _ in range(2)]
-        if normed
-        else [None, None]
-    )
+    max_pos = max(1000, int(lens.max()))
+    rotation = rotation_case.make(case.head_size, dtype, device, max_pos)
+    positions = rotation_case.positions(len(lens), device)
     workspace = DecodeWorkspace.create(
         case.q_heads, caches[0], window=case.window, config=case.config, programs=case.programs
     )
     plan_decode(workspace, lens)
     starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device)
-    sinks = case.sinks()
+    sinks, slopes = case.sinks(), case.slopes()
     out = paged_attention(
         qkv[:, : case.q_heads * case.head_size].view(len(lens), case.q_heads, case.head_size),
         *caches, tables, starts, lens,
         num_decodes=len(lens), workspace=workspace, soft_cap=case.soft_cap,
-        projection=Projection(qkv, Rotation(cos_sin, *weights), key_shifts=shifts), scales=scales,
-        sinks=sinks,
+        projection=Projection(qkv, rotation, positions, shifts), scales=scales, sinks=sinks,
+        slopes=slopes,
     )  # fmt: skip
     assert not workspace.parts.counters.any()
     last = (lens - 1).clamp(min=0).long()
@@ -198,22 +261,15 @@ def projected_attention(case: AttentionCase, rotary: int, normed: bool) -> list[
         + last % case.block_size
     )
     slots[lens == 0] = -1
-    norms = [None if w is None else w.double() for w in weights]
     q = qk_norm_rope_cache_reference(
-        qkv.double(),
-        last,
-        cos_sin,
-        slots,
-        *wide,
-        num_q_heads=case.q_heads,
-        q_weight=norms[0],
-        k_weight=norms[1],
-        scales=scales,
-        key_shifts=shifts,
-    )
+        qkv.double(), last if positions is None else positions, slot_mapping=slots,
+        k_cache=wide[0], v_cache=wide[1], num_q_heads=case.q_heads, scales=scales,
+        key_shifts=shifts, **rotation_case.reference_options(rotation, device),
+    )  # fmt: skip
     reference = paged_attention_reference(
-        q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap, sinks=sinks
-    )
+        q, *wide, tables, starts, lens, window=case.window, soft_cap=case.soft_cap, sinks=sinks,
+        slopes=slopes,
+    )  # fmt: skip
     pairs = zip(readable(caches, scales), wide, strict=True)
     return [(out, reference), *pairs]
 
@@ -274,8 +330,7 @@ def qk_norm_rope(
     q_heads: int,
     kv_heads: int,
     head_size: int,
-    rotary: int,
-    normed: bool,
+    rotation_case: RotationCase,
     dtype: torch.dtype,
     device: str,
     cache_dtype: torch.dtype | None = None,
@@ -284,37 +339,24 @@ def qk_norm_rope(
     whole caches, the entries that must not be written included."""
     block_size, blocks = 16, tokens // 8 + 2
     qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
-    positions = torch.randint(0, 1000, (tokens,), dtype=torch.int32, device=device)
-    angles = torch.rand(1000, rotary // 2, device=device) * 6.3
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    rotation = rotation_case.make(head_size, dtype, device)
+    positions = replace(rotation_case, moved=True).positions(tokens, device)
+    assert positions is not None
     slots = torch.randperm(blocks * block_size, device=device)[:tokens]
     slots[tokens // 2] = -1
-    weights = (
-        [normal(head_size, dtype=dtype, device=device) for _ in range(2)]
-        if normed
-        else [None, None]
-    )
     before = torch.full((blocks, block_size, kv_heads, head_size), 1.75, device=device)
     *caches, scales, wide_caches = cached(before, before.clone(), cache_dtype or dtype)
     shifts = None if scales is None else torch.randn(kv_heads, head_size, device=device)
     q = qk_norm_rope_cache(
-        Projection(qkv, Rotation(cos_sin, *weights), positions, shifts), slots, *caches,
+        Projection(qkv, rotation, positions, shifts), slots, *caches,
         num_q_heads=q_heads, scales=scales,
         out=poisoned(tokens, q_heads, head_size, dtype=dtype, device=device),
     )  # fmt: skip
-    wide = [None if w is None else w.double() for w in weights]
     reference = qk_norm_rope_cache_reference(
-        qkv.double(),
-        positions,
-        cos_sin,
-        slots,
-        *wide_caches,
-        num_q_heads=q_heads,
-        q_weight=wide[0],
-        k_weight=wide[1],
-        scales=scales,
-        key_shifts=shifts,
-    )
+        qkv.double(), positions, slot_mapping=slots, k_cache=wide_caches[0],
+        v_cache=wide_caches[1], num_q_heads=q_heads, scales=scales, key_shifts=shifts,
+        **rotation_case.reference_options(rotation, device),
+    )  # fmt: skip
     return [(q, reference), *zip(readable(caches, scales), wide_caches, strict=True)]
 
 

@@ -339,34 +339,46 @@ def qk_norm_rope_cache_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    axes: torch.Tensor | None = None,
+    norm_last: bool = False,
     scales: torch.Tensor | None = None,
     key_shifts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`qk_norm_rope_cache` in plain torch, in the inputs' dtype; writes to the caches and returns
     q [T, Hq, D]. The caches have that dtype, too: with scales, they get the numbers that would be
-    read from caches in float8."""
+    read from caches in float8. Without a rotation cos_sin is [max_pos, 0]; with `axes` [R / 2] a
+    pair of channels is rotated by that one of three positions [3, T]."""
     kv_heads, head_size = k_cache.shape[2:]
     half = cos_sin.shape[1] // 2
     q, k, v = qkv.unflatten(1, (-1, head_size)).split([num_q_heads, kv_heads, kv_heads], dim=1)
-    if q_weight is not None and k_weight is not None:
-        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * q_weight
-        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_weight
-    cos, sin = cos_sin[positions.long()].to(qkv.dtype)[:, None].split(half, dim=-1)
+    angles = cos_sin[positions.long()].to(qkv.dtype)
+    cos, sin = angles[..., :half], angles[..., half:]
+    if axes is not None:  # [3, T, R / 2]
+        index = axes.to(cos.device).expand(1, *cos.shape[1:])
+        cos, sin = cos.gather(0, index)[0], sin.gather(0, index)[0]
+    cos, sin = cos[:, None], sin[:, None]
 
-    def apply_rope(x: torch.Tensor) -> torch.Tensor:
+    def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x if norm_last else normed(x, weight)
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+        x = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+        return normed(x, weight) if norm_last else x
 
     is_written = slot_mapping >= 0
     slots = slot_mapping[is_written].long()
-    keys = apply_rope(k) if key_shifts is None else apply_rope(k) - key_shifts
+    keys = turned(k, k_weight) if key_shifts is None else turned(k, k_weight) - key_shifts
     for number, (cache, new) in enumerate(((k_cache, keys), (v_cache, v))):
         if scales is not None:
             scale, inverse = (scales[row, :, None].to(new.dtype) for row in (number, 2 + number))
             stored = (new * inverse).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
             new = stored.to(new.dtype) * scale
         cache.view(-1, kv_heads, head_size)[slots] = new[is_written].to(cache.dtype)
-    return apply_rope(q)
+    return turned(q, q_weight)
 
 
 def paged_attention_reference(
@@ -381,6 +393,7 @@ def paged_attention_reference(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_attention` in plain torch, row by row, in the inputs' dtype (pass float64 for a
     reference)."""
@@ -409,6 +422,8 @@ def paged_attention_reference(
         position = torch.arange(seq_len - (end - begin), seq_len, device=q.device)[:, None]
         key_position = torch.arange(seq_len, device=q.device)[None, :]
         visible = key_position <= position
+        if slopes is not None:
+            scores = scores + slopes.to(scores)[:, None, None] * (key_position - position)
         if window:
             visible = visible & (key_position > position - window)
         scores = scores.masked_fill(~visible, float("-inf"))

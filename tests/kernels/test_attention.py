@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
-from cases import AttentionCase, attention, error, projected_attention, random_rows
+from cases import (
+    ROTATIONS,
+    AttentionCase,
+    RotationCase,
+    attention,
+    error,
+    projected_attention,
+    random_rows,
+)
 from channel_cases import expand_all_words
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
@@ -72,7 +80,7 @@ def test_decodes_from_a_projection_apply_norm_and_rope_and_write_the_cache(
             window=window,
             soft_cap=soft_cap,
         )
-        assert max(map(error, projected_attention(case, rotary, normed))) < 1e-5
+        assert max(map(error, projected_attention(case, RotationCase(rotary, normed)))) < 1e-5
 
 
 def test_tiles_smaller_and_larger_than_blocks() -> None:
@@ -178,7 +186,7 @@ def test_sinks_of_decodes_from_a_projection() -> None:
         rows, 6, 2, 64, 16, torch.float32, "cpu",
         config=SMALL, programs=5, window=20, has_sinks=True,
     )  # fmt: skip
-    assert max(map(error, projected_attention(case, 64, False))) < 1e-5
+    assert max(map(error, projected_attention(case, RotationCase(64)))) < 1e-5
 
 
 def test_sinks_over_a_float8_cache() -> None:
@@ -200,6 +208,39 @@ def test_sinks_that_weigh_nothing_and_all(logit: float, monkeypatch: pytest.Monk
         assert out.abs().max() > 0.1
     else:
         assert out.abs().max() < 1e-30
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotations_of_decodes_from_a_projection(rotation: RotationCase) -> None:
+    """None at all, norms that follow it, and positions apart from places: one a token or three."""
+    case = AttentionCase(
+        [(1, 5), (1, 130), (1, 0), (1, 1)], 6, 2, 64, 16, torch.float32, "cpu",
+        config=SMALL, programs=5,
+    )  # fmt: skip
+    assert max(map(error, projected_attention(case, rotation))) < 1e-5
+
+
+ALIBI_ROWS = [(1, 5), (1, 130), (1, 0), (1, 1), (7, 33), (20, 65)]
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (20, 5.0)])
+def test_alibi(window: int, soft_cap: float) -> None:
+    options = {"window": window, "soft_cap": soft_cap, "has_slopes": True}
+    assert attention_error(ALIBI_ROWS, 6, 2, 64, 16, **options) < 1e-5
+
+
+def test_alibi_with_sinks_over_a_float8_cache() -> None:
+    options = {"has_slopes": True, "has_sinks": True, "cache_dtype": torch.float8_e4m3fn}
+    assert attention_error(ALIBI_ROWS, 6, 2, 64, 16, **options) < 1e-5
+    assert attention_error(PAIRED_ROWS, 6, 2, 64, 16, **PAIRED, has_slopes=True) < 2e-3
+
+
+def test_alibi_of_decodes_from_a_projection() -> None:
+    case = AttentionCase(
+        ALIBI_ROWS[:4], 6, 2, 64, 16, torch.float32, "cpu", config=SMALL, programs=5,
+        has_slopes=True,
+    )  # fmt: skip
+    assert max(map(error, projected_attention(case, RotationCase(0)))) < 1e-5
 
 
 FLOAT8_ROWS = [(1, 5), (1, 40), (1, 130), (1, 0), (1, 1), (7, 33), (40, 40), (20, 65)]
@@ -236,7 +277,7 @@ def test_pairs_of_channels_with_options() -> None:
     more = {"window": 20, "soft_cap": 5.0, "has_sinks": True}
     assert attention_error(PAIRED_ROWS, 6, 2, 64, 32, **PAIRED, **more) < 2e-3
     case = AttentionCase(PAIRED_ROWS, 6, 2, 64, 16, device="cpu", programs=5, **PAIRED)
-    assert error(projected_attention(case, 64, True)[0]) < 5e-3
+    assert error(projected_attention(case, RotationCase(64, normed=True))[0]) < 5e-3
 
 
 @pytest.mark.parametrize(("normed", "rotary"), [(True, 64), (False, 32)])
@@ -247,4 +288,4 @@ def test_decodes_from_a_projection_write_a_float8_cache(normed: bool, rotary: in
         config=SMALL, programs=5, cache_dtype=torch.float8_e4m3fn,
     )  # fmt: skip
     # a product that lies between two numbers of float8 may round to the other one
-    assert max(map(error, projected_attention(case, rotary, normed))) < 2e-3
+    assert max(map(error, projected_attention(case, RotationCase(rotary, normed)))) < 2e-3

@@ -9,7 +9,16 @@ from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
 from aioinfer.kernels.norm import add_parts, rms_norm
 from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from cases import activation, dense_rows, error, norm, norm_of_parts, qk_norm_rope
+from cases import (
+    ROTATIONS,
+    RotationCase,
+    activation,
+    dense_rows,
+    error,
+    norm,
+    norm_of_parts,
+    qk_norm_rope,
+)
 from references import gated_activation_reference
 
 from aioinfer.layers.backend import Backend
@@ -111,14 +120,23 @@ def test_an_unknown_activation_is_refused() -> None:
 def test_qk_norm_rope_and_kv_write(
     heads: tuple[int, int], head_size: int, rotary: int, normed: bool
 ) -> None:
-    for pair in qk_norm_rope(5, *heads, head_size, rotary, normed, torch.float32, "cpu"):
+    for pair in qk_norm_rope(
+        5, *heads, head_size, RotationCase(rotary, normed), torch.float32, "cpu"
+    ):
+        assert error(pair) < 1e-5
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS, ids=str)
+def test_rotations_before_the_kv_write(rotation: RotationCase) -> None:
+    for pair in qk_norm_rope(5, 6, 3, 64, rotation, torch.float32, "cpu"):
         assert error(pair) < 1e-5
 
 
 def test_kv_write_in_float8() -> None:
     """Each head by its own scale; numbers beyond the range saturate."""
-    options = {"normed": True, "dtype": torch.float32, "device": "cpu"}
-    q, *caches = qk_norm_rope(5, 6, 3, 64, 32, **options, cache_dtype=torch.float8_e4m3fn)
+    q, *caches = qk_norm_rope(
+        5, 6, 3, 64, RotationCase(32, normed=True), torch.float32, "cpu", torch.float8_e4m3fn
+    )
     assert error(q) < 1e-5
     # what lies between two numbers of float8 may round to the other one
     assert max(map(error, caches)) < 2e-3
