@@ -45,7 +45,7 @@ FEW_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How the experts of a token are selected; see `layers.mixture_shape.Routing`.
+    """How the experts of a token are selected; see `layers.mixture.Routing`.
 
     Attributes:
         num_experts, top_k: of all, and of a token.

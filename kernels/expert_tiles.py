@@ -27,7 +27,7 @@ PLAIN, SCALED, INTEGERS, FLOATS = 0, 1, 2, 3
 
 @triton.jit
 def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Returns silu(gate) * up; with an ALPHA gpt-oss's activation (`layers.biased_experts`)."""
+    """Returns silu(gate) * up; with an ALPHA gpt-oss's activation (`layers.experts`)."""
     if ALPHA == 0.0:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:

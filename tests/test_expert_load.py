@@ -18,8 +18,8 @@ from aioinfer.features.expert_load.worker import Work
 from aioinfer.ipc.expert_placement import LayerPlacement
 from aioinfer.ipc.plan import StepResult
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.worker.features import Rank
 
 CPU = torch.device("cpu")

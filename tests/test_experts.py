@@ -15,10 +15,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture_shape import MixtureShape, Routing
+from aioinfer.layers.mixture import ExpertRouter, MixtureShape, Routing
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.router import ExpertRouter
 from aioinfer.layers.shards import Shard
 from aioinfer.models.registry import build_model, load_model_config
 from tests.paged_model import CPU, PagedModel, load_model, model_options

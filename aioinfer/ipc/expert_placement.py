@@ -3,7 +3,7 @@
 An expert may have several copies, on different ranks as a rule, among which its tokens are divided.
 A copy of an expert on a rank is a place. Places are numbered rank by rank; where there are no
 copies and experts lie in their order, a place has the number of its expert. The layers read a
-placement (`layers.placed_experts`), and `engine.expert_load` makes one from counted tokens. Imports
+placement (`layers.mixture`), and `engine.expert_load` makes one from counted tokens. Imports
 no torch.
 """
 

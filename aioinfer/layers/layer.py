@@ -22,7 +22,7 @@ from aioinfer.layers.step import Step
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
     from aioinfer.layers.kv_cache import KVScales
-    from aioinfer.layers.placed_experts import ExpertCounter
+    from aioinfer.layers.mixture import ExpertCounter
 
 
 class LayerCache(NamedTuple):

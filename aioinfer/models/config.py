@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.mixture_shape import MixtureShape
+from aioinfer.layers.mixture import MixtureShape
 from aioinfer.layers.mlp import ACTIVATIONS
 from aioinfer.layers.rotary import RopeConfig, Sections
 from aioinfer.models.fields import check_fields, check_shape

@@ -19,9 +19,9 @@ from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
 from aioinfer.layers.layer import Layer, LayerCache, Part
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.part_maker import Loadable
-from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
@@ -410,7 +410,7 @@ class DecoderModel:
 
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
-        from aioinfer.layers.exchanged_experts import ExchangedMixtureMLP, connect
+        from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, connect
 
         mixtures = [part for part in self._parts if isinstance(part, ExchangedMixtureMLP)]
         if mixtures:

@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.latents import LatentShape
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture_shape import MixtureShape, Routing
+from aioinfer.layers.mixture import MixtureShape, Routing
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
 from aioinfer.models.decoder import DecoderModel

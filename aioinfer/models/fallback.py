@@ -29,8 +29,8 @@ from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
+from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.placed_experts import ExpertCounter
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step

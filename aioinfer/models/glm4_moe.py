@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from aioinfer.layers.attention import QKNorms
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture_shape import MixtureShape
+from aioinfer.layers.mixture import MixtureShape
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.deepseek import read_v3_mixture

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.layers.biased_experts import ClampedSwiGLU
+from aioinfer.layers.experts import ClampedSwiGLU
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture_shape import MixtureShape, Routing
+from aioinfer.layers.mixture import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_windows
 from aioinfer.models.decoder import DecoderModel
 

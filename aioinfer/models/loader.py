@@ -65,7 +65,7 @@ def load_weights(
         shards: (checkpoint name, where this rank's part of it goes) of every tensor.
         folder: a local model folder; GGUF files have been converted to one by now.
         load_format: "dummy" for random weights, "dummy_skewed" for such with routers that prefer
-            some experts (`layers.router.router_skew`), else safetensors.
+            some experts (`layers.mixture.router_skew`), else safetensors.
         seed: of random weights.
         on_progress: called with the bytes that are done and the total.
         is_unused: whether a tensor of a name may be there that no parameter needs.

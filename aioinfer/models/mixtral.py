@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture_shape import MixtureShape, Routing
+from aioinfer.layers.mixture import MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
 from aioinfer.models.decoder import DecoderModel
 
