@@ -298,7 +298,7 @@ def _prefix_queries(
     d = tl.arange(0, SHAPE.pad)[None, :] + head_of[:, None] * 0
     lines = q + q_row[:, None] + head_of[:, None] * SHAPE.size
     mask = valid[:, None] & (d < SHAPE.size)
-    if rotation is not None:
+    if ROTATION is not None:
         pair = pairs(d, ROTATION.size)
         x, other = load_with_pairs(lines, d, pair, mask)
         norm = (
@@ -426,7 +426,7 @@ def launch_prefix(
     _prefix_kernel[(workspace.programs,)](
         source.qkv, source.qkv.stride(0), source.positions, source.axis_stride, block_tables,
         block_tables.stride(0), seq_lens, workspace.arguments, cache, scores, rotation,
-        SHAPE=shape, ROTATION=source.rotation.config, PREFIX=workspace.shape,
-        FP16_OPERANDS=fp16_operands, PDL=pdl, num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=pdl,
+        SHAPE=shape, ROTATION=None if rotation is None else source.rotation.config,
+        PREFIX=workspace.shape, FP16_OPERANDS=fp16_operands, PDL=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -313,7 +313,7 @@ def _decode_kernel(
             _halved(cache.v_strides),
         )
     q_norm, k_norm = None, None
-    if rotation is not None:  # noqa: SIM102  (without it, it has no weights)
+    if ROTATION is not None:  # noqa: SIM102  (without it, there is no rotation)
         if rotation.q_weight is not None:
             wide = _channels(SHAPE.group_pad, SHAPE.pad)
             pair = pairs(wide, ROTATION.size)
@@ -339,7 +339,7 @@ def _decode_kernel(
         if cache.scales is not None:
             score_scale = scores.scale * tl.load(cache.scales + head)
             v_scale = tl.load(cache.scales + SHAPE.kv_heads + head)
-        if rotation is not None:
+        if ROTATION is not None:
             cached = tl.maximum(seq_len - 1, 0)
             query, m, l, acc = _begin_row(
                 line, table, row, cached, head, (end == tiles) & (seq_len > 0), positions,
@@ -423,7 +423,7 @@ def launch_decode(
         source.qkv, out, source.qkv.stride(0), out.stride(0), source.positions, source.axis_stride,
         block_tables, block_tables.stride(0), seq_lens, workspace.plan, workspace.parts, cache,
         scores, rotation, None if cascade is None else cascade.arguments,
-        SHAPE=shape, ROTATION=source.rotation.config, TILES=tiles,
+        SHAPE=shape, ROTATION=None if projection is None else source.rotation.config, TILES=tiles,
         PREFIX=None if cascade is None else cascade.shape, FIELDS=PLAN_FIELDS, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

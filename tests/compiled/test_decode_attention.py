@@ -56,7 +56,7 @@ def decode_arguments(
         ),
         "scores": ScoreArguments(1.0, None, empty() if has_sinks else None),
         "rotation": rotation.arguments if projected else None, "prefix": None,
-        "SHAPE": shape, "ROTATION": rotation.config if projected else Rotation().config,
+        "SHAPE": shape, "ROTATION": rotation.config if projected else None,
         "TILES": DecodeTiles(16, tile, 0, splits, fp16_operands, paired, paired),
         "PREFIX": None, "FIELDS": PLAN_FIELDS, "PDL": True,
     }  # fmt: skip
@@ -74,6 +74,28 @@ def barriers(group: int, *, projected: bool, has_sinks: bool = False) -> int:
     """Returns the number of barriers in the kernel over a cache in bf16, those of the merge
     included."""
     return compiled(group, projected=projected, has_sinks=has_sinks).count("bar.sync")
+
+
+@pytest.mark.parametrize(
+    "rotation",
+    [
+        Rotation(torch.empty(1, HEAD_SIZE)),
+        Rotation(torch.empty(1, HEAD_SIZE // 2)),
+        Rotation(),
+        Rotation(torch.empty(1, HEAD_SIZE), empty(), empty(), norm_last=True),
+        Rotation(torch.empty(1, HEAD_SIZE), sections=(32, 16, 16, True)),
+    ],
+    ids=["RoPE", "half a head", "none", "norms behind it", "sections"],
+)
+def test_rotations_of_all_kinds_compile(rotation: Rotation) -> None:
+    """Also with neither norms nor rotation, which the interpreter does not tell apart."""
+    arguments = decode_arguments(4, projected=True)
+    arguments |= {"rotation": rotation.arguments, "ROTATION": rotation.config}
+    arguments |= {"positions": empty(torch.int32)}
+    assert (
+        "bar.sync"
+        in compile_call(_decode_kernel, decode_config(HEAD_SIZE, 2), **arguments).asm["ptx"]
+    )
 
 
 @pytest.mark.parametrize("group", [2, 4])
