@@ -34,6 +34,8 @@ class PreparedInputs:
         query_starts: int32 [R + 1], the first token of each row; padding rows are empty.
         seq_lens: int32 [R], start + length; 0 for padding rows.
         block_tables: int32 [R, max_blocks]; entries past a row's length keep their old values.
+        rotary: int32 [3, T], the positions for RoPE with sections; 0 in padding; None where
+            RoPE places tokens at `positions`.
     """
 
     input_ids: torch.Tensor
@@ -42,12 +44,13 @@ class PreparedInputs:
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
+    rotary: torch.Tensor | None = None
 
     @classmethod
     def empty(
         cls, rows: int, tokens: int, max_blocks: int, device: torch.device | str
     ) -> PreparedInputs:
-        """Returns buffers for R rows and T tokens.
+        """Returns buffers for R rows and T tokens, without `rotary`.
 
         Block tables start as zeros, the number of a block that exists: padding may be read.
         """
@@ -71,8 +74,8 @@ class PreparedInputs:
 )
 def _prepare_kernel(
     slots, starts, lengths, tokens, tables, input_ids, positions, slot_mapping, query_starts,
-    seq_lens, block_tables,
-    num_rows, num_tokens, tokens_stride, tables_stride, out_tables_stride,
+    seq_lens, block_tables, rotary, rotary_offsets,
+    num_rows, num_tokens, tokens_stride, tables_stride, out_tables_stride, axis_stride,
     ROWS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -87,6 +90,9 @@ def _prepare_kernel(
         tl.store(input_ids + at, 0, mask)
         tl.store(positions + at, 0, mask)
         tl.store(slot_mapping + at, -1, mask)
+        if rotary is not None:
+            for axis in tl.static_range(3):
+                tl.store(rotary + axis * axis_stride + at, 0, mask)
         if chunk == 0:
             tl.store(query_starts + row, first)
     else:
@@ -105,6 +111,10 @@ def _prepare_kernel(
         )
         tl.store(positions + first + index, position, mask)
         tl.store(slot_mapping + first + index, block * BLOCK_SIZE + position % BLOCK_SIZE, mask)
+        if rotary is not None:
+            moved = position + tl.load(rotary_offsets + slot)
+            for axis in tl.static_range(3):
+                tl.store(rotary + axis * axis_stride + first + index, moved, mask)
         if chunk == 0:
             tl.store(query_starts + row, first)
             tl.store(seq_lens + row, end)
@@ -128,6 +138,7 @@ def prepare_inputs(
     *,
     block_size: int,
     max_length: int,
+    rotary_offsets: torch.Tensor | None = None,
 ) -> None:
     """Fills `inputs` for the rows of a step.
 
@@ -140,6 +151,8 @@ def prepare_inputs(
         block_size: tokens a KV block.
         max_length: the maximum length of a row in any step that this launch, or the CUDA graph that
             it is captured in, is used for.
+        rotary_offsets: int32 [num_slots], how far RoPE's positions of a slot's tokens are behind
+            their positions, given if `inputs.rotary` is.
 
     Raises:
         ValueError: the buffers are too small, or of a wrong dtype or layout.
@@ -157,13 +170,16 @@ def prepare_inputs(
         or tables.dtype != torch.int32
     ):
         raise ValueError("tokens and tables must be int32 with contiguous rows")
+    if (rotary_offsets is None) != (inputs.rotary is None):
+        raise ValueError("rotary_offsets are given where inputs have rotary positions")
     block = min(TOKENS_PER_PROGRAM, max(128, triton.next_power_of_2(max_length)))
     grid = (rows + 1, triton.cdiv(max(max_length, num_tokens if rows else 1), block))
     _prepare_kernel[grid](
         slots, starts, lengths, tokens, tables, inputs.input_ids, inputs.positions,
         inputs.slot_mapping, inputs.query_starts,
-        inputs.seq_lens, inputs.block_tables, rows, num_tokens, tokens.stride(0), tables.stride(0),
-        inputs.block_tables.stride(0),
+        inputs.seq_lens, inputs.block_tables, inputs.rotary, rotary_offsets, rows, num_tokens,
+        tokens.stride(0), tables.stride(0), inputs.block_tables.stride(0),
+        0 if inputs.rotary is None else inputs.rotary.stride(0),
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,
         BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -569,7 +569,7 @@ def test_input_preparation() -> None:
             getattr(ours, name).fill_(-77)
         prepare_inputs(*ints, tokens, tables, ours, block_size=16, max_length=300)
         prepare_inputs_reference(*ints, tokens, tables, reference, block_size=16)
-        for name in PreparedInputs.__slots__:
+        for name in set(PreparedInputs.__slots__) - {"rotary"}:
             assert torch.equal(getattr(ours, name), getattr(reference, name)), name
 
 

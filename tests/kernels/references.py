@@ -286,9 +286,11 @@ def penalties_reference(
 def prepare_inputs_reference(
     slots: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor,
     tables: torch.Tensor, inputs: PreparedInputs,
-    *, block_size: int,
+    *, block_size: int, rotary_offsets: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """`prepare_inputs` in plain torch, row by row."""
+    if inputs.rotary is not None:
+        inputs.rotary.zero_()
     inputs.input_ids.zero_()
     inputs.positions.zero_()
     inputs.slot_mapping.fill_(-1)
@@ -302,6 +304,8 @@ def prepare_inputs_reference(
         here = slice(first, first + length)
         inputs.input_ids[here] = tokens[slot, start : start + length]
         inputs.positions[here] = positions.int()
+        if inputs.rotary is not None and rotary_offsets is not None:
+            inputs.rotary[:, here] = positions.int() + rotary_offsets[slot]
         inputs.slot_mapping[here] = (
             tables[slot, positions // block_size].long() * block_size + positions % block_size
         )

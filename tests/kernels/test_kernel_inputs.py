@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
+import pytest
 import torch
 from aioinfer.kernels.prepare import (
     PreparedInputs,
@@ -18,18 +20,32 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def test_rows_become_inputs_and_the_rest_padding() -> None:
+@pytest.mark.parametrize("has_rotary", [False, True])
+def test_rows_become_inputs_and_the_rest_padding(has_rotary: bool) -> None:
     slots, starts, lengths = int32(3, 1, 0, 2), int32(5, 0, 9, 0), int32(1, 150, 21, 0)
     tokens = torch.randint(0, 99, (4, 200), dtype=torch.int32)
     tables = torch.randint(0, 99, (4, 60), dtype=torch.int32)
     ours, reference = (PreparedInputs.empty(4, 180, 60, "cpu") for _ in range(2))
-    for field in fields(PreparedInputs):
-        if field.name != "block_tables":
-            getattr(ours, field.name).fill_(-77)
-    prepare_inputs(slots, starts, lengths, tokens, tables, ours, block_size=4, max_length=150)
-    prepare_inputs_reference(slots, starts, lengths, tokens, tables, reference, block_size=4)
-    for field in fields(PreparedInputs):
-        assert torch.equal(getattr(ours, field.name), getattr(reference, field.name)), field.name
+    names = [field.name for field in fields(PreparedInputs)]
+    options: dict[str, Any] = {"block_size": 4}
+    if has_rotary:
+        options["rotary_offsets"] = int32(0, -3, 7, -5)
+        ours, reference = (
+            replace(one, rotary=torch.zeros(3, 180, dtype=torch.int32)) for one in (ours, reference)
+        )
+    else:
+        names.remove("rotary")
+    for name in names:
+        if name != "block_tables":
+            getattr(ours, name).fill_(-77)
+    rows = slots, starts, lengths, tokens, tables
+    prepare_inputs(*rows, ours, max_length=150, **options)
+    prepare_inputs_reference(*rows, reference, **options)
+    for name in names:
+        assert torch.equal(getattr(ours, name), getattr(reference, name)), name
+    if has_rotary:
+        assert ours.rotary is not None
+        assert ours.rotary[:, 0].tolist() == [0, 0, 0]  # slot 3, position 5
 
 
 def test_embedding_of_a_vocabulary_shard() -> None:
