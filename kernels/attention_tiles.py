@@ -8,6 +8,7 @@ throughout: they are scaled by log2(e).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -111,10 +112,17 @@ class HeadShape(NamedTuple):
     @classmethod
     def of(cls, num_q_heads: int, cache: torch.Tensor) -> HeadShape:
         """Returns the shape for a cache of keys [num_blocks, block_size, Hkv, D]."""
-        _, block_size, kv_heads, size = cache.shape
-        group = num_q_heads // kv_heads
-        pads = triton.next_power_of_2(group), triton.next_power_of_2(size)
-        return cls(kv_heads, group, size, *pads, block_size)
+        return _shape_of(num_q_heads, cache.shape[1:])
+
+
+@cache
+def _shape_of(num_q_heads: int, block: torch.Size) -> HeadShape:
+    """Returns the shape for KV blocks [block_size, Hkv, D]; once for each, since a launch needs it
+    and Triton's powers of two take microseconds."""
+    block_size, kv_heads, size = block
+    group = num_q_heads // kv_heads
+    pads = triton.next_power_of_2(group), triton.next_power_of_2(size)
+    return HeadShape(kv_heads, group, size, *pads, block_size)
 
 
 @triton.jit

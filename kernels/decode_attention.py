@@ -18,6 +18,7 @@ Sinks join the sum of a (row, head) where its output is written: once, however i
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ def _uses_pairs(config: DecodeConfig, queries: torch.Tensor, cache: torch.Tensor
     return config.paired_channels and is_float16 and cache.dtype == torch.float8_e4m3fn
 
 
+@cache
 def merged_splits(group: int, head_size: int) -> int:
     """Returns how many partial results are merged at a time: 8192 numbers, which fit in the
     registers of four warps."""
