@@ -41,8 +41,7 @@ from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import Gather, plan_gathers
 
 if TYPE_CHECKING:
-    from aioinfer.layers.kernel_attention import AttentionPlans
-    from aioinfer.layers.kernel_latent_attention import KernelLatentAttention
+    from aioinfer.layers.kernel_attention import AttentionPlans, KernelLatentAttention
     from aioinfer.layers.part_maker import PartMaker
 
 
@@ -102,9 +101,9 @@ class LatentAttention(Mixer):
 
     def unsupported_head_size(self, block_size: int) -> int | None:
         """See `Mixer.unsupported_head_size`: the channels of a latent vector."""
-        from aioinfer.layers.kernel_latent_attention import supports
+        from aioinfer.layers.kernel_attention import supports_latents
 
-        return None if supports(self.shape, block_size) else self.shape.cached_size
+        return None if supports_latents(self.shape, block_size) else self.shape.cached_size
 
     def finalize(self) -> None:
         """Brings the rotated channels into GPT-NeoX's order where the checkpoint has them in
@@ -138,7 +137,7 @@ class LatentAttention(Mixer):
             self._torch = TorchLatentAttention(self.shape, self.expansion, cache, group)
             self._kernel = None
             return
-        from aioinfer.layers.kernel_latent_attention import KernelLatentAttention
+        from aioinfer.layers.kernel_attention import KernelLatentAttention
 
         self._kernel = KernelLatentAttention(
             self.shape, self.expansion, self.latent_norm, self._rotary.cos_sin, cache, group,

@@ -4,6 +4,7 @@ and how it converts a KV cache in float8."""
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ pytest.importorskip("triton")
 from aioinfer.kernels.attention_tiles import CacheArguments, HeadShape, ScoreArguments
 from aioinfer.kernels.decode_attention import DecodeTiles, _decode_kernel, merged_splits
 from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, decode_config
+from aioinfer.kernels.prefill_attention import _prefill_kernel, prefill_config
 from aioinfer.kernels.projection import Rotation
+from aioinfer.kernels.qk_norm_rope_cache import _qk_norm_rope_cache_kernel
 
-from tests.compiled.hopper import compile_call
+from tests.compiled.hopper import SHARED_MEMORY, compile_call
 
 HEAD_SIZE, KV_HEADS = 128, 8
 
@@ -76,26 +79,49 @@ def barriers(group: int, *, projected: bool, has_sinks: bool = False) -> int:
     return compiled(group, projected=projected, has_sinks=has_sinks).count("bar.sync")
 
 
-@pytest.mark.parametrize(
-    "rotation",
-    [
-        Rotation(torch.empty(1, HEAD_SIZE)),
-        Rotation(torch.empty(1, HEAD_SIZE // 2)),
-        Rotation(),
-        Rotation(torch.empty(1, HEAD_SIZE), empty(), empty(), norm_last=True),
-        Rotation(torch.empty(1, HEAD_SIZE), sections=(32, 16, 16, True)),
-    ],
-    ids=["RoPE", "half a head", "none", "norms behind it", "sections"],
-)
+ROTATIONS = {
+    "RoPE": Rotation(torch.empty(1, HEAD_SIZE)),
+    "half a head": Rotation(torch.empty(1, HEAD_SIZE // 2)),
+    "none": Rotation(),
+    "norms behind it": Rotation(torch.empty(1, HEAD_SIZE), empty(), empty(), norm_last=True),
+    "sections": Rotation(torch.empty(1, HEAD_SIZE), sections=(32, 16, 16, True)),
+}
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS.values(), ids=ROTATIONS)
 def test_rotations_of_all_kinds_compile(rotation: Rotation) -> None:
     """Also with neither norms nor rotation, which the interpreter does not tell apart."""
     arguments = decode_arguments(4, projected=True)
     arguments |= {"rotation": rotation.arguments, "ROTATION": rotation.config}
     arguments |= {"positions": empty(torch.int32)}
-    assert (
-        "bar.sync"
-        in compile_call(_decode_kernel, decode_config(HEAD_SIZE, 2), **arguments).asm["ptx"]
+    kernel = compile_call(_decode_kernel, decode_config(HEAD_SIZE, 2), **arguments)
+    assert "bar.sync" in kernel.asm["ptx"]
+    wanted = {name: arguments[name] for name in ("positions", "axis_stride", "cache", "rotation")}
+    kernel = compile_call(
+        _qk_norm_rope_cache_kernel, SimpleNamespace(num_warps=1, num_stages=3), **wanted,
+        qkv=arguments["q"], q_out=arguments["out"], qkv_stride=6144, q_stride=4096,
+        slot_mapping=empty(torch.int64), SHAPE=arguments["SHAPE"], ROTATION=rotation.config,
+        HEADS=8, PDL=True,
+    )  # fmt: skip
+    assert "st.global" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_alibi_compiles(is_float8: bool) -> None:
+    arguments = decode_arguments(
+        4, projected=False, is_float8=is_float8, fp16_operands=is_float8, paired=is_float8
     )
+    arguments["scores"] = ScoreArguments(1.0, 5.0, None, empty())
+    config = decode_config(HEAD_SIZE, 1 if is_float8 else 2)
+    assert compile_call(_decode_kernel, config, **arguments).metadata.shared < SHARED_MEMORY
+    config = prefill_config(HEAD_SIZE, 2)
+    names = ("q", "out", "q_stride", "out_stride", "block_tables", "table_stride", "seq_lens",
+             "plan", "cache", "scores", "SHAPE")  # fmt: skip
+    kernel = compile_call(
+        _prefill_kernel, config, **{name: arguments[name] for name in names},
+        query_starts=empty(torch.int32), ROWS=config.rows, TILE=config.tile, WINDOW=100, PDL=True,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("group", [2, 4])
