@@ -92,6 +92,11 @@ class RotationConfig(NamedTuple):
     norm_last: bool
 
 
+def tile_channels(size: int) -> int:
+    """Returns the channels of a tile with `size` of them: at least 16, for tensor cores."""
+    return max(16, triton.next_power_of_2(size))
+
+
 class HeadShape(NamedTuple):
     """The compile-time shape of heads and of their cache.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import HeadShape
+from aioinfer.kernels.attention_tiles import LOG2_E, HeadShape, softmax_weights, tile_channels
 from aioinfer.kernels.decode_attention import QUERY_ROWS, merged_splits, store_part
 from aioinfer.kernels.decode_plan import (
     PLAN_FIELDS,
@@ -28,7 +28,6 @@ from aioinfer.kernels.decode_plan import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = 1.4426950408889634
 #: A tensor-core product of two warpgroups has so many rows.
 WIDE_ROWS = 64
 
@@ -74,13 +73,8 @@ def make_latent_workspace(
     group = head_group(num_heads, cache.element_size())
     config = config or latent_config(num_heads, cache.element_size())
     return DecodeWorkspace.empty(
-        config, num_heads // group, group, _padded(latent_size), 0, cache.device, programs
+        config, num_heads // group, group, tile_channels(latent_size), 0, cache.device, programs
     )
-
-
-def _padded(size: int) -> int:
-    """Returns the channels of a tile with `size` of them: at least 16, for tensor cores."""
-    return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
@@ -146,14 +140,10 @@ def _latent_decode_kernel(
             )  # fmt: skip
             s = tl.dot(query, tl.trans(latent), input_precision="ieee")
             s = tl.dot(turned, tl.trans(key), s, input_precision="ieee") * scale
-            s = tl.where((position < seq_len)[None, :], s, float("-inf"))
-            # a tile has at least one token of the row, so the maximum is a number
-            new_m = tl.maximum(m, tl.max(s, axis=1))
-            p = tl.exp2(s - new_m[:, None])
-            old = tl.exp2(m - new_m)
+            visible = (position < seq_len)[None, :]
+            p, m, old = softmax_weights(s, visible, None, m, None, None)
             l = l * old + tl.sum(p, axis=1)
             acc = tl.dot(p.to(latent.dtype), latent, acc * old[:, None], input_precision="ieee")
-            m = new_m
         if end - tile == tiles:
             place = out + line * out_stride + heads * SHAPE.size + d[None, :]
             output = acc / tl.where(l == 0.0, 1.0, l)[:, None]
@@ -217,14 +207,14 @@ def latent_decode(
     config = workspace.config
     shape = HeadShape(
         num_heads // group, group, latent, min(QUERY_ROWS, triton.next_power_of_2(group)),
-        _padded(latent), cache.shape[1],
+        tile_channels(latent), cache.shape[1],
     )  # fmt: skip
     _latent_decode_kernel[(workspace.plan.shape[0],)](
         absorbed, rotated, cache, out, block_tables, seq_lens, workspace.plan, workspace.parts,
-        scale * LOG2_E, absorbed.stride(0), rotated.stride()[:2], out.stride(0),
+        scale * LOG2_E.value, absorbed.stride(0), rotated.stride()[:2], out.stride(0),
         block_tables.stride(0), cache.stride()[:2],
         SHAPE=shape, ROWS=max(QUERY_ROWS, triton.next_power_of_2(group)), ROTARY=rotary,
-        ROTARY_PAD=_padded(rotary), TILE=config.tile, FIELDS=PLAN_FIELDS,
+        ROTARY_PAD=tile_channels(rotary), TILE=config.tile, FIELDS=PLAN_FIELDS,
         SPLITS=merged_splits(min(QUERY_ROWS, group), shape.pad), PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.attention_tiles import LOG2_E, softmax_weights, tile_channels
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = 1.4426950408889634
 #: Of a work item: the row's first token and number of tokens, the tokens before these, the tile of
 #: queries, the first of the row's tokens in the segment, how many there are and where they begin,
 #: and whether they are the row's first (1) and its last (2).
@@ -156,15 +156,10 @@ def _latent_prefill_kernel(
         value = tl.load(parts + PLAIN + v[None, :], is_key[:, None] & (v < VALUE)[None, :], 0.0)
         s = tl.dot(plain, tl.trans(key), input_precision="ieee")
         s = tl.dot(turned, tl.trans(shared), s, input_precision="ieee") * scale
-        s = tl.where((k[None, :] <= limit[:, None]) & is_key[None, :], s, float("-inf"))
-        new_m = tl.maximum(m, tl.max(s, axis=1))
-        # a tile of queries may see the whole of a tile of keys or none of it
-        safe_m = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = tl.exp2(s - safe_m[:, None])
-        old = tl.exp2(m - safe_m)
+        visible = (k[None, :] <= limit[:, None]) & is_key[None, :]
+        weight, m, old = softmax_weights(s, visible, None, m, None, None)
         l = l * old + tl.sum(weight, axis=1)
         acc = tl.dot(weight.to(value.dtype), value, acc * old[:, None], input_precision="ieee")
-        m = new_m
     if flags >= 2:
         output = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         target = out + line[:, None] * out_stride + head * VALUE + v[None, :]
@@ -243,14 +238,10 @@ def latent_prefill(
     config = config or tile_config(queries.element_size())
     _latent_prefill_kernel[(len(segment.items), num_heads)](
         queries, expanded, keys, out, state.outputs, state.maxima, state.sums, segment.items,
-        scale * LOG2_E, *queries.stride()[:2], expanded.stride(0), keys.stride(0), out.stride(0),
-        NUM_HEADS=num_heads, PLAIN=plain_size, PLAIN_PAD=_padded(plain_size), ROTARY=rotary,
-        ROTARY_PAD=_padded(rotary), VALUE=value_size, VALUE_PAD=_padded(value_size),
+        scale * LOG2_E.value, *queries.stride()[:2], expanded.stride(0), keys.stride(0),
+        out.stride(0),
+        NUM_HEADS=num_heads, PLAIN=plain_size, PLAIN_PAD=tile_channels(plain_size), ROTARY=rotary,
+        ROTARY_PAD=tile_channels(rotary), VALUE=value_size, VALUE_PAD=tile_channels(value_size),
         FIELDS=ITEM_FIELDS, ROWS=config.rows, TILE=config.tile, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    """Returns the channels of a tile with `size` of them: at least 16, for tensor cores."""
-    return max(16, triton.next_power_of_2(size))

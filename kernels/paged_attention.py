@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 import torch
-from aioinfer.kernels.attention_tiles import ScoreArguments
+from aioinfer.kernels.attention_tiles import LOG2_E, ScoreArguments
 from aioinfer.kernels.decode_attention import launch_decode
 from aioinfer.kernels.decode_plan import DecodeWorkspace
 from aioinfer.kernels.prefill_attention import launch_prefill, prefill_config
@@ -22,7 +22,6 @@ from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, supports
 from aioinfer.kernels.prefill_plan import PrefillPlan
 from aioinfer.kernels.projection import Projection
 
-LOG2_E = 1.4426950408889634
 HEAD_SIZES = (64, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -128,7 +127,7 @@ def paged_attention(
         raise ValueError("heads must be contiguous")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     scale = 1.0 / math.sqrt(head_size) if scale is None else scale
-    scores = ScoreArguments(scale * LOG2_E, soft_cap or None, sinks, slopes)
+    scores = ScoreArguments(scale * LOG2_E.value, soft_cap or None, sinks, slopes)
     if num_decodes != 0:
         launch_decode(
             q, k_cache, v_cache, block_tables, seq_lens, out, workspace,

@@ -188,18 +188,12 @@ def prepare_inputs(
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
-        "sampled",
-        "slots",
-        "positions",
-        "is_appended",
-        "buffer_index",
-        "places",
+        "sampled", "slots", "positions", "is_appended", "buffer_index", "places",
     ],
-)
+)  # fmt: skip
 def _append_kernel(
     sampled, slots, positions, is_appended, tokens, results, buffer_index, places, tokens_stride,
-    results_stride, rows,
-    HAS_RESULTS: tl.constexpr, HAS_PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    results_stride, rows, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -207,10 +201,8 @@ def _append_kernel(
         gdc_launch_dependents()
     mask = row < rows
     token = tl.load(sampled + row, mask, 0)
-    if HAS_RESULTS:
-        place = row
-        if HAS_PLACES:
-            place = tl.load(places + row, mask, 0)
+    if results is not None:
+        place = row if places is None else tl.load(places + row, mask, 0)
         tl.store(results + tl.load(buffer_index) * results_stride + place, token, mask)
     mask = mask & (tl.load(is_appended + row, mask, 0) != 0)
     target = (
@@ -252,32 +244,18 @@ def append_tokens(
     rows = sampled.shape[0]
     if rows:
         grid = (triton.cdiv(rows, 128),)
-        kept, at = (
-            (sampled, sampled)
-            if results is None or buffer_index is None
-            else (results, buffer_index)
-        )
         _append_kernel[grid](
-            sampled, slots, positions, is_appended, tokens, kept, at,
-            sampled if places is None else places, tokens.stride(0), kept.stride(0), rows,
-            HAS_RESULTS=results is not None, HAS_PLACES=places is not None,
+            sampled, slots, positions, is_appended, tokens, results, buffer_index, places,
+            tokens.stride(0), 0 if results is None else results.stride(0), rows,
             BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embed_kernel(
-    ids,
-    weight,
-    out,
-    hidden,
-    weight_stride,
-    out_stride,
-    first,
-    vocab,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids, weight, out, hidden, weight_stride, out_stride, first, vocab,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -308,28 +286,15 @@ def embed(
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows, (vocab, hidden) = ids.shape[0], weight.shape
-    out = (
-        torch.empty((rows, hidden), dtype=weight.dtype, device=weight.device)
-        if out is None
-        else out
-    )
+    if out is None:
+        out = torch.empty((rows, hidden), dtype=weight.dtype, device=weight.device)
     if weight.stride(1) != 1:
         raise ValueError("the rows of the embedding must be contiguous")
     if rows:
         block = min(2048, triton.next_power_of_2(hidden))
         grid = (rows, triton.cdiv(hidden, block))
         _embed_kernel[grid](
-            ids,
-            weight,
-            out,
-            hidden,
-            weight.stride(0),
-            out.stride(0),
-            first,
-            vocab,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+            ids, weight, out, hidden, weight.stride(0), out.stride(0), first, vocab,
+            BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return out
