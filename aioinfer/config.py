@@ -61,6 +61,29 @@ __all__ = [
 #: A header of HTTP as `tracing.headers` gives it (RFC 9110, 5.1 and 5.5).
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 
+#: What became of keys that there were.
+_GONE = {
+    "model.prepare_grammars": "a server always prepares grammars while the weights load",
+    "sampling.presence_penalty": "requests have presence_penalty",
+    "sampling.frequency_penalty": "requests have frequency_penalty",
+    "chat.continue_answers": "requests have continue_final_message",
+    "chat.max_stored_responses": "it is 1000, and chat.max_stored_bytes bounds their memory",
+    "pooling.normalize": "requests have normalize",
+    "parallel.step_timeout_s": "it is 300 seconds",
+    "server.force_include_usage": "requests have stream_options.include_usage",
+    "server.max_body_bytes": "it follows from the longest prompt, and is 16 MiB at most",
+    "server.max_connections": "it is 8192, or what the limit of file descriptors allows",
+    "server.max_buffered_body_bytes": "it is 256 MiB",
+    "server.header_timeout_s": "it is 60 seconds",
+    "server.body_timeout_s": "it is 60 seconds",
+    "server.send_timeout_s": "it is 60 seconds",
+    "server.tokenizer_info": "/tokenizer_info is always answered",
+    "server.max_file_bytes": "it is 200 MiB",
+    "server.max_files": "it is 1000",
+    "server.max_batches": "it is 16",
+    "server.max_batch_requests": "it is 50 000",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -179,6 +202,8 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
     values: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
+        if dotted in _GONE:
+            raise ConfigError(f"there is no key {dotted!r} any longer: {_GONE[dotted]}")
         if name not in hints:
             known = [k for k, *_ in describe_keys()] if path else list(hints)
             raise ConfigError(

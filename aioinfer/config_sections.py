@@ -47,12 +47,6 @@ class ModelConfig:
     chat_template: str | None = key(
         "File with a Jinja chat template to use in place of the tokenizer's own.", None
     )
-    prepare_grammars: bool = key(
-        "At the start, build what grammars need (up to 2 s beside the loading of the weights, and "
-        "0.1 GB for a vocabulary of 150 000). `false`: the first request with a grammar has to, "
-        "and all streams pause meanwhile.",
-        True,
-    )
     load_format: Literal["auto", "safetensors", "gguf", "dummy", "dummy_skewed"] = key(
         "How weights are stored; `dummy` makes random ones at full shape (for speed measurements). "
         "`dummy_skewed`: the same, and of experts the first tenth is taken by half of the tokens.",
@@ -106,12 +100,6 @@ class SamplingConfig:
     repetition_penalty: float | None = key(
         "Above 1 makes tokens of prompt and output less likely. Built-in default: 1.", None
     )
-    presence_penalty: float | None = key(
-        "Subtracted once from the logit of each generated token. Built-in default: 0.", None
-    )
-    frequency_penalty: float | None = key(
-        "Subtracted from a token's logit each time that it is generated. Built-in default: 0.", None
-    )
     max_tokens: int | None = key(
         "Output length of a request that brings no `max_tokens`; less where the context has no "
         "room for it. Built-in default: 16 for completions, as OpenAI has it; for chat and "
@@ -141,20 +129,10 @@ class ChatConfig:
         "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
         "auto",
     )
-    continue_answers: bool = key(
-        "A chat whose last message is the assistant's is continued, as with llama.cpp, unless the "
-        "request says how its prompt ends. Else the assistant begins another message, as with "
-        "OpenAI.",
-        False,
-    )
-    max_stored_responses: int = key(
-        "Responses of `/v1/responses`, conversations, and chat completions with `store` that are "
-        "kept in memory, all together; the oldest go first.",
-        1000,
-        minimum=0,
-    )
     max_stored_bytes: int = key(
-        "Bytes of all of them, with the items and messages before them.",
+        "Bytes of the responses of `/v1/responses`, conversations, and chat completions with "
+        "`store` that are kept in memory, all together, with the items and messages before them; "
+        "the oldest go first, and with 0 none is kept.",
         64 * 2**20,
         minimum=0,
     )
@@ -170,11 +148,6 @@ class PoolingConfig:
         "token, and endpoints that need one for each text are answered 400. Default: what the "
         "model's folder says (`1_Pooling/config.json`), else "
         "`last`.",
-        None,
-    )
-    normalize: bool | None = key(
-        "Whether embeddings are normalised to length 1. Default: what the model's folder says "
-        "(`modules.json`), else true.",
         None,
     )
 
@@ -369,9 +342,6 @@ class ParallelConfig:
         None,
         minimum=1,
     )
-    step_timeout_s: float = key(
-        "Seconds that a step may take before its workers count as hung.", 300.0, above=0
-    )
     restart_workers: int = key(
         "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
         "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
@@ -446,55 +416,13 @@ class ServerConfig:
         "Known fields that are not supported and would change the answer are always refused.",
         "refuse",
     )
-    force_include_usage: bool = key(
-        "End every stream with its usage, also of requests without `stream_options.include_usage`.",
-        False,
-    )
     served_model_names: list[str] = key(
         "Names that the `model` of a request may have. Default: `model.path`. A file's names "
         "stand for the file's own `model.path`: not for another that the command line gives.",
         [],
     )
-    max_body_bytes: int = key(
-        "Maximum size of a request body in bytes; a larger one is answered 413.",
-        16 * 2**20,
-        minimum=1,
-    )
-    max_connections: int = key(
-        "Maximum number of connections, idle ones included. Beyond it, one that waits for a "
-        "request is closed, and if there is none, the new one is answered 503 (dropped under TLS). "
-        "The process's hard limit of file descriptors may allow fewer.",
-        8192,
-        minimum=1,
-    )
-    max_buffered_body_bytes: int = key(
-        "Maximum number of bytes of all request bodies together that are being received or "
-        "decoded; a request that would exceed it is answered 503. The first 64 KiB of each body do "
-        "not count.",
-        256 * 2**20,
-        minimum=1,
-    )
-    header_timeout_s: float = key(
-        "Seconds in which a new connection must deliver a request's head, and a kept-alive one the "
-        "rest of a head that has begun; then it is answered 408 and closed.",
-        60.0,
-        above=0,
-    )
-    body_timeout_s: float = key(
-        "Seconds at whose end a client must have delivered a request body, or at least 1 KiB a "
-        "second of it since the last such check; otherwise the request is answered 408.",
-        60.0,
-        above=0,
-    )
     keepalive_timeout_s: float = key(
         "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
-    )
-    send_timeout_s: float = key(
-        "Seconds for which a client may leave unread what the server has to send before its "
-        "connection is dropped, and its request with it. Counts only while the system's buffers "
-        "and 64 KiB more are full.",
-        60.0,
-        above=0,
     )
     allowed_hosts: list[str] = key(
         "Names that the `Host` header of a request may have, without port; `*.example.org` is all "
@@ -509,31 +437,11 @@ class ServerConfig:
         None,
         above=0,
     )
-    tokenizer_info: bool = key(
-        "Answer `/tokenizer_info`: the tokenizer's class, special tokens and chat template.", False
-    )
     files_folder: str | None = key(
         "Folder for `/v1/files` and `/v1/batches`, made if it is missing. One server at a time may "
         "use it. Default, and where it is empty: both are answered 404.",
         None,
     )
-    max_file_bytes: int = key(
-        "Maximum size of an uploaded file in bytes; a larger one is answered 413.",
-        200 * 2**20,
-        minimum=1,
-    )
-    max_files: int = key(
-        "Maximum number of files in `server.files_folder`, results of batches included; a further "
-        "upload is answered 400.",
-        1000,
-        minimum=1,
-    )
-    max_batches: int = key(
-        "Maximum number of batches that are in progress; a further one is answered 429.",
-        16,
-        minimum=1,
-    )
-    max_batch_requests: int = key("Maximum number of requests in a batch.", 50_000, minimum=1)
     batch_concurrency: int = key(
         "Maximum number of requests of all batches together that are served at a time, beside "
         "those of clients.",

@@ -35,7 +35,6 @@ SETTINGS = (
     "cache.cpu_memory_gib=1",
     "model.max_model_len=128",  # long answers would be most of the time
     "parallel.cpu_threads=1",
-    "server.tokenizer_info=true",
     f"server.admin_key={KEY}",
     f'server.api_keys=["{KEY}"]',
     f"server.request_timeout_s={TIMEOUT_S}",

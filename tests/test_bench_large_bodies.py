@@ -7,8 +7,8 @@ import pytest
 
 import bench_large_bodies
 from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest
+from aioinfer.api.request_body import MAX_BYTES
 from aioinfer.api.token_list import decode_large
-from aioinfer.config import ServerConfig
 from aioinfer.errors import RequestError
 from benchlib.large_bodies import CHAT, COMPLETIONS, LONG_TEXTS, MANY_VALUES, TOO_MANY, LargeBody
 
@@ -34,7 +34,7 @@ def test_bodies_just_under_the_bound_are_decoded(body: LargeBody) -> None:
 
 def test_long_texts_are_just_under_the_largest_body() -> None:
     longest = max(len(body.make()) for body in LONG_TEXTS[:3])
-    assert 0.9 < longest / ServerConfig().max_body_bytes < 1
+    assert 0.9 < longest / MAX_BYTES < 1
 
 
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:

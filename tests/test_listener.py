@@ -80,8 +80,11 @@ async def close(*connections: Connection) -> None:
 # ---------------------------------------------------------------- the bound
 
 
-async def test_connections_beyond_the_bound_are_answered_503() -> None:
-    server = make_server(max_connections=3)
+async def test_connections_beyond_the_bound_are_answered_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
+    server = make_server()
     url = await server.start()
     held = [await connect(url) for _ in range(3)]
     for connection in held:
@@ -98,8 +101,9 @@ async def test_connections_beyond_the_bound_are_answered_503() -> None:
     await server.close()
 
 
-async def test_a_burst_is_counted_exactly() -> None:
-    server = make_server(max_connections=5)
+async def test_a_burst_is_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 5)
+    server = make_server()
     url = await server.start()
     connections = await asyncio.gather(*(connect(url) for _ in range(20)))
     statuses = await asyncio.gather(*map(status_of, connections))
@@ -108,8 +112,9 @@ async def test_a_burst_is_counted_exactly() -> None:
     await server.close()
 
 
-async def test_descriptors_stay_bounded() -> None:
-    server = make_server(max_connections=4)
+async def test_descriptors_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 4)
+    server = make_server()
     url = await server.start()
     before = await num_descriptors()
     clients = await asyncio.gather(*(connect(url) for _ in range(300)))
@@ -134,7 +139,8 @@ async def test_rejected_clients_that_do_not_read_the_reply_are_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listener, "_REJECTION_TIMEOUT_S", 0.05)
-    server = make_server(max_connections=1)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 1)
+    server = make_server()
     url, loop = await server.start(), asyncio.get_running_loop()
     served = await connect(url)
     with socket.socket() as rejected:
@@ -229,7 +235,8 @@ async def test_https() -> None:
 
 
 async def test_handshakes_under_way_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = make_server(max_connections=2, **CERTIFIED)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
+    server = make_server(**CERTIFIED)
     url = await server.start()
     silent = [await connect(url) for _ in range(2)]
     port, tls = URL(url).port, trusting()

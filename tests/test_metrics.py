@@ -252,7 +252,11 @@ async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = Non
         for number, one in enumerate(metrics)
     ]
     frontend = SimpleNamespace(
-        config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True
+        config=config,
+        engines=engines,
+        loop_lag=LoopLag(lambda: False),
+        is_healthy=lambda: True,
+        max_model_len=8,
     )
     server = HttpServer(config, cast(Frontend, frontend))
     url = await server.start()

@@ -25,6 +25,7 @@ import psutil
 import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
+from aioinfer.executor import worker_executor
 from aioinfer.executor.host_ranks import _without_main_module
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
@@ -93,13 +94,10 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-async def run(folder: Path) -> AsyncIterator[Run]:
-    """Two ranks, not yet started."""
-    run = Run(
-        MultiprocessExecutor(
-            tiny_config(folder, tensor_parallel_size=2, **{"parallel.step_timeout_s": 3.0}), folder
-        )
-    )
+async def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Run]:
+    """Two ranks, not yet started, whose steps may take three seconds."""
+    monkeypatch.setattr(worker_executor, "STEP_TIMEOUT_S", 3.0)
+    run = Run(MultiprocessExecutor(tiny_config(folder, tensor_parallel_size=2), folder))
     yield run
     await run.executor.shutdown()
     assert workers() == []

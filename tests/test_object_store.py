@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from aioinfer.api import object_store
 from aioinfer.api.object_store import ObjectStore, checked_metadata
 from aioinfer.config import ChatConfig
 from aioinfer.errors import RequestError
 
 
-def make(max_objects: int = 10, max_bytes: int = 10_000) -> ObjectStore:
-    return ObjectStore(ChatConfig(max_stored_responses=max_objects, max_stored_bytes=max_bytes))
+def make(max_bytes: int = 10_000) -> ObjectStore:
+    return ObjectStore(ChatConfig(max_stored_bytes=max_bytes))
 
 
 def response(id: str) -> dict[str, Any]:
@@ -43,8 +44,9 @@ def test_each_key_finds_its_own() -> None:
     assert list(store.all_of("b", "response")) == []
 
 
-def test_the_oldest_go() -> None:
-    store = make(max_objects=2)
+def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_STORED", 2)
+    store = make()
     for id in ("1", "2", "3"):
         store.add("a", response(id), [])
     assert [each.body["id"] for each in store.all_of("a", "response")] == ["3", "2"]
@@ -56,8 +58,9 @@ def test_the_oldest_go() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_a_conversation_is_as_new_as_its_last_change() -> None:
-    store = make(max_objects=2)
+def test_a_conversation_is_as_new_as_its_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_STORED", 2)
+    store = make()
     store.add(None, conversation("1"), [])
     store.add(None, conversation("2"), [])
     store.change_items(None, store.find(None, "conversation", "1"), text(10))
@@ -76,7 +79,7 @@ def test_what_is_too_large_leaves_the_others() -> None:
     with pytest.raises(RequestError, match=r"chat\.max_stored_bytes leaves no room"):
         store.check_room(1001, "a conversation")
     with pytest.raises(RequestError, match="no room"):
-        make(max_objects=0).check_room(1, "a conversation")
+        make(max_bytes=0).check_room(1, "a conversation")
 
 
 def test_bytes_follow_all_changes() -> None:

@@ -45,8 +45,8 @@ def test_what_the_folder_says(
     pooling = load(tmp_path, files)
     assert (pooling.kind, pooling.normalize, pooling.obstacle) == (kind, normalize, None)
     assert pooling.params().pooling == kind
-    configured = load(tmp_path, files, type="mean", normalize=not normalize)
-    assert (configured.kind, configured.normalize) == ("mean", not normalize)
+    configured = load(tmp_path, files, type="mean")
+    assert (configured.kind, configured.normalize) == ("mean", normalize)
 
 
 @pytest.mark.parametrize(

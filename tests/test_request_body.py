@@ -83,7 +83,7 @@ async def test_a_slow_body_that_keeps_the_rate_is_read() -> None:
 
 async def test_all_bodies_together_are_bounded() -> None:
     """Two large ones use all of the bound; a third is refused, and small ones are not."""
-    async with serve(max_buffered_body_bytes=256 * KIB) as (server, url):
+    async with serve(max_held_bytes=256 * KIB) as (server, url):
         large = [await connect(url) for _ in range(2)]
         for number, (_, writer) in enumerate(large, 1):
             writer.write(head(500 * KIB) + b" " * 192 * KIB)
@@ -98,7 +98,7 @@ async def test_all_bodies_together_are_bounded() -> None:
 
 
 async def test_one_body_alone_may_exceed_the_bound_of_all() -> None:
-    async with serve(max_buffered_body_bytes=1) as (server, url):
+    async with serve(max_held_bytes=1) as (server, url):
         connection = await connect(url)
         connection[1].write(head(1000 * KIB) + b" " * 1000 * KIB)
         assert (await read_reply(connection))[0] == 400

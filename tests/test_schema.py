@@ -101,7 +101,6 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
         "server.admin_key": "admin",
         "server.api_keys": ["admin"],
         "server.request_timeout_s": 20.0,
-        "server.tokenizer_info": True,
         "logging.requests": False,
     }
     async with serve(**settings) as (_, _, url):

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from aioinfer.api import connections, listener, request_body
 from aioinfer.api import server as server_module
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
@@ -34,6 +35,7 @@ def make_server(**settings: Any) -> HttpServer:
                 config=config,
                 engines=[],
                 is_paused=False,
+                max_model_len=2**20,
                 is_healthy=lambda: True,
                 is_ready=lambda: True,
                 loop_lag=LoopLag(lambda: False),
@@ -42,14 +44,28 @@ def make_server(**settings: Any) -> HttpServer:
     )
 
 
+#: Bounds that tests set as if they were settings.
+BOUNDS = {
+    "max_connections": (listener, "MAX_CONNECTIONS"),
+    "header_timeout_s": (connections, "HEAD_TIMEOUT_S"),
+    "send_timeout_s": (connections, "SEND_TIMEOUT_S"),
+    "body_timeout_s": (request_body, "TIMEOUT_S"),
+    "max_body_bytes": (request_body, "MAX_BYTES"),
+    "max_held_bytes": (request_body, "MAX_HELD_BYTES"),
+}
+
+
 @asynccontextmanager
 async def serve(**settings: Any) -> AsyncIterator[tuple[HttpServer, str]]:
     """A server that listens, and its URL."""
-    server = make_server(**settings)
-    try:
-        yield server, await server.start()
-    finally:
-        await server.close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in BOUNDS.keys() & settings.keys():
+            patch.setattr(*BOUNDS[name], settings.pop(name))
+        server = make_server(**settings)
+        try:
+            yield server, await server.start()
+        finally:
+            await server.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

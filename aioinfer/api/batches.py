@@ -42,6 +42,7 @@ from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.file_store import FILES, FileStore, require_store, write_record
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS, Account, Accounts
 from aioinfer.api.paging import page_of
+from aioinfer.api.request_body import REQUEST_BODIES
 from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)
@@ -58,19 +59,22 @@ class _Record(Struct):
     outcome: str = "completed"
 
 
+#: Batches that are in progress: each has a task, and its file open.
+MAX_BATCHES = 16
+#: Requests in a batch; OpenAI's bound.
+MAX_REQUESTS = 50_000
+
+
 class Batches:
     """All batches of a server."""
 
     def __init__(
-        self, store: FileStore, accounts: Accounts, *, concurrency: int, max_requests: int,
-        max_batches: int, max_line_bytes: int,
-    ):  # fmt: skip
+        self, store: FileStore, accounts: Accounts, *, concurrency: int, max_line_bytes: int
+    ):
         self._store = store
         self._accounts = accounts
         self._concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
-        self._max_requests = max_requests
-        self._max_batches = max_batches
         self._max_line_bytes = max_line_bytes
         self._records: dict[str, _Record] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -123,7 +127,7 @@ class Batches:
         """Makes a batch and begins it. Raises `RequestError`."""
         self._store.find(asked.input_file_id, owner)
         num_open = sum(record.batch.status not in ENDED for record in self._records.values())
-        if num_open >= self._max_batches:
+        if num_open >= MAX_BATCHES:
             raise RequestError(
                 f"{num_open} batches are in progress; one more is too many",
                 status=429,
@@ -239,7 +243,7 @@ class Batches:
             self._store.data(batch.input_file_id),
             paths=(batch.endpoint,),
             max_line_bytes=self._max_line_bytes,
-            max_requests=self._max_requests,
+            max_requests=MAX_REQUESTS,
         )
         batch.request_counts.total = report.total
         if batch.status != "validating":
@@ -383,9 +387,7 @@ def add_batches(app: web.Application) -> None:
             store,
             app[ACCOUNTS],
             concurrency=config.batch_concurrency,
-            max_requests=config.max_batch_requests,
-            max_batches=config.max_batches,
-            max_line_bytes=config.max_body_bytes,
+            max_line_bytes=app[REQUEST_BODIES].max_bytes,
         )
 
         async def begin(app: web.Application) -> None:

@@ -38,6 +38,13 @@ from aioinfer.config import ServerConfig
 MIN_WAIT_S = 1.0
 #: The same while half of all connections wait for a request; see `ConnectionServer.make_room`.
 CROWDED_WAIT_S = 0.1
+#: Seconds in which a new connection must deliver a request's head, and a kept-alive one the rest of
+#: a head that has begun, before it is answered 408 and closed: nginx's default for heads.
+HEAD_TIMEOUT_S = 60.0
+#: Seconds for which a client may leave unread what the server has to send before its connection is
+#: dropped, and its request with it: nginx's default as well. Counts only while the system's buffers
+#: and 64 KiB more are full.
+SEND_TIMEOUT_S = 60.0
 #: A request head may have so many bytes; aiohttp bounds its lines and their number.
 MAX_HEAD_BYTES = 64 * 1024
 #: aiohttp's own time-out of idle connections; it must never come before ours.
@@ -204,9 +211,9 @@ class ConnectionServer(web.Server):
         self._all_closed = asyncio.Event()
         self.counts = HttpCounts()
         head, drop = Connection.time_out, Connection.drop
-        self.receiving = WaitingConnections(config.header_timeout_s, self._ends("head", head))
+        self.receiving = WaitingConnections(HEAD_TIMEOUT_S, self._ends("head", head))
         self.idle = WaitingConnections(config.keepalive_timeout_s, self._ends("idle", drop))
-        self.stalled = WaitingConnections(config.send_timeout_s, self._ends("send", drop))
+        self.stalled = WaitingConnections(SEND_TIMEOUT_S, self._ends("send", drop))
         self.malformed = LimitedLog(_log, "malformed requests")
         self.refused = LimitedLog(_log, "requests refused by their heads")
 

@@ -54,14 +54,12 @@ def new_envelope(
     continuous_usage: bool = False,
 ) -> Envelope:
     """Returns the fields that all parts of a reply have in common; the id is the prefix and the
-    request's id. `server.force_include_usage` stands for every request's `include_usage`."""
-    config = request.app[FRONTEND].config
-    include_usage = include_usage or config.server.force_include_usage
+    request's id."""
     return Envelope(
         f"{prefix}-{request_id(request)}",
         kind,
         stream_state(request).created,
-        config.served_model_names[0],
+        request.app[FRONTEND].config.served_model_names[0],
         include_usage,
         include_usage and continuous_usage,
         request.app[FINGERPRINT],

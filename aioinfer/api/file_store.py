@@ -29,6 +29,11 @@ from aioinfer.errors import ConfigError, RequestError
 
 T = TypeVar("T")
 
+#: Files in the folder, results of batches included: all of their records are in memory.
+MAX_FILES = 1000
+#: Bytes of an uploaded file; OpenAI's bound for batches.
+MAX_FILE_BYTES = 200 * 2**20
+
 
 class FileObject(Struct, kw_only=True):
     """A file, as OpenAI describes it."""
@@ -54,10 +59,8 @@ class _FileRecord(Struct):
 class FileStore:
     """The folder. Files of one API key are not known to others."""
 
-    def __init__(self, folder: Path, config: ServerConfig):
+    def __init__(self, folder: Path):
         self._folder = folder
-        self._max_files = config.max_files
-        self.max_file_bytes = config.max_file_bytes
         self._files: dict[str, _FileRecord] = {}
         self._num_incoming = 0
         self._lock: int | None = None
@@ -70,7 +73,7 @@ class FileStore:
         """
         if not config.files_folder:
             return None
-        store = cls(Path(config.files_folder), config)
+        store = cls(Path(config.files_folder))
         try:
             store._take()
         except (OSError, msgspec.DecodeError) as error:
@@ -123,9 +126,9 @@ class FileStore:
 
     def begin_upload(self) -> Path:
         """Returns where to write a file that comes. Raises `RequestError` if there are too many."""
-        if len(self._files) + self._num_incoming >= self._max_files:
+        if len(self._files) + self._num_incoming >= MAX_FILES:
             raise RequestError(
-                f"the server keeps at most {self._max_files} files: delete some first",
+                f"the server keeps at most {MAX_FILES} files: delete some first",
                 code="too_many_files",
             )
         self._num_incoming += 1

@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aioinfer.api.batches import BATCHES
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response, shorten
-from aioinfer.api.file_store import FileStore, require_store
+from aioinfer.api.file_store import MAX_FILE_BYTES, FileStore, require_store
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.paging import page_of
 from aioinfer.api.request_body import ReceivingRate
@@ -86,7 +86,7 @@ async def _receive(
 
     Raises `RequestError`.
     """
-    rate = ReceivingRate(request.app[FRONTEND].config.server.body_timeout_s)
+    rate = ReceivingRate()
     if request.headers.get("Expect"):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response itself has not begun
@@ -99,7 +99,7 @@ async def _receive(
             if name is not None:
                 raise RequestError("the form has two files", param="file")
             name = shorten(part.filename or "file")
-            await _write(part, place, store.max_file_bytes, rate)
+            await _write(part, place, MAX_FILE_BYTES, rate)
         elif part.name == "purpose":
             purpose = (await _field(part, rate)).decode("utf-8", "replace")
         else:

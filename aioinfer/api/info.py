@@ -14,7 +14,7 @@ from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import EngineDeadError, NotReadyError, RequestError
+from aioinfer.errors import EngineDeadError, NotReadyError
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -175,14 +175,8 @@ def _engine_info(engine: Engine) -> dict[str, Any]:
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     """Describes the tokenizer: its special tokens, which vLLM's clients read as `eos_token` and the
-    like, and its chat template. 404 unless `server.tokenizer_info` is set."""
+    like, and its chat template."""
     frontend = request.app[FRONTEND]
-    if not frontend.config.server.tokenizer_info:
-        raise RequestError(
-            "tokenizer_info is off; server.tokenizer_info = true answers it",
-            status=404,
-            code="not_enabled",
-        )
     described = frontend.require_tokenizer().describe()
     sizes = {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
     return json_response(described["special_tokens"] | described | sizes)

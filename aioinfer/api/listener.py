@@ -37,6 +37,10 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 #: discard the sent data.
 _MAX_REJECTED = 64
 _REJECTION_TIMEOUT_S = 1.0
+#: Connections, idle ones included: some 30 KiB of memory each, and a file descriptor, of which the
+#: process may have fewer. Beyond it, one that waits for a request is closed, and if there is none,
+#: the new one is answered 503 (dropped under TLS).
+MAX_CONNECTIONS = 8192
 #: How long accepting pauses when the machine has no descriptor or memory left.
 _PAUSE_S = 0.5
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -61,7 +65,7 @@ class Listener:
         self._config = config
         self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._max_connections = _allow_descriptors(config.max_connections)
+        self._max_connections = _allow_descriptors(MAX_CONNECTIONS)
         self._sockets: list[socket.socket] = []
         self._unix_file: tuple[Path, int] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

@@ -203,7 +203,7 @@ _OF_SERVER = (
     Row("aioinfer:asyncio_tasks", _GAUGE, lambda _: len(asyncio.all_tasks()),
         "Tasks of the event loop."),
     Row("aioinfer:connection_rejections", _COUNTER, lambda c: c.counts.no_room,
-        "New connections beyond server.max_connections, answered 503 or dropped."),
+        "New connections beyond the bound, answered 503 or dropped."),
     Row("aioinfer:connections_closed_for_room", _COUNTER, lambda c: c.counts.closed_for_room,
         "Connections without a request that were closed to make room for new ones."),
     Row("aioinfer:client_timeouts", _COUNTER, lambda c: c.counts.timeouts,

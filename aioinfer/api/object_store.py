@@ -39,6 +39,10 @@ def checked_metadata(value: Any) -> dict[str, str]:
         ) from error
 
 
+#: Objects that are stored: with the usual ones `chat.max_stored_bytes` is reached before.
+MAX_STORED = 1000
+
+
 @dataclass(slots=True)
 class StoredObject:
     """An object that is stored.
@@ -58,9 +62,8 @@ class StoredObject:
 
 
 class ObjectStore:
-    """The objects of all API keys, each of which finds its own alone. Beyond
-    `chat.max_stored_responses` and `chat.max_stored_bytes` the oldest go, conversations by their
-    last change.
+    """The objects of all API keys, each of which finds its own alone. Beyond `MAX_STORED` objects
+    and `chat.max_stored_bytes` the oldest go, conversations by their last change.
 
     Attributes:
         num_bytes: of all that are stored.
@@ -81,10 +84,9 @@ class ObjectStore:
     def check_room(self, num_bytes: int, what: str, param: str | None = None) -> None:
         """Raises `RequestError` if an object of this size could not be stored at all. `what` names
         the object in the message."""
-        if not self._config.max_stored_responses or num_bytes > self._config.max_stored_bytes:
+        if num_bytes > self._config.max_stored_bytes:
             raise RequestError(
-                f"{what} is stored, and the server's chat.max_stored_responses or "
-                "chat.max_stored_bytes leaves no room for it",
+                f"{what} is stored, and the server's chat.max_stored_bytes leaves no room for it",
                 param=param,
             )
 
@@ -153,10 +155,7 @@ class ObjectStore:
         del self._stored[owner, id]
 
     def _evict(self) -> None:
-        while (
-            len(self._stored) > self._config.max_stored_responses
-            or self.num_bytes > self._config.max_stored_bytes
-        ):
+        while len(self._stored) > MAX_STORED or self.num_bytes > self._config.max_stored_bytes:
             _, oldest = self._stored.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 

@@ -42,8 +42,6 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
     messages, options = await template_messages(body), template_options(body)
-    if frontend.config.chat.continue_answers and body.ends_with_answer():
-        options |= {"add_generation_prompt": False, "continue_final_message": True}
     if roles := body.own_roles():
         await _check_roles(frontend, roles, messages, options)
     if body.truncate_prompt_tokens is None:

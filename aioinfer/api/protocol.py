@@ -389,12 +389,6 @@ class ChatRequest(SamplingBody, kw_only=True):
         """Returns the roles of messages that only some chat templates know."""
         return [message.role for message in self.messages if message.role not in ROLES]
 
-    def ends_with_answer(self) -> bool:
-        """Whether the last message is the assistant's, and the body does not say how the prompt is
-        to end."""
-        says = (self.add_generation_prompt, self.continue_final_message)
-        return self.messages[-1].role == "assistant" and says == (None, None)
-
     @property
     def thought_budget(self) -> int | None:
         """The maximum length of a thought in tokens, or None; -1 stands for any length."""

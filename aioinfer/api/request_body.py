@@ -11,10 +11,21 @@ from typing import Any, TypeVar
 from aiohttp import HttpVersion11, web
 
 from aioinfer.api.http_counts import HttpCounts
-from aioinfer.config import ServerConfig
 from aioinfer.errors import OverloadedError, RequestError
 
 T = TypeVar("T")
+#: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
+#: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
+#: never above `MAX_BYTES`, which are decoded without holding other requests up; see `token_list`.
+MAX_BYTES = 16 * 2**20
+_BASE_BYTES = 2 * 2**20
+_BYTES_PER_TOKEN = 2048
+#: Bytes of all bodies together that are being received or decoded, without the first 64 KiB of
+#: each: sixteen of the largest.
+MAX_HELD_BYTES = 256 * 2**20
+#: Seconds at whose end a client must have delivered a body, or `_MIN_RATE` of it since the last
+#: such check: nginx's default for bodies.
+TIMEOUT_S = 60.0
 #: The rate of a client that delivers a body too slowly, in bytes a second: a limit on the time
 #: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
 #: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
@@ -29,10 +40,9 @@ class ReceivingRate:
     """The minimum rate at which a client must deliver a body that is read in parts: `HeldBody` has
     the same rule."""
 
-    def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + timeout_s
+        self._until = self._loop.time() + TIMEOUT_S
         self._received = 0
 
     def count(self, size: int) -> None:
@@ -42,8 +52,8 @@ class ReceivingRate:
     async def within(self, read: Coroutine[Any, Any, T]) -> T:
         """Returns the result of `read`. Raises `RequestError` (408) for a client that is too
         slow."""
-        if self._loop.time() >= self._until and self._received >= self._timeout_s * _MIN_RATE:
-            self._until, self._received = self._loop.time() + self._timeout_s, 0
+        if self._loop.time() >= self._until and self._received >= TIMEOUT_S * _MIN_RATE:
+            self._until, self._received = self._loop.time() + TIMEOUT_S, 0
         try:
             async with asyncio.timeout_at(self._until):
                 return await read
@@ -52,30 +62,35 @@ class ReceivingRate:
             raise RequestError(message, status=408, code="timeout") from None
 
 
+def largest_body(max_model_len: int) -> int:
+    """Returns how many bytes a body may have for a model of this context length."""
+    return min(MAX_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * max_model_len)
+
+
 class RequestBodies:
     """All request bodies that are being received or decoded.
 
     Attributes:
+        max_bytes: the largest that one may have.
         held_bytes: their bytes beyond the first 64 KiB of each.
     """
 
-    def __init__(self, config: ServerConfig, counts: HttpCounts):
+    def __init__(self, counts: HttpCounts, max_bytes: int):
         """`counts` gets the clients that are too slow."""
+        self.max_bytes = max_bytes
         self.held_bytes = 0
         self.counts = counts
-        self._config = config
 
     def hold(self) -> HeldBody:
         """Returns room for one body, which the end of its `with` block gives back."""
-        return HeldBody(self, self._config)
+        return HeldBody(self)
 
 
 class HeldBody:
     """One request body, from receiving it until it has been decoded."""
 
-    def __init__(self, bodies: RequestBodies, config: ServerConfig):
+    def __init__(self, bodies: RequestBodies):
         self._bodies = bodies
-        self._config = config
         # One buffer would have to be copied on the event loop, as it grows and at the end: 16 MiB
         # take 20 ms there, most of it for memory that the process has to get first.
         self._parts: list[bytes] = []
@@ -98,12 +113,11 @@ class HeldBody:
         """Returns the body of a request in parts, a body of up to 64 KiB in one.
 
         Raises:
-            web.HTTPRequestEntityTooLarge: it is larger than `server.max_body_bytes`, or announced
-                to be.
+            web.HTTPRequestEntityTooLarge: it is larger than a body may be, or announced to be.
             RequestError: 408 for a client that is too slow.
             OverloadedError: all bodies together are too large.
         """
-        limit = self._config.max_body_bytes
+        limit = self._bodies.max_bytes
         if request.content_length is not None and request.content_length > limit:
             raise web.HTTPRequestEntityTooLarge(limit)
         if request.version == HttpVersion11 and "Expect" in request.headers:
@@ -119,16 +133,15 @@ class HeldBody:
         return self._parts
 
     async def _receive_some(self, request: web.Request, limit: int) -> bool:
-        """Receives for `server.body_timeout_s` seconds. Returns whether the body is complete."""
+        """Receives for `TIMEOUT_S` seconds. Returns whether the body is complete."""
         before = self._size
-        timeout = self._config.body_timeout_s
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(TIMEOUT_S):
                 while chunk := await request.content.readany():
                     self._add(chunk, limit)
                 return True
         except TimeoutError:
-            if self._size - before < timeout * _MIN_RATE:
+            if self._size - before < TIMEOUT_S * _MIN_RATE:
                 self._bodies.counts.timeouts["body"] += 1
                 message = "the request's body came more slowly than it may"
                 raise RequestError(message, status=408, code="timeout") from None
@@ -141,11 +154,7 @@ class HeldBody:
         more = max(0, size - _FREE_BYTES) - self._held
         others = self._bodies.held_bytes - self._held
         # one alone is always received, however small the bound is
-        if (
-            more
-            and others
-            and self._bodies.held_bytes + more > self._config.max_buffered_body_bytes
-        ):
+        if more and others and self._bodies.held_bytes + more > MAX_HELD_BYTES:
             raise OverloadedError("the bodies of other requests use all memory; try again later")
         self._bodies.held_bytes += more
         self._held += more

@@ -19,7 +19,7 @@ from aioinfer.api.delivery import submitted
 from aioinfer.api.event_stream import StreamState
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.object_store import ObjectStore, json_size
+from aioinfer.api.object_store import MAX_STORED, ObjectStore, json_size
 from aioinfer.api.record import RECORD, RequestRecord
 from aioinfer.api.response_context import ResponseContext
 from aioinfer.api.response_events import Reply, ResponseEvents
@@ -170,10 +170,9 @@ class ResponseRuns:
         Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
         and what `submitted` does.
         """
-        limits = self._config
         self._store.check_room(run.num_bytes, "a response in the background", "background")
         num_bytes = sum(other.num_bytes for other in self._tasks) + run.num_bytes
-        if len(self._tasks) >= limits.max_stored_responses or num_bytes > limits.max_stored_bytes:
+        if len(self._tasks) >= MAX_STORED or num_bytes > self._config.max_stored_bytes:
             raise OverloadedError(
                 f"{len(self._tasks)} responses are in the background, one more is too many; try "
                 "again later"

@@ -48,7 +48,7 @@ from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.object_store import OBJECT_STORE, ObjectStore
 from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
-from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue
+from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue, largest_body
 from aioinfer.api.request_log import RequestLog
 from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRuns
 from aioinfer.api.tracing import Tracing
@@ -114,7 +114,7 @@ class HttpServer:
                 limits.bound_use,
                 bound_time,
             ],
-            client_max_size=self._config.max_body_bytes,
+            client_max_size=largest_body(frontend.max_model_len),
         )
         app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
@@ -128,7 +128,9 @@ class HttpServer:
         app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE], frontend.config.chat)
         app.on_shutdown.append(app[RESPONSE_RUNS].stop)
         app[CONNECTIONS] = connections
-        app[REQUEST_BODIES] = RequestBodies(self._config, connections.counts)
+        app[REQUEST_BODIES] = RequestBodies(
+            connections.counts, largest_body(frontend.max_model_len)
+        )
         app[READINESS] = self._readiness
         app[HEAP] = Heap()
         app[STARTED] = int(time.time())

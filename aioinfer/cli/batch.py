@@ -52,14 +52,13 @@ def run(options: argparse.Namespace) -> int:
     for their result, 2 if the input or the configuration is wrong or the engine died.
     """
     from aioinfer.api.batch_lines import BATCH_PATHS, check_input, take_up
+    from aioinfer.api.request_body import MAX_BYTES
 
     config = _offline(load(options))
     if options.concurrency is not None and options.concurrency < 1:
         raise ConfigError("--concurrency must be at least 1")
     try:
-        report = check_input(
-            options.input, paths=BATCH_PATHS, max_line_bytes=config.server.max_body_bytes
-        )
+        report = check_input(options.input, paths=BATCH_PATHS, max_line_bytes=MAX_BYTES)
         for fault in report.faults:
             sys.stderr.write(f"{options.input}:{fault.line}: {fault.message}\n")
         if report.faults:

@@ -104,7 +104,7 @@ class Pooling:
         prompts = own.get("prompts") or {}
         return cls(
             config.type or kind,
-            normalize if config.normalize is None else config.normalize,
+            normalize,
             {str(name): str(text) for name, text in prompts.items()},
             own.get("default_prompt_name"),
             obstacle if config.type is None else None,

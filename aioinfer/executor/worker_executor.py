@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 # from a rank's error until it is reported: another rank's may have been first and not arrived yet
 _GRACE_S = 2.0
+#: Seconds that a step may take before its workers count as hung: some forty times the longest step
+#: of a large model on a CPU.
+STEP_TIMEOUT_S = 300.0
 # from asking the ranks for their stacks until they are read: writing them takes milliseconds
 _STACKS_S = 1.0
 _log = logging.getLogger(__name__)
@@ -298,7 +301,7 @@ class WorkerExecutor:
 
     @property
     def _check_after_s(self) -> float:
-        return min(self.check_every_s, self.config.parallel.step_timeout_s)
+        return min(self.check_every_s, STEP_TIMEOUT_S)
 
     def _check(self) -> None:
         """Checks on the ranks, and comes back as long as steps are unanswered or workers start."""
@@ -323,23 +326,22 @@ class WorkerExecutor:
 
     def _describe_overdue(self) -> str:
         """Returns which ranks have not finished the oldest unanswered step, if it has run for
-        longer than `parallel.step_timeout_s`, or an empty text."""
+        longer than `STEP_TIMEOUT_S`, or an empty text."""
         if not self._posted:
             return ""
         step_id, posted = self._posted[0]
-        timeout = self.config.parallel.step_timeout_s
         # a step runs once the one before is done
         began = max(posted, self._last_result, self._resumed_at)
-        if time.monotonic() - began < timeout:
+        if time.monotonic() - began < STEP_TIMEOUT_S:
             return ""
         if step_id in self._unmasked:  # every rank waits for this process
-            return f"the masks of step {step_id} were not filled within {timeout:g} s"
+            return f"the masks of step {step_id} were not filled within {STEP_TIMEOUT_S:g} s"
         laggards = self.heartbeat.laggards(step_id)
         first = self._ranks[laggards[0]].stage  # later stages wait for it
         states = "; ".join(
             self.heartbeat.describe(rank) for rank in laggards if self._ranks[rank].stage == first
         )
-        return f"step {step_id} was not answered within {timeout:g} s: {states}"
+        return f"step {step_id} was not answered within {STEP_TIMEOUT_S:g} s: {states}"
 
     def _fail_with_stacks(self, error: Exception) -> None:
         """Logs the stacks of this process and of all ranks, and fails with `error`."""

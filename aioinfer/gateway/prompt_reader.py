@@ -12,7 +12,6 @@ would not read: other endpoints' bodies are routed by load.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from aioinfer.api.anthropic import encode_body
@@ -45,8 +44,7 @@ class PromptReader:
     """Encodes prompts for one model, without engines."""
 
     def __init__(self, config: Config):
-        plain = replace(config, model=replace(config.model, prepare_grammars=False))
-        self._frontend = Frontend(plain, [])
+        self._frontend = Frontend(config, [])
         self._block_size = 0
 
     async def load(self) -> None:

@@ -33,7 +33,7 @@ from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.hosts import AllowedHosts
 from aioinfer.api.keys import ApiKeys
 from aioinfer.api.listener import Listener, tls_context
-from aioinfer.api.request_body import RequestBodies
+from aioinfer.api.request_body import MAX_BYTES, RequestBodies
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
@@ -114,7 +114,7 @@ class Gateway:
         )
         tls = await asyncio.to_thread(tls_context, self._settings)
         self._connections = ConnectionServer(self._handle, self._make_request, self._settings)
-        self._bodies = RequestBodies(self._settings, self._connections.counts)
+        self._bodies = RequestBodies(self._connections.counts, MAX_BYTES)
         self._listener = Listener(self._connections, self._settings, tls)
         url = await self._listener.bind()
         self._hosts = AllowedHosts.of(

@@ -1,5 +1,5 @@
-"""Request bodies just under `server.max_body_bytes`, and bodies with as many values as one may
-have: the requests that could keep a server's event loop busy the longest."""
+"""Request bodies just under 16 MiB, the largest that are read, and bodies with as many values as
+one may have: the requests that could keep a server's event loop busy the longest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: A little less than the default of `server.max_body_bytes`.
+#: A little less than `api.request_body.MAX_BYTES`.
 BYTES = 15 * 2**20
 #: A little less than the values that a body may hold beside token ids.
 VALUES = 49_900

@@ -60,7 +60,6 @@ def server(
     settings = {
         "server.port": 0,
         "model.max_model_len": 2048,
-        "server.tokenizer_info": "true",
         # clients take a core of their own, and threads wait for one another at every layer
         "parallel.cpu_threads": 1,
     }

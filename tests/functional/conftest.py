@@ -97,7 +97,6 @@ async def serve(**settings: Any) -> AsyncIterator[Served]:
         "parallel.cpu_threads": 1,
         "server.port": 0,
         "server.served_model_names": ["smollm2", "org/alias"],
-        "server.max_body_bytes": 1_000_000,
     }
     frontend = await Frontend.launch(
         load_config(

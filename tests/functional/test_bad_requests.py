@@ -4,6 +4,7 @@ server goes on."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
+from aioinfer.api.request_body import largest_body
 from tests.functional.conftest import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -280,10 +282,11 @@ async def test_a_large_body_of_unknown_length_is_cut_off(served: Served) -> None
 
 async def test_a_body_of_the_largest_size_is_read(served: Served) -> None:
     body = json.dumps({"prompt": "x"}).encode()
-    padded = body + b" " * (served.frontend.config.server.max_body_bytes - len(body))
-    async with served.http.post("/tokenize", data=padded, headers=JSON) as response:
+    padded = body + b" " * (largest_body(served.frontend.max_model_len) - len(body))
+    async with served.http.post("/tokenize", data=io.BytesIO(padded), headers=JSON) as response:
         assert response.status == 200
-    async with served.http.post("/tokenize", data=padded + b" ", headers=JSON) as response:
+    larger = io.BytesIO(padded + b" ")
+    async with served.http.post("/tokenize", data=larger, headers=JSON) as response:
         assert response.status == 413
 
 

@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from aioinfer.api import batches, file_store, files
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
@@ -21,9 +22,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SETTINGS = {
     "parallel.executor": "inline",
-    "server.max_file_bytes": 20_000,
-    "server.max_files": 12,
-    "server.max_batch_requests": 40,
     "server.batch_concurrency": 4,
 }
 
@@ -55,8 +53,12 @@ def parse(data: bytes) -> list[dict[str, Any]]:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def filed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("files") / "made"
-    async with serve(**SETTINGS | {"server.files_folder": str(folder)}) as served:
-        yield served
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "MAX_FILE_BYTES", 20_000)
+        patch.setattr(file_store, "MAX_FILES", 12)
+        patch.setattr(batches, "MAX_REQUESTS", 40)
+        async with serve(**SETTINGS | {"server.files_folder": str(folder)}) as served:
+            yield served
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

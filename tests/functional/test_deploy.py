@@ -21,6 +21,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from aioinfer.api import request_body
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from bench_loop import make_frontend
@@ -112,13 +113,15 @@ async def test_nginx_passes_streams_on_event_by_event(served: Served, tmp_path: 
 async def impatient_server() -> AsyncIterator[tuple[HttpServer, str]]:
     """A server that waits half a second for a body, and whose workers compute nothing, one step in
     20 ms. Yields it and its URL."""
-    frontend = await make_frontend(4, 0.02, {"server.body_timeout_s": 0.5})
+    frontend = await make_frontend(4, 0.02, {})
     server = HttpServer(frontend.config, frontend)
-    try:
-        yield server, await server.start()
-    finally:
-        await server.close()
-        await frontend.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "TIMEOUT_S", 0.5)
+        try:
+            yield server, await server.start()
+        finally:
+            await server.close()
+            await frontend.close()
 
 
 class Upload:
@@ -281,4 +284,4 @@ def test_the_example_configuration_is_read() -> None:
     nginx = (DEPLOY / "nginx.conf").read_text("utf-8")
     assert f"{config.server.host}:{config.server.port};" in nginx
     assert f"proxy_read_timeout {config.server.request_timeout_s:g}s" in nginx
-    assert f"client_max_body_size {config.server.max_body_bytes // 2**20}m" in nginx
+    assert f"client_max_body_size {request_body.MAX_BYTES // 2**20}m" in nginx

@@ -551,8 +551,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def elsewhere(coder: Path) -> AsyncIterator[Served]:
-    """A server of that model, with keys, below a path, that adds usage, ignores what it does not
-    know, and goes on with answers that have begun."""
+    """A server of that model, with keys, below a path, that ignores what it does not know."""
     template = coder / "chat.jinja"
     text = (
         "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}"
@@ -564,9 +563,7 @@ async def elsewhere(coder: Path) -> AsyncIterator[Served]:
         parallel__executor="inline",
         server__api_keys=["secret"],
         server__root_path="/llm/",
-        server__force_include_usage=True,
         server__unknown_fields="ignore",
-        chat__continue_answers=True,
         model__chat_template=str(template),
     ) as served:
         served.http.headers["Authorization"] = "Bearer secret"
@@ -660,7 +657,8 @@ class TestElsewhere:
     async def test_an_answer_that_has_begun(self, elsewhere: Served) -> None:
         tokenizer = elsewhere.frontend.tokenizer
         begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Wh"}]
-        for fields, prompt in (({}, "ux.aWh"), ({"add_generation_prompt": True}, "ux.aWh.a")):
+        ends = {"add_generation_prompt": False, "continue_final_message": True}
+        for fields, prompt in ((ends, "ux.aWh"), ({}, "ux.aWh.a")):
             body = {"messages": begun, "max_tokens": 1, "return_token_ids": True, **fields}
             reply = await elsewhere.post(CHAT, **body)
             assert tokenizer.decode(reply["prompt_token_ids"]) == prompt
@@ -689,11 +687,6 @@ class TestElsewhere:
                 assert response.status == status
         async with elsewhere.http.get("/llmv1/models") as response:
             assert response.status == 404
-
-    async def test_usage_without_asking(self, elsewhere: Served) -> None:
-        events = await elsewhere.stream(COMPLETIONS, prompt="x", max_tokens=2)
-        assert events[-1]["usage"]["completion_tokens"] == 2
-        assert events[-1]["choices"] == []
 
     async def test_unknown_names_may_be_ignored(self, elsewhere: Served) -> None:
         await elsewhere.post(COMPLETIONS, prompt="x", max_tokens=1, temprature=1)

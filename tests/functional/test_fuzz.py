@@ -38,7 +38,7 @@ REPLY_TIMEOUT_S = 0.3
 def server() -> Iterator[ServerProcess]:
     settings = [
         "cache.num_blocks=200", "parallel.cpu_threads=1", "scheduler.max_num_seqs=8",
-        "model.max_model_len=256", "server.max_body_bytes=100000",
+        "model.max_model_len=256",
     ]  # fmt: skip
     with ServerProcess(ROOT / "configs" / "smollm2.toml", settings) as server:
         yield server

@@ -18,6 +18,7 @@ import pytest
 from aioinfer import LLM, SamplingParams
 from aioinfer.engine.output import OutputSequence
 from aioinfer.errors import GenerationError
+from aioinfer.executor import worker_executor
 from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.llm import Output
 from aioinfer.text.constraints import Constraint
@@ -289,15 +290,18 @@ class Hanging(Residues):
 
 
 def test_two_ranks_and_lost_workers(
-    folder: Path, expected: list[list[list[int]]], caplog: pytest.LogCaptureFixture
+    folder: Path,
+    expected: list[list[list[int]]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks sample what one does; after the loss of one requests go on in their constraints;
     and masks that never come are not a rank's fault."""
+    monkeypatch.setattr(worker_executor, "STEP_TIMEOUT_S", 4.0)
     others = worker_pids()
     with running(
-        folder, parallel__executor="multiprocess", parallel__tensor_parallel_size=2,
-        parallel__step_timeout_s=4.0,
-    ) as llm:  # fmt: skip
+        folder, parallel__executor="multiprocess", parallel__tensor_parallel_size=2
+    ) as llm:
         assert generate(llm) == expected
         victim = worker_pids(others)[1]
         killed = threading.Event()

@@ -12,6 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from aioinfer.api import object_store, response_runs
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER
@@ -360,8 +361,9 @@ async def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], pa
     assert reply["error"]["param"] == param
 
 
-async def test_the_oldest_responses_go() -> None:
-    async with serve(chat__max_stored_responses=1) as served:
+async def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "MAX_STORED", 1)
+    async with serve() as served:
         ids = []
         for _ in range(2):
             reply = await served.post("/v1/responses", input="Hi", max_output_tokens=1)
@@ -464,8 +466,9 @@ async def test_events_of_the_background_are_resumed(
         await client.responses.retrieve(plain.id, stream=True)
 
 
-async def test_the_background_is_bounded() -> None:
-    async with serve(chat__max_stored_responses=1, chat__max_stored_bytes=1500) as served:
+async def test_the_background_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_runs, "MAX_STORED", 1)
+    async with serve(chat__max_stored_bytes=1500) as served:
         body: Any = {"input": "Tell me a long story.", "background": True}
         first = await served.post("/v1/responses", **body)
         error = await served.post("/v1/responses", 503, **body)

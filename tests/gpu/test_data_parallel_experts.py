@@ -47,7 +47,6 @@ TWO_ENGINES: dict[str, Any] = {
     "parallel__data_parallel_size": 2,
     "parallel__data_parallel_attention": True,
     "parallel__expert_parallel": True,
-    "parallel__step_timeout_s": 60.0,
     "parallel__restart_workers": 0,
 }
 #: Of one engine's steps, so that prompts come in chunks, beside the other's decodes.
