@@ -37,6 +37,8 @@ class ColumnParallelLinear:
         if bias:
             rows = sum(source.rows.size for source in sources)
             self.bias = torch.zeros(rows, dtype=backend.dtype, device=backend.device)
+        #: of the step before, since all steps have the same but for the ranks' sums
+        self._epilogue = Epilogue(None, self.bias)
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
@@ -61,7 +63,7 @@ class ColumnParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out] for x [..., in]."""
-        return self.weight.multiply(x, Epilogue(bias=self.bias))
+        return self.weight.multiply(x, Epilogue(None, self.bias))
 
     def of_normed(
         self, stream: ResidualStream, norm: Norm | None, gate: str | None = None
@@ -78,7 +80,9 @@ class ColumnParallelLinear:
             format = self.weight.input_format(len(stream))
             x = stream.normed(norm) if format is None else stream.normed_for(norm, format)
             norm = None
-        return self.weight.multiply(x, Epilogue(norm, self.bias, gate))
+        if self._epilogue.norm is not norm or self._epilogue.gate is not gate:
+            self._epilogue = Epilogue(norm, self.bias, gate)
+        return self.weight.multiply(x, self._epilogue)
 
     def warm_up(self, norm: Norm | None, gate: str | None = None) -> None:
         """Launches the products of `of_normed` in every configuration that the number of rows
@@ -154,7 +158,7 @@ class RowParallelLinear:
             stream.hidden.add_(self(x))
         else:
             hidden = stream.hidden
-            product = self.weight.multiply(x, Epilogue(bias=self.bias, add_to=hidden))
+            product = self.weight.multiply(x, Epilogue(None, self.bias, None, hidden))
             if product is not hidden:
                 stream.add_parts(product)
 

@@ -197,22 +197,20 @@ class Weight(ABC):
         if norm is not None and not ("norm" in fuses and isinstance(norm, RMSNorm)):
             x, norm = norm(x), None
         is_gated = is_gated and "gate" in fuses
-        is_whole = gate is None or is_gated
-        fused = Epilogue(
-            norm,
-            bias if "bias" in fuses else None,
-            gate if is_gated else None,
-            total if "add_to" in fuses else None,
-            out if is_whole and "out" in fuses else None,
-        )
+        is_composed = gate is not None and not is_gated
+        fused_bias = bias if "bias" in fuses else None
+        fused_total = total if "add_to" in fuses else None
+        fused_out = out if "out" in fuses and not is_composed else None
+        fused = PLAIN  # most products on a CPU, of which each tuple would take a microsecond
+        if is_gated or not (norm is fused_bias is fused_total is fused_out is None):
+            fused = Epilogue(norm, fused_bias, gate if is_gated else None, fused_total, fused_out)
         product = self.launch(candidate, x, fused)
-        if bias is not None and fused.bias is None:
+        if bias is not None and fused_bias is None:
             product.add_(bias)
-        if not is_whole:
-            assert gate is not None
+        if is_composed:
             product = self._activate(product, gate)
         if total is not None:
-            return product if fused.add_to is not None else total.add_(product)
+            return total.add_(product) if fused_total is None else product
         return product if out is None or product is out else out.copy_(product)
 
     def _prepare(self, x: Any, norm: Norm | None, *, is_plain: bool) -> tuple[Any, Norm | None]:
@@ -234,8 +232,9 @@ class Weight(ABC):
             return norm(x), None
         return x, norm
 
-    def _activate(self, product: torch.Tensor, gate: str) -> torch.Tensor:
+    def _activate(self, product: torch.Tensor, gate: str | None) -> torch.Tensor:
         """Returns activation(gate) * up of a product [..., out]."""
+        assert gate is not None
         if self.gate == "interleaved":
             from aioinfer.kernels.activation import gated_activation
 
