@@ -16,7 +16,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import LatentSpec, group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.dense import DenseWeight
-from aioinfer.layers.latents import LatentExpansion, LatentShape
+from aioinfer.layers.kv_cache import LatentShape
+from aioinfer.layers.linear import LatentExpansion
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.models.registry import build_model, load_model_config

@@ -38,8 +38,8 @@ from aioinfer.kernels.paged_attention import (
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
-from aioinfer.layers.kv_cache import AttentionShape, KVCache
-from aioinfer.layers.latents import LatentExpansion, LatentShape
+from aioinfer.layers.kv_cache import AttentionShape, KVCache, LatentShape
+from aioinfer.layers.linear import LatentExpansion
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.step import SampledRows, Step

@@ -1,4 +1,4 @@
-"""The KV cache as a layer sees it, the scales of one in float8, and the shape of its attention.
+"""The KV cache as a layer sees it, the scales of one in float8, and the shapes of attention.
 
 A cache in float8 (e4m3) holds `stored = round(x / scale)`, x being a key or a value in the dtype of
 the arithmetic, and `scale` a number for each KV head. The quotient is rounded once, to the nearest
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from aioinfer.ipc.kv_spec import AttentionSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, LatentSpec
 from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.shards import Shard
 
@@ -163,3 +163,41 @@ class AttentionShape:
     def kv_spec(self) -> AttentionSpec:
         """The specification of the layer's KV cache."""
         return AttentionSpec(self.num_kv_heads, self.head_size, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The shape of a layer of latent attention.
+
+    Attributes:
+        num_heads: of the model, or of this rank.
+        latent_size: channels of the latent vector (`kv_lora_rank`).
+        rotary_size: channels of a head's queries and of the key that all heads share that are
+            rotated (`qk_rope_head_dim`).
+        plain_size: further channels of a head's queries and keys (`qk_nope_head_dim`).
+        value_size: channels of a head's values (`v_head_dim`).
+        scale: of the scores.
+    """
+
+    num_heads: int
+    latent_size: int
+    rotary_size: int
+    plain_size: int
+    value_size: int
+    scale: float
+
+    @property
+    def cached_size(self) -> int:
+        """Channels that the KV cache keeps of a token: the latent vector, then the rotated key."""
+        return self.latent_size + self.rotary_size
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a head's queries and expanded keys: first the channels that are not
+        rotated."""
+        return self.plain_size + self.rotary_size
+
+    @property
+    def kv_spec(self) -> LatentSpec:
+        """The specification of the layer's KV cache."""
+        return LatentSpec(self.cached_size)

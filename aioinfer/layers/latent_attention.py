@@ -30,9 +30,14 @@ import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import LatentSpec
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.latents import LatentExpansion, LatentShape
+from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.layer import LayerCache, Mixer
-from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
+from aioinfer.layers.linear import (
+    ColumnParallelLinear,
+    LatentExpansion,
+    RowParallelLinear,
+    row_shard,
+)
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order

@@ -1,6 +1,7 @@
 """Linear layers, whole or split over tensor-parallel ranks in the manner of Megatron (Shoeybi et
 al. 2019): a column-parallel layer gives each rank some output features, a row-parallel layer takes
-some input features of each rank and sums its results over the ranks.
+some input features of each rank and sums its results over the ranks. The projection from the
+latent vectors of latent attention to keys and values is applied from either side.
 
 How a weight is stored, loaded and multiplied is up to its format (`formats`).
 """
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
@@ -178,6 +181,92 @@ class RowParallelLinear:
         if self.bias is not None and backend.group.rank == 0:
             partial += self.bias
         return partial
+
+
+class LatentExpansion:
+    """The projection from latent vectors to the keys (without the rotated one) and values of this
+    rank's heads.
+
+    It is kept in the dtype of the arithmetic, whatever the checkpoint's format: absorbed, it is
+    applied from the other side.
+
+    Args:
+        weight: of the projection, as it is loaded; head by head the keys' channels, then the
+            values'.
+        shape: of this rank.
+        backend: of the rank.
+    """
+
+    def __init__(self, weight: Weight, shape: LatentShape, backend: Backend):
+        self._weight: Weight | None = weight
+        self._shape = shape
+        self._backend = backend
+        self._matrix: torch.Tensor | None = None
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's part of the checkpoint's tensors goes, before `finalize`."""
+        assert self._weight is not None
+        yield from self._weight.weight_shards()
+
+    def finalize(self) -> None:
+        """Dequantizes the weight, if it is quantized."""
+        assert self._weight is not None
+        self._matrix = self._weight.dequantized().to(self._backend.dtype)
+        self._weight = None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight [num_heads * (plain_size + value_size), latent_size], after `finalize`."""
+        assert self._matrix is not None, "finalize was not called"
+        return self._matrix
+
+    @property
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of keys [num_heads, plain_size, latent_size] and of values [num_heads,
+        value_size, latent_size]."""
+        shape = self._shape
+        by_head = self.matrix.view(shape.num_heads, -1, shape.latent_size)
+        return by_head[:, : shape.plain_size], by_head[:, shape.plain_size :]
+
+    def expand(
+        self, latents: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys [N, num_heads, plain_size] and values [N, num_heads, value_size] of latents
+        [N, latent_size], as views of one tensor.
+
+        Args:
+            out: [N, num_heads * (plain_size + value_size)] to write to; by default a new tensor.
+        """
+        shape = self._shape
+        if out is None:
+            out = F.linear(latents, self.matrix)
+        else:
+            torch.mm(latents, self.matrix.t(), out=out)
+        both = out.view(len(latents), shape.num_heads, shape.plain_size + shape.value_size)
+        keys, values = both.split((shape.plain_size, shape.value_size), dim=-1)
+        return keys, values
+
+    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
+        """Returns queries over latents [T, num_heads, latent_size] for queries [T, num_heads,
+        plain_size]."""
+        weight, _ = self._parts
+        shape = len(queries), self._shape.num_heads, self._shape.latent_size
+        absorbed = queries.new_empty(shape)
+        torch.bmm(queries.transpose(0, 1), weight, out=absorbed.transpose(0, 1))
+        return absorbed
+
+    def values_of(self, sums: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns outputs [T, num_heads, value_size] for sums of latents [T, num_heads,
+        latent_size].
+
+        Args:
+            out: to write to; by default a new tensor.
+        """
+        _, weight = self._parts
+        if out is None:
+            out = sums.new_empty(len(sums), self._shape.num_heads, self._shape.value_size)
+        torch.bmm(sums.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
 
 def row_shard(total: int, backend: Backend) -> Shard:

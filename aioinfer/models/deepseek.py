@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.latents import LatentShape
+from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import MixtureShape, Routing
