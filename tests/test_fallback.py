@@ -18,8 +18,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     T5Config,
@@ -33,6 +33,7 @@ from aioinfer.models.fallback import FallbackModel
 from aioinfer.models.registry import build_model, families, load_model_config
 from tests.paged_model import CPU, PagedModel, model_options
 from tests.test_models import TEXTS, VOCAB, assert_close, reference_logits
+from tests.tiny_models import randomize
 
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -45,14 +46,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "starcoder2": (
         Starcoder2Config,
         Starcoder2ForCausalLM,
-        {"num_key_value_heads": 2, "sliding_window": 7},
+        {"num_key_value_heads": 2, "sliding_window": 7, "initializer_range": 0.3},
     ),
     "cohere": (CohereConfig, CohereForCausalLM, {"num_key_value_heads": 2, "logit_scale": 0.3}),
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"rotary_pct": 0.5}),
-    "stablelm": (
-        StableLmConfig,
-        StableLmForCausalLM,
-        {"num_key_value_heads": 4, "qk_layernorm": True},
+    "persimmon": (
+        PersimmonConfig,
+        PersimmonForCausalLM,
+        {"qk_layernorm": True, "initializer_range": 0.3},
     ),
 }
 
@@ -62,9 +63,7 @@ def save(name: str, folder: Path, **fields: Any) -> Path:
     config_class, model_class, own = MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**{**SHAPE, **own, **fields}))
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("bias"):
-            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    randomize(model)
     model.save_pretrained(folder)
     return folder
 
@@ -185,10 +184,10 @@ def test_ranks_split_a_model_by_its_plan(
 
 
 def test_a_model_without_a_plan_has_one_rank(tmp_path: Path) -> None:
-    folder = save("stablelm", tmp_path)
+    folder = save("persimmon", tmp_path)
     config = load_model_config(folder)
     config.check_tensor_parallel(1)
     with pytest.raises(ConfigError, match=r"expert_parallel = true is not supported for "):
         config.check_tensor_parallel(1, expert_parallel=True)
-    with pytest.raises(ConfigError, match=r"tp_plan.*StableLmForCausalLM"):
+    with pytest.raises(ConfigError, match=r"tp_plan.*PersimmonForCausalLM"):
         config.check_tensor_parallel(2)

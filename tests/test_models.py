@@ -4,11 +4,13 @@ cut and batched."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -19,7 +21,8 @@ from aioinfer.models.config import read_json
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.registry import build_model
 from tests.paged_model import CPU, PagedModel, load_model
-from tests.tiny_models import tiny_model
+from tests.sharded_logits import logits_of_ranks
+from tests.tiny_models import FAMILIES, tiny_model
 
 VOCAB = 211
 TEXTS = [
@@ -102,6 +105,95 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": ("phi3", longrope(original=16)),
     "olmo2": ("olmo2", {}),
     "olmo2 biases, no groups": ("olmo2", {"attention_bias": True, "num_key_value_heads": 8}),
+    "olmo3": ("olmo3", {}),
+    "olmo3 yarn in one layer": (
+        "olmo3",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss other biases": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5 tied": ("ernie4_5", {"use_bias": False, "tie_word_embeddings": True}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "ernie4_5_moe experts in one layer": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 3, "moe_layer_end_index": 1},
+    ),
+    "ernie4_5_moe without shared experts": (
+        "ernie4_5_moe",
+        {"moe_layer_start_index": 0, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
+    ),
+    "minimax_m2": ("minimax_m2", {}),
+    "minimax_m2 rotary of a half": (
+        "minimax_m2",
+        {"rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "hunyuan_v1_dense alpha, biases": (
+        "hunyuan_v1_dense",
+        {
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+        },
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {}),
+    "hunyuan_v1_moe numbers by layer": ("hunyuan_v1_moe", {"moe_topk": [2, 2]}),
+    "cohere2": ("cohere2", {}),
+    "cohere2 tied, biases": (
+        "cohere2",
+        {"tie_word_embeddings": True, "attention_bias": True, "logit_scale": 0.5},
+    ),
+    "stablelm": ("stablelm", {}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "stablelm norms by head": (
+        "stablelm",
+        {"qk_layernorm": True, "rope_parameters": {"partial_rotary_factor": 0.5}},
+    ),
+    "phi": ("phi", {}),
+    "phi norms by head": (
+        "phi",
+        {"qk_layernorm": True, "num_key_value_heads": 8, "hidden_act": "gelu"},
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2 tied, falling scales": (
+        "gpt2",
+        {"tie_word_embeddings": True, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "opt": ("opt", {}),
+    "opt without biases": ("opt", {"enable_bias": False, "tie_word_embeddings": True}),
+    "falcon": ("falcon", {}),
+    "falcon one norm": ("falcon", {"num_ln_in_parallel_attn": 1, "bias": True}),
+    "falcon 7B": ("falcon", {"new_decoder_architecture": False, "tie_word_embeddings": True}),
+    "falcon RW": (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "parallel_attn": False,
+            "alibi": True,
+            "bias": True,
+            "num_kv_heads": 8,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss yarn": (
         "gpt_oss",
@@ -202,28 +294,32 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns the model of transformers, with the implementation of attention that knows soft
-    caps."""
+    """Returns the model of transformers, with the implementation of attention that knows soft caps;
+    Falcon's adds ALiBi twice."""
+    kind = "sdpa" if read_json(folder)["model_type"] == "falcon" else "eager"
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation=kind
     ).eval()
 
 
 @torch.inference_mode()
-def reference_logits(model: Any) -> list[torch.Tensor]:
-    return [model(torch.tensor([text])).logits[0].float() for text in TEXTS]
+def reference_logits(model: Any, texts: Sequence[list[int]] = TEXTS) -> list[torch.Tensor]:
+    return [model(torch.tensor([text])).logits[0].float() for text in texts]
 
 
 def assert_close(
-    logits: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-4
+    logits: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    tolerance: float = 2e-4,
+    name: str = "",
 ) -> None:
     """The tolerance is relative to the spread of the logits."""
     for ours, theirs in zip(logits, expected, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == torch.float32
         assert (ours - theirs).abs().max() < tolerance * theirs.std(), (
-            (ours - theirs).abs().amax(-1)
-        )
+            name, (ours - theirs).abs().amax(-1)
+        )  # fmt: skip
 
 
 def test_whole_prefill(case: Case):
@@ -301,6 +397,38 @@ def test_a_configuration_from_before_transformers_5(family: str, tmp_path: Path)
     logits = PagedModel(load_model(folder, SINGLE), 16).step(dict(enumerate(TEXTS)))
     for name in expected:
         assert torch.equal(logits[name], expected[name])
+
+
+#: Cases of which ranks share something else than in a family's first one.
+RANK_CASES = (
+    *FAMILIES, "falcon 7B", "falcon RW", "stablelm norms by head", "phi norms by head",
+    "gpt2 tied, falling scales", "hunyuan_v1_dense alpha, biases", "llama biases",
+)  # fmt: skip
+
+
+def test_two_ranks(tmp_path: Path):
+    models = []
+    for number, name in enumerate(RANK_CASES):
+        family, fields = CASES.get(name, (name, {}))
+        models.append(tiny_model(family, tmp_path / str(number), vocab_size=VOCAB, **fields))
+    (tmp_path / "ranks").mkdir()
+    found = logits_of_ranks(models, TEXTS[0], 2, tmp_path / "ranks")
+    for name, folder, logits in zip(RANK_CASES, models, found, strict=True):
+        expected = reference_logits(reference_model(folder), TEXTS[:1])
+        assert_close([logits], expected, name=name)
+
+
+def test_gpt2_saved_without_its_head(tmp_path: Path):
+    """With names and masks as in the published checkpoint."""
+    folder = tiny_model("gpt2", tmp_path, vocab_size=VOCAB, tie_word_embeddings=True)
+    expected = reference_logits(reference_model(folder))
+    tensors = load_file(folder / "model.safetensors")
+    published = {name.removeprefix("transformer."): tensors[name] for name in tensors}
+    assert not published.keys() & tensors.keys()
+    masks = {f"h.{number}.attn.bias": torch.ones(1, 1, 9, 9).tril() for number in range(2)}
+    save_file(published | masks, folder / "model.safetensors")
+    logits = PagedModel(load_model(folder, SINGLE), 16).step(dict(enumerate(TEXTS)))
+    assert_close([logits[name] for name in range(len(TEXTS))], expected)
 
 
 @pytest.mark.parametrize(("served_len", "is_long"), [(None, True), (49, True), (48, False)])

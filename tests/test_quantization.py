@@ -235,6 +235,6 @@ def test_config_json(tmp_path: Path) -> None:
     set_config(tmp_path, quantization_config={"quant_method": "hqq"})
     with pytest.raises(ConfigError, match="'hqq' is not supported"):
         load_model_config(tmp_path)
-    set_config(tmp_path, quantization_config=FP8, architectures=["StableLmForCausalLM"])
+    set_config(tmp_path, quantization_config=FP8, architectures=["PersimmonForCausalLM"])
     with pytest.raises(ConfigError, match="quantized weights are supported for"):
         load_model_config(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
@@ -238,11 +239,9 @@ def test_overrides_of_the_text_model(wrappers: dict[str, Wrapper]) -> None:
 
 
 def test_overrides_of_a_model_by_transformers(tmp_path: Path) -> None:
-    from transformers import StableLmConfig, StableLmForCausalLM
-
     fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    StableLmForCausalLM(StableLmConfig(**fields, **heads)).save_pretrained(tmp_path)
+    config = transformers.GPTNeoXConfig(**fields, num_attention_heads=4)
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     options = model_options(hf_overrides={"max_position_embeddings": 77})
     assert load_model_config(tmp_path, options).max_len == 77
 

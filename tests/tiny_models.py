@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -19,22 +27,36 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -43,27 +65,44 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
+    "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
+    "falcon": (FalconConfig, FalconForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "hunyuan_v1_dense": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
+    "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "opt": (OPTConfig, OPTForCausalLM),
+    "phi": (PhiConfig, PhiForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
 FAMILIES = tuple(_CLASSES)
 #: Fields of families whose defaults would leave what they are for without effect on small models.
@@ -81,6 +120,35 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 _FIELDS: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 8,
+    },
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    },
+    "falcon": {
+        "head_dim": 8,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "ffn_hidden_size": 96,
+    },
+    "gpt2": {"n_inner": 96, "initializer_range": 0.4, "head_dim": 8, "num_key_value_heads": 8},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "olmo3": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 8,
+    },
+    "opt": {"ffn_dim": 96, "head_dim": 8, "num_key_value_heads": 8, "init_std": 0.2},
+    "phi": {"head_dim": 8},
+    "stablelm": {"head_dim": 8},
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v3": {
         **_LATENT,
@@ -157,25 +225,26 @@ def tiny_model(
     replace those of the configuration.
     """
     config_class, model_class = _CLASSES[family]
-    config = config_class(
-        **{
-            "vocab_size": vocab_size,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 512,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": None,
-            "initializer_range": 0.2,
-            "tie_word_embeddings": False,
-            **_FIELDS.get(family, {}),
-            **fields,
-        }
-    )
+    given: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+        **_FIELDS.get(family, {}),
+        **fields,
+    }
+    if family == "falcon":  # which computes it
+        del given["head_dim"]
+    config = config_class(**given)
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
     randomize(model, offset=1.0 if family in _UNIT_OFFSET else 0.0)
@@ -187,10 +256,12 @@ def randomize(model: Any, offset: float = 0.0) -> None:
     """Makes the biases and norms of a model of transformers random: zeros and ones would hide that
     they are left out. `offset`: norms store their weights less this."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "sinks")):
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.uniform_(parameter, -0.2, 0.2)
+        elif name.endswith(("bias", "sinks")):
             bound = 3.0 if name.endswith("sinks") else 0.5
             torch.nn.init.uniform_(parameter, -bound, bound)
-        elif "norm" in name:
+        elif "norm" in name or ".ln_" in name:
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

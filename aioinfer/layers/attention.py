@@ -83,6 +83,9 @@ class QKNorms:
                 return make.norm(full, head_size, unit_offset=self.unit_offset)
             if self.kind == "layer":
                 return make.layer_norm(full, head_size, bias=self.bias)
+            local = range(shard.start, shard.start + shard.size)
+            others = (head for head in range(shard.total) if head not in local)
+            make.add_elsewhere(f"{full}.norms.{head}" for head in others)
             return make.keep(HeadLayerNorms(full, shard, head_size, eps, backend))
 
         queries, keys = self.names

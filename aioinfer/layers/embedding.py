@@ -265,6 +265,8 @@ class LMHead:
         self.weight = weight
         if tied is None or quantized is not None:
             self.held_bytes = weight.held_bytes
+        if self._bias is not None:
+            self.held_bytes += self._bias.nbytes
 
     @property
     def _source(self) -> Source:

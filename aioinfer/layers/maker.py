@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
@@ -26,6 +28,7 @@ from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.latent_attention import make_latent_attention
 from aioinfer.layers.linear import row_shard
 from aioinfer.layers.mixture import (
+    ExpertNames,
     ExpertRouter,
     MixtureConfig,
     MixtureShape,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 #: The checkpoint modules of an expert: gate, up and down.
 Modules = tuple[str, str, str]
+_NAMES = ExpertNames()
 #: The rows of these modules that a rank has.
 Sources = tuple[Source, Source, Source]
 
@@ -53,8 +57,7 @@ def make_mixture(
     *,
     norm: Norm,
     activation: str = "silu",
-    projections: Modules = ("gate_proj", "up_proj", "down_proj"),
-    shared: str = "shared_expert",
+    names: ExpertNames = _NAMES,
 ) -> MixtureMLP:
     """Returns the mixture of experts of the checkpoint module `name`.
 
@@ -62,32 +65,34 @@ def make_mixture(
         shape: of all ranks together.
         norm: of the residual stream before it.
         activation: of the gates; see `formats.base.ACTIVATIONS`.
-        projections: the modules of an expert: gate, up and down.
-        shared: the module of the expert that all tokens take; with `_gate` behind it, the module of
-            its gate.
+        names: in the checkpoint.
     """
     routing, of_all = shape.routing, None
     if shape.shared_size:
-        gate = f"{name}.{shared}_gate" if shape.is_shared_gated else None
+        gate = f"{name}.{names.shared}_gate" if shape.is_shared_gated else None
         channels = row_shard(shape.shared_size, make.backend)
-        modules = _expert_modules(f"{name}.{shared}", projections)
+        modules = _expert_modules(f"{name}.{names.shared}", names.projections)
         expert = _make_expert(make, _expert_sources(make, modules, channels), channels, activation)
         of_all = SharedExpert(expert, gate, make.hidden_size, make.backend)
     prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
-    names = [_expert_modules(prefix, projections) for prefix in prefixes]
+    every = [_expert_modules(prefix, names.projections) for prefix in prefixes]
     placed = PlacedExperts(name, shape, make.backend)
-    here = [names[expert] for expert in placed.local_experts]
-    make.add_elsewhere(module for each in set(names) - set(here) for module in each)
+    here = [every[expert] for expert in placed.local_experts]
+    make.add_elsewhere(module for each in set(every) - set(here) for module in each)
     if shape.is_stacked:
         indices = [StackIndex(number, routing.num_experts) for number in placed.local_experts]
         stack = f"{name}.experts"
         sources = [_stacked_sources(make, stack, index, placed.channels) for index in indices]
     else:
         sources = [_expert_sources(make, modules, placed.channels) for modules in here]
-    if _takes_stacked(make.backend, routing, placed.channels, activation):
+    takes_stacked = _takes_stacked(make.backend, routing, placed.channels, activation)
+    router = ExpertRouter(
+        f"{name}.{names.router}", routing, make.hidden_size, make.backend,
+        make.backend.dtype if takes_stacked else torch.float32, f"{name}.{names.router_bias}",
+    )  # fmt: skip
+    if takes_stacked:
         stacked = _stacked_experts(make, sources, placed.channels)
-        return _kernel_mixture(make, f"{name}.gate", routing, stacked, placed, of_all, norm)
-    router = ExpertRouter(f"{name}.gate", routing, make.hidden_size, make.backend)
+        return _kernel_mixture(make, router, stacked, placed, of_all, norm)
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
     return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
 
@@ -110,10 +115,13 @@ def make_biased_mixture(
         channels = _whole_blocks(make, channels, f"{name}.experts.down_proj")
     indices = [StackIndex(number, routing.num_experts) for number in placed.local_experts]
     here = [ExpertPlaces(f"{name}.experts", index, channels, make.hidden_size) for index in indices]
+    router = ExpertRouter(
+        f"{name}.router", routing, make.hidden_size, make.backend,
+        make.backend.dtype if takes_stacked else torch.float32,
+    )  # fmt: skip
     if takes_stacked:
         stacked = _stacked_biased_experts(make, here, channels, swiglu)
-        return _kernel_mixture(make, f"{name}.router", routing, stacked, placed, None, norm)
-    router = ExpertRouter(f"{name}.router", routing, make.hidden_size, make.backend)
+        return _kernel_mixture(make, router, stacked, placed, None, norm)
     experts = [_make_biased_expert(make, places, channels, swiglu) for places in here]
     return make.keep(MixtureMLP(router, experts, placed, None, norm, make.backend))
 
@@ -236,8 +244,7 @@ def _stacked_biased_experts(
 
 def _kernel_mixture(
     make: PartMaker,
-    router_name: str,
-    routing: Routing,
+    router: ExpertRouter,
     stacked: StackedExperts,
     placed: PlacedExperts,
     shared: SharedExpert | None,
@@ -247,7 +254,6 @@ def _kernel_mixture(
     from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, KernelMixtureMLP
 
     backend = make.backend
-    router = ExpertRouter(router_name, routing, make.hidden_size, backend, backend.dtype)
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
     return make.keep(kind(router, stacked, placed, shared, norm, backend))
 
@@ -334,8 +340,7 @@ class LayerMaker(PartMaker):
         number: int,
         config: MixtureConfig,
         norm: Norm,
-        *,
-        shared: str = "shared_expert",
+        names: ExpertNames = _NAMES,
     ) -> MixtureMLP | GatedMLP:
         """Returns the mixture of experts of layer `number`, or its gated MLP if it has no experts;
         arguments as in `mixture`."""
@@ -343,7 +348,7 @@ class LayerMaker(PartMaker):
         if shape is None or number in shape.dense_layers:
             size, activation = config.intermediate_size, config.activation
             return self.gated_mlp(name, size, norm=norm, activation=activation)
-        return self.mixture(name, shape, norm=norm, activation=config.activation, shared=shared)
+        return self.mixture(name, shape, norm=norm, activation=config.activation, names=names)
 
 
 if TYPE_CHECKING:

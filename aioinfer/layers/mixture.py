@@ -59,6 +59,24 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in the checkpoint below a mixture's own.
+
+    Attributes:
+        projections: the modules of an expert: gate, up and down.
+        shared: the module of the expert that all tokens take; with `_gate` behind it, the module of
+            its gate.
+        router: the module of the router.
+        router_bias: the tensor of its bias for the selection.
+    """
+
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_expert"
+    router: str = "gate"
+    router_bias: str = "gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
 class MixtureShape:
     """A mixture of experts.
 
@@ -132,6 +150,7 @@ class ExpertRouter:
         hidden_size: of the tokens.
         backend: of the rank.
         dtype: of the weight, where kernels multiply it by activations of the same dtype.
+        bias_name: of the checkpoint tensor of the bias for the selection, if there is one.
     """
 
     def __init__(
@@ -141,9 +160,10 @@ class ExpertRouter:
         hidden_size: int,
         backend: Backend,
         dtype: torch.dtype = torch.float32,
+        bias_name: str = "",
     ):
         self.routing = routing
-        self._name = name
+        self._name, self._bias_name = name, bias_name
         self._skew = router_skew(routing)
         shape = routing.num_experts, hidden_size
         self.weight = torch.zeros(shape, dtype=dtype, device=backend.device)
@@ -158,7 +178,8 @@ class ExpertRouter:
         """Yields where the checkpoint's tensors go."""
         yield f"{self._name}.weight", WeightShard(self.weight, skew=self._skew)
         if self.bias is not None:
-            yield f"{self._name}.e_score_correction_bias", WeightShard(self.bias)
+            # ERNIE's has a dimension of length 1 more
+            yield self._bias_name, WeightShard(self.bias, is_scale=True)
         if self.logit_bias is not None:
             yield f"{self._name}.bias", WeightShard(self.logit_bias)
 

@@ -81,8 +81,8 @@ class DecoderConfig:
         Raises:
             KeyError: a field is missing. ConfigError: a value is wrong or not supported.
         """
+        config = cls.standard_fields(config)
         check_fields(config)
-        config = {**cls.DEFAULTS, **config}
         heads = config["num_attention_heads"]
         rope = read_rope(config)
         activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
@@ -97,7 +97,7 @@ class DecoderConfig:
             "num_heads": heads,
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_size": _head_size(config),
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "norm_eps": config.get("rms_norm_eps", config.get("layer_norm_eps", 1e-6)),
             "max_len": _stretched_len(config["max_position_embeddings"], rope),
             "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
             "activation": activation,
@@ -127,6 +127,12 @@ class DecoderConfig:
                 f"layer_types has {len(self.windows)} entries for num_hidden_layers = "
                 f"{self.num_layers}"
             )
+
+    @classmethod
+    def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a decoded `config.json` with the family's defaults, and with the names that most
+        families have for their fields."""
+        return {**cls.DEFAULTS, **config}
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,6 +256,25 @@ def _pop_sections(scaling: dict[str, Any]) -> Sections | None:
     return Sections(time, height, width, is_interleaved)
 
 
+def read_ropes(
+    config: Mapping[str, Any], theta: float, local_theta: float
+) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the ropes of layers without a window and of layers with one. `rope_parameters` has
+    them by kind of layer (transformers 5), or `rope_scaling` is of layers without a window alone.
+
+    Args:
+        config: the decoded `config.json`.
+        theta, local_theta: the bases where it gives none.
+    """
+    by_kind = config.get("rope_parameters") or {}
+    parameters = by_kind.get("full_attention") or config.get("rope_scaling") or {}
+    local = by_kind.get("sliding_attention") or {}
+    return (
+        read_rope(config, {"rope_theta": theta, **parameters}),
+        read_rope(config, {"rope_theta": local_theta, **local}),
+    )
+
+
 def read_num_experts(config: Mapping[str, Any]) -> int:
     """Returns how many experts a layer has, of which transformers 5 writes the number under another
     name than families' own. Raises KeyError if it is missing, `ConfigError` if a token would take
@@ -264,11 +289,23 @@ def read_num_experts(config: Mapping[str, Any]) -> int:
     return cast(int, count)
 
 
-def read_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Returns the sliding window of each layer, by `layer_types` where there are such, or the same
-    for all."""
+def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a decoded `config.json` in which fields that are not null have new names, given by
+    their old ones."""
+    found = {new: config[old] for old, new in names.items() if config.get(old) is not None}
+    return {**{name: config[name] for name in config if name not in names}, **found}
+
+
+def read_windows(
+    config: Mapping[str, Any], full_every: int | None = None
+) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer, by `layer_types` where there are such. Without
+    them every `full_every`-th layer has none, and all others the same."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    kinds = config.get("layer_types") or [
+        "full_attention" if full_every and (number + 1) % full_every == 0 else "sliding_attention"
+        for number in range(layers)
+    ]
     return tuple(window or None if kind == "sliding_attention" else None for kind in kinds)
 
 

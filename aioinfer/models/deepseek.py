@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture import MixtureShape, Routing
+from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
 from aioinfer.models.decoder import DecoderModel
@@ -205,7 +205,9 @@ class DeepseekModel(DecoderModel):
             )
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             name = f"{prefix}.mlp"
-            mlp = make.mixture_or_mlp(name, number, config, norm, shared="shared_experts")
+            mlp = make.mixture_or_mlp(
+                name, number, config, norm, ExpertNames(shared="shared_experts")
+            )
             return Layer([attention, mlp])
 
         super().__init__(config, make, layer)

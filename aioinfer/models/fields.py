@@ -50,6 +50,12 @@ _COUNTS = {
     "topk_group": _Number(1, _MAX_EXPERTS),
     "num_nextn_predict_layers": _Number(0, _MAX_LAYERS),
     "n_shared_experts": _Number(0, _MAX_EXPERTS),
+    "moe_layer_start_index": _Number(0, _MAX_LAYERS),
+    "moe_layer_end_index": _Number(-1, _MAX_LAYERS),
+    "moe_layer_interval": _Number(1, _MAX_LAYERS),
+    "num_ln_in_parallel_attn": _Number(1, 2),
+    "word_embed_proj_dim": _Number(1, _INT32_MAX),
+    "rotary_dim": _Number(2, _MAX_HEADS),
     "moe_intermediate_size": _Number(1, _INT32_MAX),
     "shared_expert_intermediate_size": _Number(0, _INT32_MAX),
     "decoder_sparse_step": _Number(1, _MAX_LAYERS),
@@ -63,6 +69,8 @@ _COUNTS = {
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
+    "layer_norm_eps": _Number(0, 1),
+    "logit_scale": _Number(-math.inf),
     "rope_theta": _Number(1, is_open=True),
     "rope_local_base_freq": _Number(1, is_open=True),
     "partial_rotary_factor": _Number(0, 1, is_open=True),
@@ -80,6 +88,10 @@ _FLOATS = {
 _FLAGS = (
     "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window",
     "use_bidirectional_attention", "norm_topk_prob", "qkv_bias", "use_qk_norm", "rope_interleave",
+    "attention_out_bias", "use_bias", "use_qkv_bias", "qk_layernorm", "use_parallel_residual",
+    "alibi", "new_decoder_architecture", "multi_query", "parallel_attn", "bias", "enable_bias",
+    "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx",
 )  # fmt: skip
 _TEXTS = (
     "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",
@@ -89,8 +101,9 @@ _ROPES = ("rope_parameters", "rope_scaling")
 #: Fields that may not be null; of the others null means the same as a field that is left out.
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", "rms_norm_eps", "query_pre_attn_scalar", "embedding_multiplier",
-    "residual_multiplier", "attention_multiplier", "logits_scaling",
+    "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "logit_scale",
+    "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+    "logits_scaling",
 )  # fmt: skip
 #: Numbers of a variant of RoPE. Beside them are its kind, flags, and lists of positive numbers.
 _ROPE_FLOATS = {

@@ -52,13 +52,9 @@ class Gemma2Config(DecoderConfig):
         """Reads the windows, from `layer_types` if it is there."""
         if config.get("use_bidirectional_attention"):
             raise ConfigError("use_bidirectional_attention: only causal models are supported")
-        if not config.get("layer_types"):
-            kinds = ["sliding_attention"] * config["num_hidden_layers"]
-            every = config["sliding_window_pattern"] or cls.DEFAULTS["sliding_window_pattern"]
-            kinds[every - 1 :: every] = ["full_attention"] * len(kinds[every - 1 :: every])
-            config = {**config, "layer_types": kinds}
+        every = config["sliding_window_pattern"] or cls.DEFAULTS["sliding_window_pattern"]
         return {
-            "windows": read_windows(config),
+            "windows": read_windows(config, every),
             "scale": config["query_pre_attn_scalar"] ** -0.5,
             "soft_cap": config["attn_logit_softcapping"] or 0.0,
             "logit_soft_cap": config["final_logit_softcapping"] or 0.0,

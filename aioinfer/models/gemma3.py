@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from aioinfer.models.config import read_rope
+from aioinfer.models.config import read_ropes
 from aioinfer.models.gemma2 import Gemma2Config, Gemma2Model
 
 
@@ -28,18 +28,14 @@ class Gemma3Config(Gemma2Config):
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads both ropes: `rope_parameters` has them by kind of layer, or `rope_scaling` and
-        `rope_theta` are of layers without a window. The factor of `rope_scaling` is in
-        `max_position_embeddings` already."""
-        by_kind = config.get("rope_parameters") or {}
-        parameters = by_kind.get("full_attention") or config.get("rope_scaling") or {}
-        local = by_kind.get("sliding_attention") or {}
+        """Reads both ropes. The factor of `rope_scaling` is in `max_position_embeddings`
+        already."""
         theta = config.get("rope_theta") or 1_000_000.0
-        local_theta = config.get("rope_local_base_freq") or 10_000.0
+        rope, local_rope = read_ropes(config, theta, config.get("rope_local_base_freq") or 10_000.0)
         return {
             **Gemma2Config.own_fields({**config, "rope_parameters": None}),
-            "rope": read_rope(config, {"rope_theta": theta, **parameters}),
-            "local_rope": read_rope(config, {"rope_theta": local_theta, **local}),
+            "rope": rope,
+            "local_rope": local_rope,
             "max_len": config["max_position_embeddings"],
             "head_norms": True,
         }

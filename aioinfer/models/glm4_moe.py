@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from aioinfer.layers.attention import QKNorms
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture import MixtureShape
+from aioinfer.layers.mixture import ExpertNames, MixtureShape
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.deepseek import read_v3_mixture
@@ -54,7 +54,9 @@ class Glm4MoeModel(DecoderModel):
             )
             norm = make.norm(f"{prefix}.post_attention_layernorm")
             name = f"{prefix}.mlp"
-            mlp = make.mixture_or_mlp(name, number, config, norm, shared="shared_experts")
+            mlp = make.mixture_or_mlp(
+                name, number, config, norm, ExpertNames(shared="shared_experts")
+            )
             return Layer([attention, mlp])
 
         super().__init__(config, make, layer)

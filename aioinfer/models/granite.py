@@ -47,7 +47,7 @@ class GraniteModel(DecoderModel):
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 residual_scale=config.residual_multiplier,
                 bias=config.attention_bias,
-                output_bias=config.attention_bias,
+                output_bias=config.output_bias,
                 scale=config.attention_multiplier,
             )
             mlp = make.gated_mlp(

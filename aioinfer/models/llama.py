@@ -14,19 +14,19 @@ from aioinfer.models.decoder import DecoderModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Llama's configuration. `attention_bias`: of all four projections. `mlp_bias`: of the MLP's
-    three."""
+    """Llama's configuration. `attention_bias`: of queries, keys and values. `output_bias`: of
+    attention's output. `mlp_bias`: of the MLP's three projections."""
 
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the biases."""
-        return {
-            "attention_bias": bool(config.get("attention_bias", False)),
-            "mlp_bias": bool(config.get("mlp_bias", False)),
-        }
+        bias = bool(config.get("attention_bias", False))
+        mlp_bias = bool(config.get("mlp_bias", False))
+        return {"attention_bias": bias, "output_bias": bias, "mlp_bias": mlp_bias}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class LlamaModel(DecoderModel):
                 **config.attention_shape(number),
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.attention_bias,
-                output_bias=config.attention_bias,
+                output_bias=config.output_bias,
             )
             mlp = make.gated_mlp(
                 f"{prefix}.mlp",

@@ -17,8 +17,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import WeightShard
 from aioinfer.models.text_model import own_name
 
-#: Tensors that checkpoints carry and no model needs: they are computed.
-_COMPUTED = ("rotary_emb.inv_freq",)
+#: Tensors that checkpoints carry and no model needs: they are computed, GPT-2's masks too.
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 #: Scales of a KV cache in float8, which `kv_scales` reads where the cache is one, and of queries
 #: and probabilities, which keep their dtype here.
 _CACHE_SCALES = (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mixture import MixtureShape, Routing
+from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
 from aioinfer.models.config import DecoderConfig, read_num_experts
 from aioinfer.models.decoder import DecoderModel
 
@@ -48,7 +48,7 @@ class MixtralModel(DecoderModel):
                 config.mixture,
                 norm=make.norm(f"{prefix}.post_attention_layernorm"),
                 activation=config.activation,
-                projections=("w1", "w3", "w2"),
+                names=ExpertNames(("w1", "w3", "w2")),
             )
             return Layer([attention, mixture])
 

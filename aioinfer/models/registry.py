@@ -21,20 +21,31 @@ from aioinfer.models.quantization import read_quantization
 
 #: The modules of this package that define families. Each names its architectures in `FAMILIES`.
 MODULES = [
+    "cohere2",
     "deepseek",
+    "ernie",
+    "falcon",
     "gemma2",
     "gemma3",
     "glm4",
     "glm4_moe",
+    "gpt2",
     "gpt_oss",
     "granite",
+    "hunyuan",
     "llama",
+    "minimax_m2",
     "mixtral",
     "olmo2",
+    "olmo3",
     "olmoe",
+    "opt",
+    "phi",
     "phi3",
     "qwen",
     "qwen_moe",
+    "seed_oss",
+    "stablelm",
 ]
 
 _DEFAULTS = ModelConfig(path="")

@@ -40,9 +40,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 #: Text models whose heads are always as wide as the hidden size over their number.
 _DIVIDED_HEADS = ("glm4v", "glm4v_text")
-#: Prefixes of the text model's tensors in older and newer checkpoints of wrappers, and what they
-#: stand for.
-_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
+#: Prefixes of tensors that stand for others: of wrappers' text models, in older and newer
+#: checkpoints, and of GPT-2 and OPT saved without their head.
+_PREFIXES = (
+    ("language_model.", ""), ("model.language_model.", "model."), ("h.", "transformer.h."),
+    ("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("ln_f.", "transformer.ln_f."),
+    ("decoder.", "model.decoder."),
+)  # fmt: skip
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (
     "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
