@@ -197,6 +197,11 @@ class PartMaker:
             )
         return self._tables[key]
 
+    @property
+    def has_rotary_sections(self) -> bool:
+        """Whether a table rotates pairs of channels by different positions (M-RoPE)."""
+        return any(table.sections is not None for table in self._tables.values())
+
     def layer_norm(self, name: str, size: int | None = None, *, bias: bool = True) -> LayerNorm:
         """Returns a LayerNorm, by default of the residual stream."""
         size = self.hidden_size if size is None else size

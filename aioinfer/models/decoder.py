@@ -50,6 +50,7 @@ class CausalLM(Protocol):
             loaded, and 1. None at all if the cache cannot be in float8.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not values that
             only `logits` can read.
+        has_rotary_sections: whether the rotary positions of a step are three a token.
         expert_counters: of the layers with experts, if their tokens are counted; before them the
             counters of the layers of earlier pipeline stages, to which the counts of these stages
             are added.
@@ -59,6 +60,7 @@ class CausalLM(Protocol):
     vocabulary: Vocabulary
     hidden_size: int
     finishes_with_hidden_states: bool
+    has_rotary_sections: bool
     weights_bytes: int
     kv_specs: Sequence[Sequence[KVSpec]]
     layer_numbers: range
@@ -237,6 +239,7 @@ class DecoderModel:
         self.vocabulary = embedding.vocabulary
         self._select_layers(config.num_layers, layer, embedding)
         self.layers = [layer(number) for number in self.layer_numbers]
+        self.has_rotary_sections = make.has_rotary_sections
         # all layers but the model's last
         self._first_layers = self.layers[:-1] if self._is_last else self.layers
         self.norm: Norm | None = norm or make.norm("model.norm")

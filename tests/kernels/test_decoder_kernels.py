@@ -3,6 +3,7 @@ decodes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,33 @@ def test_the_last_layer_for_sampled_rows(
         assert_close(some.run(step), expected)
         for ours, theirs in zip(some.kv, whole.kv, strict=True):
             assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@torch.inference_mode()
+def test_three_rotary_positions_a_token(is_interleaved: bool, tmp_path: Path) -> None:
+    """Over the kernels as in plain torch, whatever the tokens' places: in prompts, decodes, and the
+    sampled rows of the last layer."""
+    sections = {"mrope_section": [16, 8, 8], "mrope_interleaved": is_interleaved}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, **sections}}
+    tiny_model("llama", tmp_path, vocab_size=100, hidden_size=128, **HEADS, **rope)
+    over_kernels, plain = (Bound(tmp_path, kernels=use) for use in (True, False))
+    assert plain.model.has_rotary_sections
+    torch.manual_seed(0)
+    for starts, lengths in (([0, 0, 0], [9, 5, 18]), ([9, 5, 18], [1, 1, 5])):
+        ids = random_ids(lengths)
+        steps = [bound.step(starts, lengths, ids) for bound in (over_kernels, plain)]
+        rotary = torch.randint(0, 60, (3, len(ids)), dtype=torch.int32)
+        unmoved = plain.run(steps[1])
+        for step in steps:
+            step.inputs = replace(step.inputs, rotary=rotary)
+            step.memo.clear()
+            if step.num_decodes:
+                step.sampled = last_tokens(step, [0, 1, 2])
+        ours, expected = over_kernels.run(steps[0]), plain.run(steps[1])
+        assert_close(ours, expected)
+        last = unmoved if steps[1].sampled is None else unmoved[steps[1].sampled.last]
+        assert not torch.allclose(expected, last, atol=1e-2)
 
 
 @torch.inference_mode()
