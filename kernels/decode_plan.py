@@ -63,19 +63,11 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     an H200."""
     bytes_a_token = triton.next_power_of_2(head_size) * element_size
     tile = max(16, min(64, 8192 // bytes_a_token))
-    return (
-        DecodeConfig(
-            tile,
-            2,
-            6,
-            4,
-            4,
-            fp16_operands=element_size == 1,
-            paired_channels=element_size == 1,
-            whole_tiles=12,
-        )
-        if tile * bytes_a_token <= 8192
-        else DecodeConfig(tile, 4, 2, 2, 1)
+    if tile * bytes_a_token > 8192:
+        return DecodeConfig(tile, 4, 2, 2, 1)
+    narrow = element_size == 1
+    return DecodeConfig(
+        tile, 2, 6, 4, 4, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
     )
 
 
@@ -165,18 +157,11 @@ class DecodeWorkspace:
         """Returns a workspace for `kv_heads` groups of `group` query heads whose outputs have
         `head_size` channels; see `create`."""
         if programs is None:
-            programs = (
-                torch.cuda.get_device_properties(device).multi_processor_count
-                * config.programs_per_sm
-            )
-        floats = torch.empty(
-            programs * 2 * group * (triton.next_power_of_2(head_size) + 2),
-            dtype=torch.float32,
-            device=device,
-        )
-        maxima, sums, outputs = floats.split(
-            [programs * 2 * group] * 2 + [programs * 2 * group * triton.next_power_of_2(head_size)]
-        )
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            programs = processors * config.programs_per_sm
+        entries, channels = programs * 2 * group, triton.next_power_of_2(head_size)
+        floats = torch.empty(entries * (channels + 2), dtype=torch.float32, device=device)
+        maxima, sums, outputs = floats.split([entries, entries, entries * channels])
         plan = torch.zeros(programs, PLAN_FIELDS, dtype=torch.int32, device=device)
         counters = torch.zeros(programs, dtype=torch.int32, device=device)
         return cls(config, kv_heads, window, plan, Parts(outputs, maxima, sums, counters))

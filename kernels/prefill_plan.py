@@ -50,14 +50,9 @@ class PrefillPlan:
     ) -> PrefillPlan:
         """Returns a plan without tiles, with capacity for `rows` rows of `tokens` tokens in
         total."""
-        return cls(
-            torch.zeros(
-                1 + tokens * group // tile_rows + rows, 2, dtype=torch.int32, device=device
-            ),
-            group,
-            tile_rows,
-            hopper,
-        )
+        capacity = tokens * group // tile_rows + rows
+        tiles = torch.zeros(1 + capacity, 2, dtype=torch.int32, device=device)
+        return cls(tiles, group, tile_rows, hopper)
 
     @property
     def capacity(self) -> int:
@@ -93,11 +88,8 @@ def _plan_kernel(
         here = tl.sum(tl.where(own, tiles, 0))
         tile = index - tl.sum(tl.where(r < row, tiles, 0))
         length = tl.sum(tl.where(own, lengths, 0))
-        seen = (
-            tl.sum(tl.where(own, contexts, 0))
-            + tl.minimum(((tile + 1) * TILE_ROWS - 1) // GROUP, length - 1)
-            + 1
-        )
+        last = tl.minimum(((tile + 1) * TILE_ROWS - 1) // GROUP, length - 1)
+        seen = tl.sum(tl.where(own, contexts, 0)) + last + 1
         more = _tiles_that_see(seen + 1, tiles, lengths, contexts, GROUP, TILE_ROWS)
         as_many = _tiles_that_see(seen, tiles, lengths, contexts, GROUP, TILE_ROWS) - more
         # add the tiles of the same row that see as many keys
