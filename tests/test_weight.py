@@ -3,14 +3,17 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from aioinfer import LLM, SamplingParams
+from aioinfer.layers import part_maker
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats import FORMATS, make_weight
 from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
@@ -21,6 +24,7 @@ from aioinfer.layers.kernel_choices import Candidate
 from aioinfer.layers.norm import LayerNorm, RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
+from tests.gpu.random_models import random_model
 
 OUT, INPUTS = 16, 24
 BACKEND = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single())
@@ -90,6 +94,9 @@ class LowRank(Weight):
         return self._weight.dequantized() + self._b @ self._a
 
     def finalize(self) -> None:
+        self._weight.row_order = self.row_order
+        if self.row_order is not None:
+            self._b = self._b[self.row_order]
         self._weight.finalize()
 
     def launch(self, candidate: Candidate, x: Any, epilogue: Epilogue) -> torch.Tensor:
@@ -111,6 +118,59 @@ def test_an_adapter_is_the_merged_weight(rows: int):
         epilogue = epilogues(torch.randn(rows, OUT))[index]
         expected = expected_of(x, merged, epilogue)
         torch.testing.assert_close(adapted.multiply(x, epilogue), expected, rtol=1e-4, atol=1e-4)
+
+
+class Merged(DenseWeight):
+    """A weight to which an adapter is added when it is loaded."""
+
+    adapter: torch.Tensor
+
+    def finalize(self) -> None:
+        self.loaded.add_(self.adapter)
+        super().finalize()
+
+
+def generate(folder: Path) -> list[list[int]]:
+    """Returns greedy texts of a model on a CPU."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    settings = {
+        "parallel.executor": "inline", "parallel.device": "cpu", "cache.num_blocks": 20,
+        "model.dtype": "float32", "scheduler.max_num_seqs": 4,
+    }  # fmt: skip
+    prompts = [[3, 4, 5], [7] * 30, [9, 11]]
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        return [list(output.token_ids) for output in llm.generate(prompts, greedy)]
+
+
+def test_a_model_with_adapters_gives_the_text_of_the_merged_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On all products of its layers. The adapters change the text."""
+    folder = tmp_path
+    random_model(folder, vocab_size=512)
+    adapters: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def adapter_of(sources: Sequence[Source], columns: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+        out = sum(source.rows.size for source in sources)
+        made = torch.randn(4, columns.size) / 16, torch.randn(out, 4) / 16
+        return adapters.setdefault(sources[0].name, made)
+
+    def adapted(sources: Sequence[Source], columns: Shard, backend: Backend, _: Any) -> Weight:
+        weight = DenseWeight(sources, columns, backend)
+        return LowRank(weight, *adapter_of(sources, columns))
+
+    def merged(sources: Sequence[Source], columns: Shard, backend: Backend, _: Any) -> Weight:
+        weight = Merged(sources, columns, backend)
+        a, b = adapter_of(sources, columns)
+        weight.adapter = b @ a
+        return weight
+
+    plain = generate(folder)
+    monkeypatch.setattr(part_maker, "make_weight", adapted)
+    found = generate(folder)
+    monkeypatch.setattr(part_maker, "make_weight", merged)
+    assert found == generate(folder) != plain
+    assert len(adapters) == 2 * 4  # qkv, output, gate and up, down
 
 
 # -------------------------------------------------------------------- a format

@@ -4,7 +4,8 @@ timed at the start; here are the candidates, and the default where nothing was t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,11 +27,9 @@ from aioinfer.kernels.gated_product import (
 )
 from aioinfer.kernels.hopper_pipeline import rows_are_aligned, supports_product
 from aioinfer.kernels.split_product import SplitConfig, split_config
-from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue
 from aioinfer.layers.formats.dense import MAX_FEW_ROWS, DenseWeight
 from aioinfer.layers.kernel_choices import Candidate, Operation
-from aioinfer.layers.shards import Shard, Source
 
 #: Kernels, by the names of candidates. `FEW_ROWS` is `kernels.few_rows_dense` with a
 #: `FewRowsConfig`; with the norm before it in a launch of its own it is `NORM_FEW_ROWS`.
@@ -65,21 +64,20 @@ class KernelDenseWeight(DenseWeight):
     only = None
     format = "dense"
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        columns: Shard,
-        backend: Backend,
-        weight: torch.Tensor | None = None,
-    ):
-        super().__init__(sources, columns, backend, weight)
-        like_inputs = self.loaded.new_empty(1, columns.size)
-        self._has_gated = gated_product.supports(like_inputs, self.loaded)
-        self._has_split = supports_product(like_inputs, self.loaded)
-        self._programs = 0  # where there is neither
-        if self._has_split:  # the gated product supports less
-            properties = torch.cuda.get_device_properties(self.loaded.device)
-            self._programs = properties.multi_processor_count
+    @cached_property
+    def _has_gated(self) -> bool:
+        """Whether `gated_product` takes the weight."""
+        return gated_product.supports(self.loaded[:1], self.loaded)
+
+    @cached_property
+    def _has_split(self) -> bool:
+        """Whether `split_product` takes the weight; it takes all that the gated product takes."""
+        return supports_product(self.loaded[:1], self.loaded)
+
+    @cached_property
+    def _programs(self) -> int:
+        """Programs of these kernels that run at the same time."""
+        return torch.cuda.get_device_properties(self.loaded.device).multi_processor_count
 
     def finalize(self) -> None:
         """See `Weight.finalize`."""
