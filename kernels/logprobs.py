@@ -2,7 +2,7 @@
 
 Called after `sampling` in steps with rows that request them, on the model's own logits (before
 penalties). With a vocabulary-parallel head each rank computes `shard_logprobs`, which
-`aioinfer.worker.sampling.logprobs.merge_logprobs` merges.
+`aioinfer.worker.logprobs.merge_logprobs` merges.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals; l is the softmax's sum)
 

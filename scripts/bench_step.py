@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,11 +45,9 @@ from aioinfer.config import load_config
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.runner import PendingResult
 from aioinfer.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
 
 STEPS = 200
 IN_FLIGHT = 2
@@ -102,9 +100,9 @@ class Chunks:
 
 def start_worker(
     folder: Path, tokens: Sequence[int], settings: Sequence[str]
-) -> tuple[Worker, GpuModelRunner]:
+) -> tuple[Worker, GpuDevice]:
     """Returns a worker that is ready, with a slot for each of `tokens` and KV blocks for as many
-    tokens in it; `settings` are further keys of the configuration."""
+    tokens in it, and its device; `settings` are further keys of the configuration."""
     settings = [
         f"model.path={folder}",
         "model.load_format=dummy",
@@ -118,9 +116,10 @@ def start_worker(
         raise SystemExit(f"{len(tokens)} rows do not fit into the GPU's memory")
     worker.allocate(report.num_blocks, max(tokens))
     worker.warm_up()
-    if isinstance(worker.runner, ModelRunner):
+    device = worker.runner.device
+    if not isinstance(device, GpuDevice):
         raise SystemExit("there are no kernels for this model")
-    return worker, worker.runner
+    return worker, device
 
 
 def make_plan(step: int, slots: I32, start: int, length: int, samples: int) -> StepPlan:
@@ -158,7 +157,7 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
     Returns the seconds of all, and the host's for each.
     """
     messages = [b"".join(plan.encode()) for plan in plans]
-    pending: deque[PendingGpuResult] = deque()
+    pending: deque[PendingResult] = deque()
     host: list[float] = []
     torch.cuda.synchronize()
     began = perf_counter()
@@ -166,7 +165,7 @@ def drive(worker: Worker, plans: Sequence[StepPlan]) -> tuple[float, list[float]
         if len(pending) == IN_FLIGHT:
             pending.popleft().wait()
         at = perf_counter()
-        pending.append(worker.runner.step(StepPlan.decode(message)))  # type: ignore[arg-type]
+        pending.append(worker.runner.step(StepPlan.decode(message)))
         host.append(perf_counter() - at)
     while pending:
         pending.popleft().wait()
@@ -225,13 +224,13 @@ def mix(worker: Worker, rows: int, context: int, first: int, chunks: Chunks) -> 
 
 
 def decode(
-    worker: Worker, runner: GpuModelRunner, rows: int, context: int, kernels: bool
+    worker: Worker, device: GpuDevice, rows: int, context: int, kernels: bool
 ) -> dict[str, object]:
     """Decodes `STEPS` tokens in each of `rows` slots; returns the figures and the trace, with
     `kernels` the time of each kernel."""
     slots = np.arange(rows, dtype=np.int32)
-    graphs = runner.graphs.decode.graphs
-    size = runner.graphs.decode.fit(rows)
+    graphs = device.graphs.decode.graphs
+    size = device.graphs.decode.fit(rows)
     timed = TimedGraph(graphs[size])
     graphs[size] = timed  # type: ignore[assignment]
     plans = [make_plan(step, slots, context + step, 1, 1) for step in range(STEPS)]
@@ -330,14 +329,14 @@ def main() -> None:
     longest = max((chunks.start + chunks.length + 1 for chunks in mixed), default=0)
     contexts = [context] * streams + [longest - 1] * prompts
     tokens = [context + STEPS + 1] * streams + [longest] * prompts
-    worker, runner = start_worker(arguments.model, tokens, arguments.set)
+    worker, device = start_worker(arguments.model, tokens, arguments.set)
     fill(worker, contexts, tokens)
     if mixed:
         results = [
             mix(worker, rows, context, streams, chunks) for rows in numbers for chunks in mixed
         ]
     else:
-        results = [decode(worker, runner, rows, context, arguments.kernels) for rows in numbers]
+        results = [decode(worker, device, rows, context, arguments.kernels) for rows in numbers]
     show(f"{arguments.model.name}, {context} tokens of context", results)
     if arguments.kernels:
         show_kernels(results)

@@ -12,15 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section, array
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.features import Rank, StepCalls, StepWorks, WorkerFeature
-from aioinfer.worker.model_runner import ModelRunner
-from aioinfer.worker.sampling.sampler import sample
-from aioinfer.worker.slots import Slots
+from aioinfer.worker.adjustments import Adjust
+from aioinfer.worker.device import CpuDevice
+from aioinfer.worker.features import Rank, StepWorks, WorkerFeature
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.runner import ModelRunner
+from aioinfer.worker.sampler import Sampler
+from aioinfer.worker.slots import SamplingRows, Slots
 
 NONE = np.empty(0, np.int32)
 CPU = torch.device("cpu")
@@ -33,26 +37,58 @@ def plan_of(*admissions: Admission) -> StepPlan:
     )
 
 
+def device_without_layers(slots: Slots) -> CpuDevice:
+    """A device whose KV cache has no layers."""
+    group = KVGroup(AttentionSpec(1, 1), ())
+    return CpuDevice(slots, KVTensors([group], [1], slots.block_size, torch.float32, CPU))
+
+
+def apply(slots: Slots, plan: StepPlan) -> None:
+    """Applies a plan to slots, as the runner does."""
+    device = device_without_layers(slots)
+    device.begin(plan)
+    device.apply(plan, None)
+
+
 def make_slots(
     params: list[SamplingParams],
     vocab_size: int,
     tokens: list[list[int]] | None = None,
+    *,
+    max_len: int = 64,
+    uses_kernels: bool = False,
     **admission: Any,
 ) -> Slots:
     """Slots 0, 1, ... with requests of these parameters; by default their prompt is the one token
     0."""
-    slots = Slots(len(params), 64, 16, vocab_size, CPU)
+    slots = Slots(len(params), max_len, 16, vocab_size, CPU, uses_kernels=uses_kernels)
     prompts = tokens or [[0]] * len(params)
     common = {"prompt_len": 1, "seed": 7} | admission
-    slots.apply(
-        plan_of(
-            *(
-                Admission(slot, np.array(prompt, np.int32), params=p, **common)
-                for slot, (p, prompt) in enumerate(zip(params, prompts, strict=True))
-            )
-        )
+    admissions = (
+        Admission(slot, np.array(prompt, np.int32), params=p, **common)
+        for slot, (p, prompt) in enumerate(zip(params, prompts, strict=True))
     )
+    apply(slots, plan_of(*admissions))
     return slots
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: Slots,
+    slot_ids: I32,
+    positions: I32,
+    vocabulary: Vocabulary | None = None,
+    adjust: Adjust | None = None,
+    *,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """The tokens, int32 [S], that the sampler samples from logits at `positions` of `slot_ids`, and
+    enters in the slots."""
+    results = torch.zeros(1, len(logits), dtype=torch.int32)
+    flags, rows = slots.current_flags(slot_ids, positions), SamplingRows(slot_ids, positions, 0)
+    sampler = Sampler(slots, vocabulary or whole_vocabulary(slots), results)
+    sampler.sample(logits, rows, flags, adjust=adjust, in_place=in_place)
+    return results[0]
 
 
 def sample_rows(
@@ -61,14 +97,14 @@ def sample_rows(
     return sample(logits, slots, np.array(slot_ids, np.int32), np.array(positions, np.int32))
 
 
-def rank_of(
-    slots: Slots, vocabulary: Vocabulary | None = None, *, uses_kernels: bool = False
-) -> Rank:
+def whole_vocabulary(slots: Slots) -> Vocabulary:
+    return Vocabulary(slots.occurrences.rows.shape[1], ParallelGroup.single())
+
+
+def rank_of(slots: Slots, vocabulary: Vocabulary | None = None) -> Rank:
     """A rank whose model has a vocabulary, by default a whole one, and nothing else."""
-    if vocabulary is None:
-        vocabulary = Vocabulary(slots.occurrences.rows.shape[1], ParallelGroup.single())
-    model: Any = SimpleNamespace(vocabulary=vocabulary)
-    return Rank(model, slots, uses_kernels=uses_kernels)
+    model: Any = SimpleNamespace(vocabulary=vocabulary or whole_vocabulary(slots))
+    return Rank(model, slots)
 
 
 def rows_plan(
@@ -111,18 +147,16 @@ class Shift(WorkerFeature):
             of_row.copy_(of_row.roll(int(section.offsets[row])))
 
 
-class LogitsRunner(ModelRunner):
-    """A runner of given logits in place of a model, for plans without admissions."""
-
-    def __init__(self, rank: Rank, works: StepWorks, logits: torch.Tensor):
-        super().__init__(rank.model, None, rank.slots, works)  # type: ignore[arg-type]
-        self.logits = logits
-
-    def _apply(self, plan: StepPlan) -> None:
-        pass
-
-    def _compute(self, plan: StepPlan, calls: StepCalls) -> torch.Tensor | None:
-        return self.logits
+def logits_runner(rank: Rank, works: StepWorks, logits: torch.Tensor) -> ModelRunner:
+    """A runner whose model gives the sampled rows of a step these logits."""
+    model: Any = SimpleNamespace(
+        vocabulary=rank.model.vocabulary,
+        plan=lambda step: None,
+        begin=lambda step, out, received: None,
+        finish=lambda step, stream: torch.zeros(len(logits), 1),
+        logits=lambda hidden, out: logits,
+    )
+    return ModelRunner(model, device_without_layers(rank.slots), works)
 
 
 def assert_fits(observed: np.ndarray, expected: np.ndarray) -> None:

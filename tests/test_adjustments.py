@@ -7,8 +7,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampling.adjustments import adjust_logits
-from aioinfer.worker.slots import Slots
+from aioinfer.worker.adjustments import adjust_logits
+from aioinfer.worker.slots import SamplingRows, Slots
 from tests.filled_slots import make_slots, sample_rows
 
 
@@ -17,7 +17,8 @@ def adjusted(
 ) -> torch.Tensor:
     at, where = np.array(slot_ids, np.int32), np.array(positions, np.int32)
     result = logits.clone()
-    adjust_logits(result, slots, slots.current_flags(at, where), at, where)
+    rows, flags = SamplingRows(at, where, 0), slots.current_flags(at, where)
+    adjust_logits(result, slots, rows, flags)
     return result
 
 
@@ -59,10 +60,7 @@ def test_penalties_follow_the_sampled_tokens() -> None:
     slots = make_slots([SamplingParams(temperature=0, frequency_penalty=0.5)], 10)
     sampled = []
     for position in range(1, 21):
-        at = np.array([position], np.int32)
-        tokens = sample_rows(torch.zeros(1, 10), slots, [0], [position])
-        slots.append(np.zeros(1, np.int32), at, tokens)
-        sampled.append(int(tokens))
+        sampled.append(int(sample_rows(torch.zeros(1, 10), slots, [0], [position])))
     assert sampled == list(range(10)) * 2
 
 

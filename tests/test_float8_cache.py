@@ -343,7 +343,7 @@ def test_the_checkpoint_decides_unless_the_configuration_does(
         assert (table[:, :2] == 0.5).all()
     else:
         assert (table == 1).all() != ("calibrated" in expected)
-    for kv in worker.runner.kv.tensors:
+    for kv in worker.runner.device.kv.tensors:
         assert not kv.float().any(), "a trace of the warm-up is left"
 
 
@@ -354,9 +354,9 @@ def largest_of(folder: Path) -> torch.Tensor:
     load_worker(worker)
     worker.allocate((16,), 200)
     worker._is_calibrated = True
-    with mock.patch.object(worker.runner.kv, "zero"):
+    with mock.patch.object(worker.runner.device.kv, "zero"):
         worker._calibrate()
-    return worker.runner.kv.tensors[0].abs().amax((2, 3, 5)).transpose(0, 1)
+    return worker.runner.device.kv.tensors[0].abs().amax((2, 3, 5)).transpose(0, 1)
 
 
 def test_calibrated_scales_leave_a_margin(folder: Path) -> None:

@@ -20,7 +20,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import StepWorks
-from tests.filled_slots import LogitsRunner, make_slots, rank_of, rows_plan
+from tests.filled_slots import logits_runner, make_slots, rank_of, rows_plan
 from tests.rank_processes import run_ranks
 from tests.tiny_models import tiny_model
 
@@ -108,7 +108,7 @@ def test_they_are_the_models_own() -> None:
     ]
     rank = rank_of(make_slots(params, 40))
     rows = LogprobRows(ids(0, 2), ids(3, 0), ids(0, 0), ids())
-    runner = LogitsRunner(rank, StepWorks([Work(rank)]), logits)
+    runner = logits_runner(rank, StepWorks([Work(rank)]), logits)
     result = runner.step(rows_plan([0, 1, 2], [1, 1, 1], rows)).wait()
     (found,) = result.sections
     assert isinstance(found, Logprobs)
@@ -127,7 +127,7 @@ def test_a_broken_row_disturbs_no_other() -> None:
     logits[0, 5] = math.nan
     rank = rank_of(make_slots([SamplingParams(temperature=0)] * 2, 40))
     rows = LogprobRows(ids(0, 1), ids(20, 20), ids(0, 0), ids())
-    runner = LogitsRunner(rank, StepWorks([Work(rank)]), logits)
+    runner = logits_runner(rank, StepWorks([Work(rank)]), logits)
     result = runner.step(rows_plan([0, 1], [1, 1], rows)).wait()
     (found,) = result.sections
     assert isinstance(found, Logprobs)

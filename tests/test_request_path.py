@@ -36,6 +36,7 @@ from aioinfer.ipc.plan import I32, StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.step import Step
 from aioinfer.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_N,
@@ -43,39 +44,38 @@ from aioinfer.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
 )
-from aioinfer.worker.features import Rank, StepCalls, StepWorks
-from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from bench_loop import CONFIG, EchoExecutor
+from tests.filled_slots import device_without_layers
 
 MAX_MODEL_LEN = 48
 VOCAB_SIZE = 49_152
 
 
-class Runner(ModelRunner):
-    """A model runner whose model gives every token the same logits.
+def make_runner(slots: Slots) -> ModelRunner:
+    """A model runner whose model gives every token the same logits."""
+    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
 
-    Attributes:
-        logits: float32 [vocab_size].
-    """
+    def finish(step: Step, stream: None) -> torch.Tensor:
+        rows = step.inputs.input_ids if step.sampled is None else step.sampled.rows
+        return torch.zeros(len(rows), 1)
 
-    def __init__(self, slots: Slots):
-        self.logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
-        model: Any = SimpleNamespace(
-            vocabulary=Vocabulary(VOCAB_SIZE, ParallelGroup.single()),
-            logits_of=lambda hidden: self.logits.repeat(len(hidden), 1),
-        )
-        rank = Rank(model, slots)
-        works = StepWorks(half.Work(rank) for half in (logprobs, masks, prompt_logprobs))
-        super().__init__(model, None, slots, works)  # type: ignore[arg-type]
-
-    def _apply(self, plan: StepPlan) -> None:
-        self.slots.apply(plan)
-
-    def _compute(self, plan: StepPlan, calls: StepCalls) -> torch.Tensor | None:
-        calls.read_hidden(torch.zeros(plan.num_tokens, 1), has_all_tokens=True)
-        sampled = int(plan.samples.sum())
-        return self.logits.repeat(sampled, 1) if sampled else None
+    model: Any = SimpleNamespace(
+        vocabulary=Vocabulary(VOCAB_SIZE, ParallelGroup.single()),
+        finishes_with_hidden_states=True,
+        plan=lambda step: None,
+        begin=lambda step, out, received: None,
+        take_part=lambda: None,
+        finish=finish,
+        finish_all=finish,
+        logits=lambda hidden, out: logits.repeat(len(hidden), 1),
+        logits_of=lambda hidden: logits.repeat(len(hidden), 1),
+    )
+    rank = Rank(model, slots)
+    works = StepWorks(half.Work(rank) for half in (logprobs, masks, prompt_logprobs))
+    return ModelRunner(model, device_without_layers(slots), works)
 
 
 class RingExecutor(EchoExecutor):
@@ -86,7 +86,7 @@ class RingExecutor(EchoExecutor):
         self.plans, self.results = Ring(1), Ring(1)
         rows = config.scheduler.max_num_seqs
         self.slots = Slots(rows, MAX_MODEL_LEN, 16, VOCAB_SIZE, torch.device("cpu"))
-        self.runner = Runner(self.slots)
+        self.runner = make_runner(self.slots)
         self._filled: set[int] = set()  # steps whose masks were posted
         self._waiting: StepPlan | None = None  # for masks
 

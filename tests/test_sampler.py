@@ -12,10 +12,9 @@ import torch
 
 from aioinfer.features.masks.worker import mask_logits
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampling.sampler import sample
 from tests.automata import pack
-from tests.filled_slots import assert_fits, make_slots, sample_rows
-from tests.test_filters import warped
+from tests.filled_slots import assert_fits, make_slots, sample, sample_rows
+from tests.test_host_sampling import warped
 
 
 def sample_one(logits: torch.Tensor, position: int = 1, **params: Any) -> int:
@@ -27,7 +26,7 @@ def sample_positions(
     logits: torch.Tensor, count: int, params: SamplingParams, seed: int = 3
 ) -> np.ndarray:
     """The tokens of one request, sampled from the same logits at `count` positions."""
-    slots = make_slots([params], len(logits), seed=seed)
+    slots = make_slots([params], len(logits), max_len=count + 1, seed=seed)
     positions = np.arange(1, count + 1, dtype=np.int32)
     return sample(
         logits.expand(count, -1).contiguous(), slots, np.zeros(count, np.int32), positions
@@ -203,7 +202,7 @@ def test_masked_rows_sample_from_what_is_allowed(params: dict[str, Any]) -> None
     count, vocab_size, allowed = 6000, 40, np.zeros(40, np.bool_)
     allowed[[0, *range(9, 40, 3)]] = True
     logits, sampling = torch.randn(vocab_size), SamplingParams(**params)
-    slots = make_slots([sampling], vocab_size, seed=5)
+    slots = make_slots([sampling], vocab_size, max_len=count, seed=5)
     positions, slot_ids = np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.int32)
     masked = logits.repeat(count, 1)
     mask_logits(masked, np.tile(pack(allowed), (count, 1)))

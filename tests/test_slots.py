@@ -1,18 +1,32 @@
-"""The slots: what a plan writes into them, and that nothing of a former owner stays."""
+"""The slots: what a plan writes into them, and that nothing of a former owner stays; how rows in
+which penalties count tokens are given out, grow and shrink."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aioinfer.ipc.plan import I32, Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
-from aioinfer.worker.sampling.adjustments import adjust_logits
-from aioinfer.worker.sampling.sampler import sample
-from aioinfer.worker.slots import BANNED, BIASED, FILTERED, PENALIZED, RANDOM, Slots
+from aioinfer.worker.adjustments import adjust_logits, count_sampled
+from aioinfer.worker.slots import (
+    BANNED,
+    BIASED,
+    FILTERED,
+    IN_PROMPT,
+    PENALIZED,
+    RANDOM,
+    Occurrences,
+    SamplingRows,
+    Slots,
+)
+from tests.filled_slots import apply, sample
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -66,11 +80,13 @@ def make_slots(max_num_seqs: int = 4) -> Slots:
 
 def adjusted(slots: Slots, slot: int, position: int) -> torch.Tensor:
     """What the sampler makes of logits that are all 1."""
-    logits = torch.ones(1, VOCAB)
-    adjust_logits(
-        logits, slots, slots.current_flags(ids(slot), ids(position)), ids(slot), ids(position)
-    )
-    return logits[0]
+    return adjusted_logits(slots, torch.ones(1, VOCAB), slot, position)[0]
+
+
+def adjusted_logits(slots: Slots, logits: torch.Tensor, slot: int, position: int) -> torch.Tensor:
+    rows = SamplingRows(ids(slot), ids(position), 0)
+    adjust_logits(logits, slots, rows, slots.current_flags(rows.slot_ids, rows.positions))
+    return logits
 
 
 def test_shapes_and_dtypes() -> None:
@@ -101,7 +117,8 @@ def test_an_admission_is_written_whole() -> None:
         "repetition_penalty": 1.5, "presence_penalty": -1.0, "frequency_penalty": 0.25,
         "min_tokens": 3,
     }  # fmt: skip
-    slots.apply(
+    apply(
+        slots,
         make_plan(
             admit(
                 2,
@@ -112,7 +129,7 @@ def test_an_admission_is_written_whole() -> None:
                 logit_bias={4: 1.0},
                 **params,
             )
-        )
+        ),
     )
     assert slots.tokens[2, :4].tolist() == [7, 8, 9, 8]
     assert slots.seeds[2] == -2
@@ -139,9 +156,9 @@ def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
     message = bytearray(b"".join(plan.encode()))
     decoded = StepPlan.decode(bytes(message))
     slots = make_slots()
-    slots.apply(decoded)
+    apply(slots, decoded)
     overwritten = make_slots()
-    overwritten.apply(StepPlan.decode(message))
+    apply(overwritten, StepPlan.decode(message))
     message[:] = bytes(len(message))
     for some in (slots, overwritten):
         assert some.tokens[1, :3].tolist() == [4, 5, 6]
@@ -154,8 +171,8 @@ def test_a_plan_decoded_from_the_ring_serves_as_well() -> None:
 
 def test_block_tables_grow_before_admissions_and_survive_them() -> None:
     slots = make_slots()
-    slots.apply(make_plan(growth=[(0, 0, 5), (0, 1, 6), (3, 2, 7)]))
-    slots.apply(make_plan(admit(3), growth=[(3, 0, 8), (0, 2, 4)]))
+    apply(slots, make_plan(growth=[(0, 0, 5), (0, 1, 6), (3, 2, 7)]))
+    apply(slots, make_plan(admit(3), growth=[(3, 0, 8), (0, 2, 4)]))
     assert slots.block_tables.tolist() == [[5, 6, 4], [0, 0, 0], [0, 0, 0], [8, 0, 7]]
 
 
@@ -165,9 +182,9 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
         1, [9, 9, 8], banned=(2, 3), min_tokens=10, temperature=0.9, top_k=3, top_p=0.5, min_p=0.5,
         logit_bias={7: 50.0}, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0,
     )  # fmt: skip
-    slots.apply(make_plan(former))
+    apply(slots, make_plan(former))
     assert adjusted(slots, 1, 3).ne(1).nonzero()[:, 0].tolist() == [2, 3, 7, 8, 9]
-    slots.apply(make_plan(admit(1, temperature=0)))
+    apply(slots, make_plan(admit(1, temperature=0)))
     assert adjusted(slots, 1, 1).eq(1).all()
     assert slots.sampling_flags[1] == 0
     logits = torch.zeros(1, VOCAB)
@@ -178,7 +195,8 @@ def test_nothing_of_the_former_owner_acts_on_the_next() -> None:
 def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
     slots = make_slots()
     sampling_flags: dict[str, Any] = {"frequency_penalty": 1.0, "min_tokens": 2}
-    slots.apply(
+    apply(
+        slots,
         make_plan(
             admit(
                 0,
@@ -187,9 +205,9 @@ def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
                 banned=(4, 5, 6),
                 **sampling_flags,
             )
-        )
+        ),
     )
-    slots.apply(make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **sampling_flags)))
+    apply(slots, make_plan(admit(0, [9, 7], logit_bias={8: 1.0}, banned=(4,), **sampling_flags)))
     expected = torch.ones(VOCAB)
     expected[7], expected[8], expected[4] = 0.0, 2.0, -torch.inf
     assert adjusted(slots, 0, 2).equal(expected)
@@ -197,9 +215,9 @@ def test_a_new_owner_with_the_same_parameters_starts_afresh() -> None:
 
 def test_longer_lists_leave_those_of_others_alone() -> None:
     slots = make_slots()
-    slots.apply(make_plan(admit(0, logit_bias={1: 1.0})))
-    slots.apply(make_plan(admit(1, logit_bias=dict.fromkeys(range(30), 2.0))))
-    slots.apply(make_plan(admit(2, logit_bias={3: 3.0, 4: 4.0})))
+    apply(slots, make_plan(admit(0, logit_bias={1: 1.0})))
+    apply(slots, make_plan(admit(1, logit_bias=dict.fromkeys(range(30), 2.0))))
+    apply(slots, make_plan(admit(2, logit_bias={3: 3.0, 4: 4.0})))
     expected = torch.ones(VOCAB)
     expected[1] += 1
     assert adjusted(slots, 0, 1).equal(expected)
@@ -214,11 +232,11 @@ def test_counts_are_kept_only_for_slots_with_penalties_and_their_rows_are_used_a
     assert len(slots.occurrences.rows) == 0
     for step in range(6):
         for slot in range(3):
-            slots.apply(make_plan(admit(slot, [1, 8 * step + slot], frequency_penalty=1.0)))
+            apply(slots, make_plan(admit(slot, [1, 8 * step + slot], frequency_penalty=1.0)))
             assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [8 * step + slot]
-        slots.apply(make_plan(*(admit(slot) for slot in range(3))))
+        apply(slots, make_plan(*(admit(slot) for slot in range(3))))
     assert len(slots.occurrences.rows) == 4
-    slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
+    apply(slots, make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
     assert len(slots.occurrences.rows) == 16
     for slot in range(16):
         assert adjusted(slots, slot, 2).ne(1).nonzero()[:, 0].tolist() == [slot]
@@ -226,12 +244,12 @@ def test_counts_are_kept_only_for_slots_with_penalties_and_their_rows_are_used_a
 
 def test_memory_of_counts_comes_back_when_their_requests_have_gone() -> None:
     slots = make_slots(16)
-    slots.apply(make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
+    apply(slots, make_plan(*(admit(slot, [1, slot], frequency_penalty=1.0) for slot in range(16))))
     assert slots.occurrences.rows.nbytes == 16 * VOCAB * 4
-    slots.apply(make_plan(freed_slots=tuple(range(1, 16))))
+    apply(slots, make_plan(freed_slots=tuple(range(1, 16))))
     assert len(slots.occurrences.rows) == 4
     assert adjusted(slots, 0, 2).ne(1).nonzero()[:, 0].tolist() == [0], "the one that stays"
-    slots.apply(make_plan(admit(5, [1, 9], frequency_penalty=1.0), freed_slots=(5,)))
+    apply(slots, make_plan(admit(5, [1, 9], frequency_penalty=1.0), freed_slots=(5,)))
     assert adjusted(slots, 5, 2).ne(1).nonzero()[:, 0].tolist() == [9]
 
 
@@ -241,7 +259,7 @@ def test_the_worst_case_of_the_memory_profile_is_not_exceeded() -> None:
         slots, before = make_slots(max_num_seqs), 0
         bound = Slots.max_sampling_bytes(max_num_seqs, VOCAB)
         for slot in range(max_num_seqs):
-            slots.apply(make_plan(admit(slot, [1, 2], presence_penalty=1.0)))
+            apply(slots, make_plan(admit(slot, [1, 2], presence_penalty=1.0)))
             rows = slots.occurrences.rows.nbytes
             assert (rows if rows == before else rows + before) <= bound
             before = rows
@@ -252,24 +270,30 @@ def test_the_longest_lists_fit() -> None:
     slots = Slots(2, 20, 8, 2000, CPU)
     biases = dict.fromkeys(range(MAX_LOGIT_BIAS), 2.0)
     ends = tuple(range(1999, 1999 - MAX_END_TOKENS, -1))
-    slots.apply(make_plan(admit(1, logit_bias=biases, min_tokens=5, banned=ends)))
-    logits = torch.ones(1, 2000)
-    flags = slots.current_flags(ids(1), ids(1))
-    adjust_logits(logits, slots, flags, ids(1), ids(1))
+    apply(slots, make_plan(admit(1, logit_bias=biases, min_tokens=5, banned=ends)))
+    logits = adjusted_logits(slots, torch.ones(1, 2000), 1, 1)
     assert logits[0].eq(3).nonzero()[:, 0].tolist() == list(range(MAX_LOGIT_BIAS))
     assert logits[0].isneginf().nonzero()[:, 0].tolist() == sorted(ends)
 
 
-def test_appended_tokens_are_written_and_counted() -> None:
+def test_sampled_tokens_are_written_and_counted() -> None:
     slots = make_slots()
-    slots.apply(
-        make_plan(admit(0, [1, 2]), admit(1, frequency_penalty=1.0), admit(3, presence_penalty=1.0))
+    apply(
+        slots,
+        make_plan(
+            admit(0, [1, 2]), admit(1, frequency_penalty=1.0), admit(3, presence_penalty=1.0)
+        ),
     )
-    slots.append(ids(3, 0, 1), ids(1, 2, 1), torch.tensor([30, 31, -1], dtype=torch.int32))
+    rows = SamplingRows(ids(3, 0, 1), ids(1, 2, 1), 0)
+    tokens = torch.tensor([30, 31, -1], dtype=torch.int32)
+    slots.append(rows.slot_ids, rows.positions, tokens)
+    flags = slots.current_flags(rows.slot_ids, rows.positions)
+    count_sampled(tokens, slots, rows, flags, has_later_rows=False)
     assert slots.tokens[3, 1] == 30
     assert slots.tokens[0, 2] == 31
     assert slots.tokens[1, 1] == 0, "a row that failed leaves an id that can be embedded"
     assert adjusted(slots, 3, 2)[30] == 0
+    assert not slots.occurrences.rows[slots.occurrences.host_rows[1]][0]
     assert adjusted(slots, 0, 3).eq(1).all()
 
 
@@ -282,8 +306,9 @@ def test_reset_leaves_no_trace() -> None:
         "logprobs": 2,
         "top_p": 0.5,
     }
-    slots.apply(
-        make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **sampling_flags), growth=[(1, 0, 3)])
+    apply(
+        slots,
+        make_plan(admit(1, [5, 6, 7], banned=(3,), seed=9, **sampling_flags), growth=[(1, 0, 3)]),
     )
     slots.reset()
     for name, fresh in vars(make_slots()).items():
@@ -299,13 +324,78 @@ def test_appended_tokens_are_entered_and_counted() -> None:
     """Several of one slot at once; what was sampled as well is not counted again."""
     slots = make_slots()
     penalized = admit(0, [4, 7], presence_penalty=1.0)
-    slots.apply(make_plan(penalized, admit(1, [4, 7])))
+    apply(slots, make_plan(penalized, admit(1, [4, 7])))
     columns = [0, 0, 0, 1], [2, 3, 4, 2], [9, 9, 8, 9], [0, 1, 1, 1]
     appended = AppendedTokens(*(np.array(column, np.int32) for column in columns))
     plan = make_plan()
     plan.sections = [appended]
-    slots.apply(plan)
+    apply(slots, plan)
     assert slots.tokens[:2, :5].tolist() == [[4, 7, 9, 9, 8], [4, 7, 9, 0, 0]]
     counts = slots.occurrences.rows[slots.occurrences.host_rows[0]]
     assert (counts[9], counts[8], counts[7]) == (1, 1, 1)
     assert slots.occurrences.host_rows[1] == -1
+
+
+# ---------------------------------------------------------------- occurrences
+
+
+def counted(occurrences: Occurrences, slot: int) -> list[int]:
+    return occurrences.rows[occurrences.host_rows[slot]].tolist()
+
+
+def test_prompt_and_output_are_counted_apart() -> None:
+    occurrences = Occurrences(2, 6, CPU)
+    row = occurrences.start(1)
+    occurrences.fit()
+    occurrences.count(row, torch.tensor([5, 5, 2, 2, 3, 2], dtype=torch.int32), 3)
+    assert counted(occurrences, 1) == [0, 0, IN_PROMPT | 2, 1, 0, IN_PROMPT]
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 39)), max_size=120),
+)
+def test_rows_keep_what_they_hold_and_memory_follows_their_number(
+    max_num_seqs: int, changes: list[tuple[bool, int]]
+) -> None:
+    occurrences = Occurrences(max_num_seqs, 3, CPU)
+    used: dict[int, int] = {}
+    for number, (starts, slot) in enumerate(changes):
+        slot %= max_num_seqs
+        before = len(occurrences.rows)
+        if starts:
+            row = occurrences.start(slot)
+            occurrences.fit()
+            occurrences.rows[row] = number
+            used[slot] = number
+        else:
+            occurrences.stop(slot)
+            occurrences.fit()
+            used.pop(slot, None)
+        after = len(occurrences.rows)
+        assert [counted(occurrences, slot) for slot in used] == [[n] * 3 for n in used.values()]
+        assert len({int(occurrences.host_rows[slot]) for slot in used}) == len(used)
+        assert after <= max_num_seqs
+        copied = after + before if after != before else after
+        assert copied * 12 <= Occurrences.max_bytes(max_num_seqs, 3)
+    for slot in list(used):
+        occurrences.stop(slot)
+    occurrences.fit()
+    assert len(occurrences.rows) < 8, "what they needed comes back"
+
+
+@pytest.mark.parametrize("max_num_seqs", [8, 9, 64, 100])
+def test_requests_that_come_and_go_reallocate_nothing(max_num_seqs: int) -> None:
+    """Between growing and shrinking lies a factor of two."""
+    occurrences = Occurrences(max_num_seqs, 3, CPU)
+    for slot in range(max_num_seqs // 2 + 1):
+        occurrences.start(slot)
+    occurrences.fit()
+    rows = occurrences.rows
+    for slot in (max_num_seqs // 2, max_num_seqs // 2 - 1):
+        occurrences.stop(slot)
+        occurrences.fit()
+        assert occurrences.rows is rows
+        occurrences.start(slot)
+        occurrences.fit()
+        assert occurrences.rows is rows

@@ -20,7 +20,7 @@ from aioinfer.ipc.sections import Section, array
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import PendingSection, StepWorks, WorkerFeature
 from tests.automata import pack
-from tests.filled_slots import LogitsRunner, Shift, ShiftedRows, make_slots, rank_of, rows_plan
+from tests.filled_slots import Shift, ShiftedRows, logits_runner, make_slots, rank_of, rows_plan
 
 VOCAB = 40
 
@@ -100,12 +100,13 @@ def test_only_the_features_of_a_plan_are_called() -> None:
     works.begin_service()
     assert log == [f"{name} begin_service" for name in ("OfAll", "OfFirst", "OfSecond")]
     log.clear()
-    runner = LogitsRunner(rank, works, torch.eye(VOCAB)[7:8].clone())
+    runner = logits_runner(rank, works, torch.eye(VOCAB)[7:8].clone())
     assert not runner.step(rows_plan([0], [1])).wait().sections
     assert log == ["OfAll read_step"]
     log.clear()
     result = runner.step(rows_plan([0], [2], Second(ids()))).wait()
-    assert log == ["OfSecond read_tokens", "OfAll read_step"]
+    calls = ["needs_all_tokens", "read_hidden", "read_tokens"]
+    assert log == [*(f"OfSecond {call}" for call in calls), "OfAll read_step"]
     assert [(type(each), each.values.tolist()) for each in result.sections] == [(Second, [7])]
     log.clear()
     works.pass_on(3)
@@ -196,10 +197,11 @@ def test_a_logits_processor_sees_each_row_once(seed: int) -> None:
     ]  # fmt: skip
     if late:
         sections.append(ConstrainedRows(ids(*late)))
-    runner = LogitsRunner(rank, works, logits.clone())
+    of_model = logits.clone()
+    runner = logits_runner(rank, works, of_model)
     masks = np.stack([*map(pack, allowed)]) if late else None
     result = runner.step(rows_plan(every, every * 0 + 1, *sections), lambda *_: masks).wait()
-    assert runner.logits.equal(logits)
+    assert of_model.equal(logits)
     assert [rows.tolist() for rows, _ in shift.seen] == [
         rows for rows in ([row for row in range(count) if row not in late], late) if rows
     ]
@@ -223,6 +225,8 @@ def test_a_step_without_the_section_is_not_processed() -> None:
     logits = torch.randn(1, VOCAB)
     rank = rank_of(make_slots([SamplingParams(temperature=0)], VOCAB))
     shift = Shift(rank)
-    result = LogitsRunner(rank, StepWorks([shift]), logits.clone()).step(rows_plan([0], [1])).wait()
+    result = (
+        logits_runner(rank, StepWorks([shift]), logits.clone()).step(rows_plan([0], [1])).wait()
+    )
     assert result.tokens.tolist() == logits.argmax(1).tolist()
     assert not shift.seen

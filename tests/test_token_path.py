@@ -59,7 +59,7 @@ def test_the_path_goes_from_the_result_of_a_step_to_the_socket(path: TokenPath) 
     names = {name for file in path.files for name in file.functions}
     assert names >= {
         "Ring.read", "Engine._step", "Scheduler.update", "Scheduler.schedule", "Ring.write",
-        "ModelRunner.step", "Layer.__call__", "LMHead.__call__", "sample",
+        "ModelRunner.step", "Layer.__call__", "LMHead.__call__", "Sampler.sample",
         "Detokenizer.next", "DirectSink.push",
     }  # fmt: skip
     assert [file.stage for file in path.files] == sorted(

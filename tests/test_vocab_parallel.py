@@ -15,15 +15,14 @@ import torch.distributed as dist
 
 from aioinfer.features.logprobs.sections import LogprobRows
 from aioinfer.features.logprobs.worker import Work
-from aioinfer.ipc.plan import Admission, Admissions, StepPlan
+from aioinfer.ipc.plan import Admission
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.sampling.filters import filter_tokens
-from aioinfer.worker.sampling.sampler import sample
-from aioinfer.worker.sampling.vocab_parallel import Candidates, keep_candidates
+from aioinfer.worker.host_sampling import filter_tokens
 from aioinfer.worker.slots import Slots
-from tests.filled_slots import rank_of, rows_plan
+from aioinfer.worker.vocab_parallel import Candidates, keep_candidates
+from tests.filled_slots import apply, plan_of, rank_of, rows_plan, sample
 from tests.rank_processes import run_ranks
 
 NONE = np.empty(0, np.int32)
@@ -114,15 +113,11 @@ CASES: dict[str, Callable[[], Case]] = {
 def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
     slots = Slots(len(params), 64, 16, vocab_size, torch.device("cpu"))
     prompt = np.array(PROMPT if vocab_size == VOCAB else [0], np.int32)
-    admissions = [
+    admissions = (
         Admission(slot, prompt, 3, p, slot, BANNED if p.min_tokens else ())
         for slot, p in enumerate(params)
-    ]
-    slots.apply(
-        StepPlan(
-            0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, [Admissions.of(admissions)]
-        )
     )
+    apply(slots, plan_of(*admissions))
     return slots
 
 

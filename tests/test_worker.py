@@ -19,7 +19,7 @@ from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.devices import select_device, select_dtype
+from aioinfer.worker.selection import select_device, select_dtype
 from aioinfer.worker.worker import LoadReport, Worker
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_other_dtypes_serve_a_cpu_that_is_configured_so(folder: Path, dtype: str
     assert load(worker).dtype == dtype
     worker.allocate((3,), 40)
     worker.warm_up()
-    assert worker.runner.kv.tensors[0].dtype == getattr(torch, dtype)
+    assert worker.runner.device.kv.tensors[0].dtype == getattr(torch, dtype)
     theirs = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     logits = theirs(torch.tensor([PROMPT])).logits[0, -1].float()
     (token,) = greedy(worker, PROMPT, 1)
@@ -168,7 +168,7 @@ def test_warm_up_leaves_no_trace_at_any_size(
     untouched.allocate((num_blocks,), max_model_len)
     worker.warm_up()
     runner = worker.runner
-    (kv,) = runner.kv.tensors
+    (kv,) = runner.device.kv.tensors
     assert kv.shape == (2, 2, num_blocks, block_size, 2, 8)
     assert kv.count_nonzero() == 0
     assert runner.slots.tokens.shape == (max_num_seqs, max_model_len + 1)

@@ -1,8 +1,9 @@
-"""Step features as the runners see them: the worker half, and which of them a step concerns.
+"""Step features as the runner sees them: the worker half, and which of them a step concerns.
 
-The runners call the features whose section a plan has, and no others, through the `StepCalls` of
+The runner calls the features whose section a plan has, and no others, through the `StepCalls` of
 the plan; a plan without sections costs one comparison. The features themselves are in
-`aioinfer.features`; since imports go down only, the list there is found by name.
+`aioinfer.features`; since imports go down only, the list there is found by name. `rows_of` and
+`first_tokens` find the rows and tokens of slots in a plan, for features whose sections name slots.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ import torch
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.sampling.adjustments import Adjust
-from aioinfer.worker.slots import Slots
-from aioinfer.worker.stages.links import StageLinks
-from aioinfer.worker.staging import upload
+from aioinfer.worker.adjustments import Adjust
+from aioinfer.worker.slots import Slots, upload
+from aioinfer.worker.stage_links import StageLinks
 
 #: Waits for the message that the engine sends behind a plan whose rows it concerns (a number), and
 #: returns int32 [rows, words]: a view into memory that all processes share, valid until the step's
@@ -40,13 +40,16 @@ class Rank:
         model: the rank's part of the model.
         slots: the running requests.
         links: to the other stages of a pipeline, if there are any.
-        uses_kernels: whether features may launch Triton kernels, as a GPU's runner does.
     """
 
     model: CausalLM
     slots: Slots
     links: StageLinks | None = None
-    uses_kernels: bool = False
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether features may launch Triton kernels."""
+        return self.slots.uses_kernels
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +57,7 @@ class Rank:
         return self.slots.device
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copies an array to the device; see `staging.upload`."""
+        """Copies an array to the device; see `slots.upload`."""
         return upload(array, self.device)
 
 
@@ -260,6 +263,15 @@ class StepCalls:
         wait, (work, section) = _TimedWait(await_message), self._late_one
         return work.late_logits(self._plan, section, logits, places, wait), wait.waited_ns
 
+    def adjuster_of_others(self, count: int) -> Adjust | None:
+        """Returns `adjuster` of the rows that are not late, of `count` sampled ones."""
+        if not self._active:
+            return None
+        others = np.arange(count)
+        if self.late is not None:
+            others = np.delete(others, self.late)
+        return self.adjuster(others) if len(others) else None
+
     def adjuster(self, rows: npt.NDArray[np.integer]) -> Adjust | None:
         """Returns what changes float32 logits [n, local_size] of `rows` in place by all
         `WorkerFeature.adjust`; None if no feature of the step does."""
@@ -352,3 +364,26 @@ class StepWorks:
 def sections_of(pending: Iterable[PendingSection]) -> list[Section]:
     """Returns the sections of a result, once its step is over."""
     return [each.to_section() for each in pending]
+
+
+def rows_of(plan: StepPlan, slots: I32) -> npt.NDArray[np.intp]:
+    """Returns the rows of these slots in a plan: of n slots, [n]."""
+    order = np.argsort(plan.slots)
+    return order[np.searchsorted(plan.slots, slots, sorter=order)]
+
+
+def first_tokens(plan: StepPlan, slots: I32) -> npt.NDArray[np.int64]:
+    """Returns which of a step's tokens is the first one of the row of each slot: of n slots,
+    [n]."""
+    firsts = np.cumsum(plan.lengths, dtype=np.int64) - plan.lengths
+    return firsts[rows_of(plan, slots)]
+
+
+def spread(values: npt.NDArray[np.integer], counts: I32, step: int) -> npt.NDArray[np.int64]:
+    """Returns each value `counts[i]` times, growing by `step` from one to the next: of n values,
+    [sum of counts]."""
+    repeated = np.repeat(values.astype(np.int64), counts)
+    if step:
+        starts = np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
+        repeated += np.arange(len(repeated)) - starts
+    return repeated

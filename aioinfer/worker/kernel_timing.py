@@ -34,7 +34,7 @@ from aioinfer.layers.kernel_choices import (
     machine_of,
 )
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.worker.cuda_graphs import decode_sizes
+from aioinfer.worker.step_graphs import decode_sizes
 from aioinfer.worker.stopwatch import MAX_LAYERS_ROWS, MAX_ROWS, Costs, KernelTimer, TimedLayers
 
 _log = logging.getLogger(__name__)

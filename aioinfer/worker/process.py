@@ -32,7 +32,8 @@ from aioinfer.ipc.ring import Ring
 
 if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
-    from aioinfer.worker.worker import Pending, Worker
+    from aioinfer.worker.runner import PendingResult
+    from aioinfer.worker.worker import Worker
 
 #: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
 _SPINS = 4000
@@ -163,7 +164,7 @@ def _die_with_parent(lifeline: Connection) -> None:
 def _start(spec: WorkerSpec) -> Worker:
     """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
-    # until the decode steps are captured: see `GpuModelRunner`
+    # until the decode steps are captured: see `StepGraphs.capture`
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     _limit_spinning()
     from aioinfer.worker.worker import Worker
@@ -273,7 +274,7 @@ class _Inbox:
         return spec.plans.read(spec.reader)
 
 
-def _finish(spec: WorkerSpec, pending: Pending) -> None:
+def _finish(spec: WorkerSpec, pending: PendingResult) -> None:
     """Waits for a step's result; the rank that sends results posts it."""
     result = pending.wait()
     if spec.sends_results:
@@ -288,10 +289,10 @@ class _FinishingThread:
     GPU must not idle in between."""
 
     def __init__(self, spec: WorkerSpec):
-        self._pending: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[PendingResult] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(spec,), daemon=True).start()
 
-    def put(self, spec: WorkerSpec, pending: Pending) -> None:
+    def put(self, spec: WorkerSpec, pending: PendingResult) -> None:
         self._pending.put(pending)
 
     def _run(self, spec: WorkerSpec) -> None:
@@ -304,7 +305,7 @@ class _FinishingThread:
 
 def _join_groups(spec: WorkerSpec) -> ProcessGroups:
     from aioinfer.layers.parallel import ProcessGroups
-    from aioinfer.worker.devices import select_device
+    from aioinfer.worker.selection import select_device
 
     if spec.place.world_size == 1:
         return ProcessGroups(spec.place, {})

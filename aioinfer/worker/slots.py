@@ -6,17 +6,21 @@ that only its block tables and its tokens grow, and the tokens are written on th
 comes back from the host. (Request state in fixed slots of the GPU is the idea of vLLM's second
 model runner.)
 
-Two ways lead from a plan to the slots, with the same effect. On a CPU `apply` does it in plain
-torch. On a GPU the runner uploads what `stage` gives it together with the other arrays of the step,
-and `apply_staged` launches kernels on that: no copy of its own, and nothing that waits for the GPU.
+A plan reaches the slots in two calls. `stage` brings the values on the host up to date, and returns
+the arrays that the device needs; the device uploads them, on a GPU together with the other arrays
+of the step. `apply` enters them: by kernels, with no copy of its own and nothing that waits for the
+GPU, or in plain torch.
 
-The host has only the values that decide which work a step has: `sampling_flags` and a copy of
-`banned_until`.
+The host has only the values that decide which work a step has: `sampling_flags`, a copy of
+`banned_until`, and which rows of `Occurrences` are used, so that admissions never wait for the
+device.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +37,6 @@ from aioinfer.ipc.request_record import (
     FreedSlots,
 )
 from aioinfer.sampling_params import FILTERS, GREEDY_TEMPERATURE, MAX_END_TOKENS, MAX_LOGIT_BIAS
-from aioinfer.worker.sampling.occurrences import Occurrences
 
 # What a request needs from the sampler beyond the likeliest token; bits of `Slots.sampling_flags`.
 RANDOM = 1  # a temperature above 0
@@ -41,6 +44,126 @@ FILTERED = 2  # one of `FILTERS` at least, at a temperature above 0
 BIASED = 4  # a logit bias
 PENALIZED = 8  # a repetition, presence or frequency penalty
 BANNED = 16  # tokens that are banned at this position, before min_tokens
+
+#: The bit of an occurrence that is set if the token is in the prompt; the bits below count the
+#: output. `kernels.penalties` has the same.
+IN_PROMPT = 1 << 30
+_MIN_ROWS = 4
+
+
+class Occurrences:
+    """The tokens that penalties count: one row over the vocabulary for each request that has
+    penalties.
+
+    Memory. Rows are taken from the lowest on, in a tensor whose capacity is one of the sizes
+    `ceil(max_num_seqs / 2**i)`. It grows to the next size that holds the rows in use, and shrinks
+    when a quarter of it would do: between the two lies a factor of two, so that requests that come
+    and go do not reallocate it each time. While it is copied, both sizes exist (`max_bytes`).
+
+    Attributes:
+        rows: int32 [capacity, vocab_size] on the device; the bit `IN_PROMPT` is set if the token is
+            in the prompt, the bits below it count it in the output.
+        row_of_slot: int32 [max_num_seqs] on the device, the row of each slot, or -1. Written by
+            `Slots` from `host_rows`.
+        host_rows: the same on the host.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self.rows = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.row_of_slot = torch.full((max_num_seqs,), -1, dtype=torch.int32, device=device)
+        self.host_rows = np.full(max_num_seqs, -1, np.int32)
+        self._free = list(range(max_num_seqs))  # a heap
+        self._used: set[int] = set()
+
+    @staticmethod
+    def max_bytes(max_num_seqs: int, vocab_size: int) -> int:
+        """Returns the device memory of `rows` at its worst: while it grows to its full size."""
+        return (max_num_seqs + -(-max_num_seqs // 2)) * vocab_size * 4
+
+    def start(self, slot: int) -> int:
+        """Gives a slot a row, if it has none, and returns its number; `fit` is due before the row
+        is written."""
+        row = int(self.host_rows[slot])
+        if row < 0:
+            row = heapq.heappop(self._free)
+            self.host_rows[slot] = row
+            self._used.add(row)
+        return row
+
+    def stop(self, slot: int) -> None:
+        """Takes the row of a slot back, if it has one."""
+        row = int(self.host_rows[slot])
+        if row >= 0:
+            self.host_rows[slot] = -1
+            self._used.remove(row)
+            heapq.heappush(self._free, row)
+
+    def fit(self) -> None:
+        """Makes the capacity suit the rows in use; their contents stay."""
+        capacity, limit = len(self.rows), len(self.host_rows)
+        needed = max(self._used, default=-1) + 1
+        if needed > capacity:
+            size = _size_for(max(needed, _MIN_ROWS), limit)
+        elif 4 * needed <= capacity and capacity > min(_MIN_ROWS, limit):
+            size = _size_for(max(2 * needed, _MIN_ROWS), limit)
+        else:
+            return
+        rows = torch.zeros((size, self.rows.shape[1]), dtype=torch.int32, device=self.rows.device)
+        kept = min(size, capacity)
+        rows[:kept] = self.rows[:kept]
+        self.rows = rows
+
+    def count(self, row: int, tokens: torch.Tensor, prompt_len: int) -> None:
+        """Begins a row with the tokens of a request so far (int32 [n], prompt and output), in plain
+        torch."""
+        self.rows[row] = torch.bincount(tokens[prompt_len:], minlength=self.rows.shape[1])
+        self.rows[row, tokens[:prompt_len].long()] |= IN_PROMPT
+
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts tokens of slots (both int32 [n]), also several of one slot; skips negative tokens,
+        and tokens of slots without a row."""
+        if not self._used:
+            return
+        rows = self.row_of_slot[slots.long()]
+        counted = ((rows >= 0) & (tokens >= 0)).to(self.rows.dtype)
+        where = rows.clamp(min=0).long(), tokens.clamp(min=0).long()
+        self.rows.index_put_(where, counted, accumulate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTensors:
+    """The sampled rows as kernels read them, int32 [S] each.
+
+    Attributes:
+        slots, positions: the slot of each row, and the position of the sampled token.
+        is_real: 0 for padding, and for rows that are sampled later.
+        index: int32 [1], the number of the step's result buffer.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    is_real: torch.Tensor
+    index: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Rows of a step that sample a token. S rows.
+
+    Attributes:
+        slot_ids, positions: int32 [S] on the host, the slot of each row, and the position of the
+            sampled token.
+        index: the number of the step's result buffer.
+        places: int32 [S] on the device, the place of each row in the step's results; None where it
+            is its number.
+        there: the same for kernels; None without them.
+    """
+
+    slot_ids: I32
+    positions: I32
+    index: int
+    places: torch.Tensor | None = None
+    there: RowTensors | None = None
 
 
 class Slots:
@@ -61,6 +184,7 @@ class Slots:
         banned_ids: int32 [S, MAX_END_TOKENS]; "num_banned" of a row count.
         occurrences: the counts for penalties.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
+        uses_kernels: whether Triton kernels write and read the slots, and not plain torch.
     """
 
     def __init__(
@@ -71,11 +195,14 @@ class Slots:
         vocab_size: int,
         device: torch.device,
         num_groups: int = 1,
+        *,
+        uses_kernels: bool = False,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.device = device
+        self.uses_kernels = uses_kernels
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
@@ -101,41 +228,9 @@ class Slots:
 
     # ---------------------------------------------------------------- plans
 
-    def apply(self, plan: StepPlan) -> None:
-        """Brings the slots up to date with a plan, in plain torch: block tables grow, then admitted
-        requests take their slots."""
-        if len(plan.table_rows):
-            where = self._upload(plan.table_rows).long(), self._upload(plan.table_indices).long()
-            self.block_tables[where] = self._upload(plan.table_blocks)
-        if not plan.sections:
-            return
-        self._account(plan)
-        self._admit(plan.admissions)
-        appended = plan.section(AppendedTokens)
-        if appended is not None:
-            self._enter(*(self._upload(part) for part in _columns_of(appended)))
-
-    def _admit(self, admissions: Admissions) -> None:
-        if not admissions:
-            return
-        slots, records = admissions.records["slot"], admissions.records
-        at = self._upload(slots).long()
-        self.records[:, at] = self._upload(_words_of(admissions).T)
-        seeds = records["seed_high"].astype(np.uint64) << np.uint64(32) | records["seed_low"]
-        self.seeds[at] = self._upload(seeds.view(np.int64))
-        self.occurrences.row_of_slot[at] = self._upload(self.occurrences.host_rows[slots])
-        for one in admissions:
-            self.tokens[one.slot, : len(one.tokens)] = self._upload(one.tokens)
-            self.bias_ids[one.slot, : len(one.bias_ids)] = self._upload(one.bias_ids)
-            self.bias_values[one.slot, : len(one.bias_ids)] = self._upload(one.bias_values)
-            self.banned_ids[one.slot, : len(one.banned_ids)] = self._upload(one.banned_ids)
-        for slot, length, prompt_len in self._penalized(admissions):
-            tokens = self.tokens[slot, :length]
-            self.occurrences.count(int(self.occurrences.host_rows[slot]), tokens, prompt_len)
-
     def stage(self, plan: StepPlan) -> list[I32]:
-        """Applies the host's part of a plan, and returns the arrays that `apply_staged` needs on
-        the device: none for a plan without admissions and appended tokens. Once for each plan, in
+        """Applies the host's part of a plan, and returns the arrays that `apply` needs on the
+        device: none for a plan without admissions and appended tokens. Once for each plan, in
         order."""
         if not plan.sections:
             return []
@@ -146,13 +241,13 @@ class Slots:
             return behind
         rows = self.occurrences.host_rows[admissions.records["slot"]]
         return [
-            _words_of(admissions), rows, admissions.tokens, admissions.bias_ids,
-            admissions.bias_values.view(np.int32), admissions.banned_ids, *behind,
+            admissions.records.view(np.int32).reshape(-1, RECORD_WORDS), rows, admissions.tokens,
+            admissions.bias_ids, admissions.bias_values.view(np.int32), admissions.banned_ids,
+            *behind,
         ]  # fmt: skip
 
-    def apply_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
-        """Lets the requests that a plan admits take their slots, with kernels, and enters appended
-        tokens.
+    def apply(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
+        """Lets the requests that a plan admits take their slots, and enters appended tokens.
 
         Args:
             plan: the step's.
@@ -160,16 +255,42 @@ class Slots:
         """
         if not staged:
             return
-        if plan.admissions:
-            self._admit_staged(plan, staged[:6])
+        admissions = plan.admissions
+        if admissions:
+            admit = self._admit_with_kernels if self.uses_kernels else self._admit
+            admit(admissions, staged[:6])
         if plan.section(AppendedTokens) is not None:
             self._enter(*staged[-1].unbind())
 
-    def _admit_staged(self, plan: StepPlan, staged: Sequence[torch.Tensor]) -> None:
+    def _admit(self, admissions: Admissions, staged: Sequence[torch.Tensor]) -> None:
+        """Enters admitted requests in plain torch; `staged` as for `_admit_with_kernels`."""
+        words, rows, tokens, bias_ids, bias_values, banned_ids = staged
+        at = words[:, WORD["slot"]].long()
+        self.records[:, at] = words.T
+        self.seeds[at] = words[:, WORD["seed_low"] :][:, :2].contiguous().view(torch.int64)[:, 0]
+        self.occurrences.row_of_slot[at] = rows
+        values = bias_values.view(torch.float32)
+        lists = (
+            (self.tokens, tokens, "first_token", "num_tokens"),
+            (self.bias_ids, bias_ids, "first_bias", "num_bias"),
+            (self.bias_values, values, "first_bias", "num_bias"),
+            (self.banned_ids, banned_ids, "first_banned", "num_banned"),
+        )
+        for record in admissions.records:
+            for of_slots, packed, first, count in lists:
+                part = packed[record[first] : record[first] + record[count]]
+                of_slots[record["slot"], : len(part)] = part
+        for slot, length, prompt_len in self._penalized(admissions):
+            row = int(self.occurrences.host_rows[slot])
+            self.occurrences.count(row, self.tokens[slot, :length], prompt_len)
+
+    def _admit_with_kernels(self, admissions: Admissions, staged: Sequence[torch.Tensor]) -> None:
+        """Enters admitted requests with kernels; `staged` are the arrays of
+        `kernels.slots.PackedAdmissions`."""
         from aioinfer.kernels.penalties import count_occurrences
         from aioinfer.kernels.slots import PackedAdmissions, SlotTensors, admit_requests
 
-        admissions, occurrences = plan.admissions, self.occurrences
+        occurrences = self.occurrences
         slots = SlotTensors(
             self.tokens, self.seeds, self.records, occurrences.row_of_slot, self.bias_ids,
             self.bias_values, self.banned_ids,
@@ -190,7 +311,7 @@ class Slots:
         """Enters tokens that were not sampled, all int32 [E]; `counted`: the tokens that penalties
         have to count, -1 for all others."""
         self.tokens[slots.long(), positions.long()] = tokens
-        self.occurrences.add_many(slots, counted)
+        self.occurrences.add(slots, counted)
 
     def _account(self, plan: StepPlan) -> None:
         """Brings the values on the host and the rows of occurrences up to date."""
@@ -216,15 +337,10 @@ class Slots:
 
     def append(self, slot_ids: I32, positions: I32, tokens: torch.Tensor) -> None:
         """Writes the tokens that a step sampled (int32 [n] on the device, -1 where it could not) to
-        `positions` of `slot_ids`."""
+        `positions` of `slot_ids`, in plain torch."""
+        where = torch.from_numpy(np.stack([slot_ids, positions]).astype(np.int64)).unbind()
         # a row that failed must still leave an id that can be embedded
-        tokens = tokens.clamp(min=0)
-        slots = self._upload(slot_ids).long()
-        self.tokens[slots, self._upload(positions).long()] = tokens
-        penalized = np.flatnonzero(self.sampling_flags[slot_ids] & PENALIZED)
-        if len(penalized):
-            rows = self._upload(penalized)
-            self.occurrences.add(slots[rows], tokens[rows].long())
+        self.tokens[where] = tokens.clamp(min=0)
 
     def current_flags(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
         """Returns the flags (uint8 [n]) that bear on sampling the tokens at `positions` of
@@ -245,20 +361,11 @@ class Slots:
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]
         self.occurrences = Occurrences(slots, vocab_size, self.device)
 
-    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copies an array, which may be a view into the ring, to the device."""
-        return torch.tensor(array, device=self.device)
-
 
 def _columns_of(appended: AppendedTokens) -> tuple[I32, I32, I32, I32]:
     """Returns slots, positions, tokens, and the tokens that count for penalties, or -1."""
     counted = np.where(appended.counted == 1, appended.tokens, np.int32(-1))
     return appended.slots, appended.positions, appended.tokens, counted
-
-
-def _words_of(admissions: Admissions) -> I32:
-    """Returns the records as int32 [A, RECORD_WORDS]."""
-    return admissions.records.view(np.int32).reshape(-1, RECORD_WORDS)
 
 
 def _fields_of(records: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -286,3 +393,22 @@ def _flags_of(records: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
         | BANNED * (records["num_banned"] > 0)
     )
     return flags.astype(np.uint8)
+
+
+def _size_for(needed: int, limit: int) -> int:
+    """Returns the smallest of the sizes `ceil(limit / 2**i)` that is at least `needed`, or
+    `limit`."""
+    size = limit
+    while size > 1 and -(-size // 2) >= needed:
+        size = -(-size // 2)
+    return size
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Returns a copy of an array, which may be a view into the ring, on a device; a GPU's
+    computation is not waited for. Torch keeps the pinned memory until the copy is over."""
+    if device.type != "cuda":
+        return torch.tensor(array, device=device)
+    # torch warns of arrays that may not be written to, as those of a plan that was copied
+    source = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(source).pin_memory().to(device, non_blocking=True)

@@ -1,54 +1,216 @@
-"""The CUDA graphs of a GPU model runner: which steps are captured, and which graph a step replays.
+"""The CUDA graphs of a GPU: which steps are captured, and which graph a step replays.
 
 A step that only decodes is one graph, from the growth of block tables to the sampled tokens. Where
 attention may read the keys of a prefix that rows share once for all of them, it is a graph of a
 second set. Of a step with prompts the layers are a graph, all but the last; and a step without rows
 is one, in which other engines' ranks wait for this one's experts.
 
-All graphs share their memory, so no two are replayed at the same time.
+A graph is captured for several sizes, and a step replays the next larger one. All graphs share
+their memory, so no two are replayed at the same time. `warm_up.GraphBodies` has the launches that
+they are captured from.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
-from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
-from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
-from aioinfer.worker.cuda_graphs import CudaGraphs, decode_sizes, mixed_sizes, shared_sizes
-from aioinfer.worker.first_blocks import SharedPrefixes
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.step_buffers import PlanBuffer
 
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
 #: kernel takes longer than its launch.
 MIXED_GRAPH_TOKENS = 4096
 
 
-class GraphBodies(Protocol):
-    """The launches to be captured. None waits for the device."""
+class CudaGraphs:
+    """CUDA graphs by size. Without graphs, no size fits.
 
-    def launch_decode(self, rows: int) -> None:
-        """Launches a decode step of `rows` rows from the plan buffer."""
+    Attributes:
+        graphs: by size.
+    """
 
-    def launch_sharing_decode(self, rows: int) -> None:
-        """Launches a decode step with attention that looks for shared prefixes."""
+    def __init__(self) -> None:
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._sizes: list[int] = []
 
-    def launch_idle(self, _: int) -> None:
-        """Launches a step without rows."""
+    def capture(
+        self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any, *, run_each: bool
+    ) -> None:
+        """Captures the launches of `launch` for each size, the largest first, so that smaller ones
+        fit into its memory.
 
-    def launch_mixed(self, tokens: int) -> None:
-        """Launches all layers but the last for `tokens` tokens."""
+        Args:
+            sizes: ascending.
+            pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
+                are never replayed at the same time.
+            run_each: launch each size once before; else the largest alone. A first launch may need
+                work that cannot be captured: a kernel's compilation, cublasLt's choice.
+        """
+        for size in reversed(sizes):
+            if run_each or size == sizes[-1]:
+                launch(size)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                launch(size)
+            self.graphs[size] = graph
+        self._sizes = sorted(self.graphs)
 
-    def clear_mixed(self, max_tokens: int) -> None:
-        """Makes the kernels of `launch_mixed` find nothing to compute, for up to `max_tokens`
-        tokens."""
+    def fit(self, size: int) -> int:
+        """Returns the smallest captured size that is at least `size`; 0 if there is none."""
+        index = bisect_left(self._sizes, size)
+        return self._sizes[index] if index < len(self._sizes) else 0
+
+    def replay(self, size: int) -> None:
+        """Replays the graph of a captured size."""
+        self.graphs[size].replay()
+
+
+def decode_sizes(capacity: int) -> list[int]:
+    """Returns the numbers of rows for which decode steps are captured, up to `capacity`: from 32 on
+    at most a quarter too many."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, capacity, 32)]
+    return [size for size in sizes if size < capacity] + [capacity]
+
+
+def shared_sizes(capacity: int, min_rows: int) -> list[int]:
+    """Returns the numbers of rows for which decode steps that look for a shared prefix are
+    captured: fewer, since they are rarer."""
+    sizes = [*range(8, 32, 8), *range(32, 128, 32), *range(128, capacity, 64)]
+    return [size for size in sizes if min_rows <= size < capacity] + [capacity]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Returns the numbers of tokens for which steps with prompts are captured, up to `max_tokens`:
+    multiples of their products' tiles."""
+    return [
+        size
+        for size in (*range(64, 512, 64), *range(512, 2560, 128), *range(2560, max_tokens, 256))
+        if size < max_tokens
+    ] + [max_tokens]
+
+
+class SharedPrefixes:
+    """Detects, on the host, steps with rows that begin with the same KV blocks.
+
+    Decode attention finds shared prefixes on the GPU (`kernels.cascade_attention`). A graph that
+    looks for them costs a launch a layer; so there are graphs with and without, and `StepGraphs`
+    replays a graph with the search where the block tables say that it may save something. This
+    class mirrors the first blocks of every slot of the first KV group.
+
+    Args:
+        slots: the maximum of running requests.
+        block_size: tokens of a block.
+        min_rows: rows that share a prefix at least.
+        min_saved: keys that need not be read again at least.
+    """
+
+    def __init__(self, slots: int, block_size: int, *, min_rows: int, min_saved: int):
+        def needed(blocks: int) -> int:
+            """Returns how many rows have to share so many blocks."""
+            return max(min_rows, -(-min_saved // (blocks * block_size)) + 1)
+
+        longest = 1
+        while needed(longest) > min_rows:
+            longest += 1
+        doublings = [1 << bits for bits in range(longest.bit_length()) if 1 << bits < longest]
+        self._counts = {blocks: needed(blocks) for blocks in (*doublings, longest)}
+        # numbers for missing blocks, all different: no two slots share a missing block
+        self._none = -1 - np.arange(slots * longest, dtype=np.int32).reshape(slots, longest)
+        self._blocks = self._none.copy()
+        self._slots: I32 = np.empty(0, np.int32)
+        self._found = False
+
+    def update(self, plan: StepPlan) -> None:
+        """Takes over the growth of block tables in a plan."""
+        slots, longest = self._blocks.shape
+        kept = (plan.table_rows < slots) & (plan.table_indices < longest)
+        if not kept.any():
+            return
+        rows, indices = plan.table_rows[kept], plan.table_indices[kept]
+        first = rows[indices == 0]  # of a request that enters the slot
+        self._blocks[first] = self._none[first]
+        self._blocks[rows, indices] = plan.table_blocks[kept]
+        self._slots = np.empty(0, np.int32)
+
+    def may_save(self, slots: I32) -> bool:
+        """Whether enough of these rows (int32 [R]) have the same blocks at one of some indices."""
+        if not np.array_equal(slots, self._slots):
+            self._slots = slots.copy()
+            self._found = any(
+                self._has_equal(slots, blocks - 1, count) for blocks, count in self._counts.items()
+            )
+        return self._found
+
+    def _has_equal(self, slots: I32, index: int, count: int) -> bool:
+        """Whether `count` of the rows have the same block at an index."""
+        if len(slots) < count:
+            return False
+        ordered = np.sort(self._blocks[slots, index])
+        return bool((ordered[count - 1 :] == ordered[: len(ordered) - count + 1]).any())
+
+
+class PlanBuffer:
+    """Sections of equal meaning at fixed places: `rows` entries each for slots, starts, lengths and
+    samples; `growth` entries each for table rows, indices and blocks; at last the number of the
+    result buffer.
+
+    Args:
+        rows: the maximum number of rows of a step.
+        growth: the maximum number of entries by which block tables grow.
+        device: of the worker.
+
+    Attributes:
+        values: int32 [4 * rows + 3 * growth + 1] on the device.
+        buffer_index: its last entry.
+    """
+
+    def __init__(self, rows: int, growth: int, device: torch.device):
+        self.rows, self.growth = rows, growth
+        self.values = torch.zeros(4 * rows + 3 * growth + 1, dtype=torch.int32, device=device)
+        self.buffer_index = self.values[-1:]
+
+    def row_section(self, number: int, rows: int) -> torch.Tensor:
+        """Returns the first `rows` entries of slots (0), starts (1), lengths (2) or samples (3)."""
+        return self.values[number * self.rows : number * self.rows + rows]
+
+    def growth_sections(self) -> tuple[torch.Tensor, ...]:
+        """Returns table rows, indices and blocks, each int32 [growth]."""
+        return self.values[4 * self.rows : -1].view(3, self.growth).unbind()
+
+    def clear_growth(self) -> None:
+        """Makes all entries of the growth padding."""
+        self.growth_sections()[0].fill_(-1)
+
+    def fill(
+        self, plan: StepPlan, buffer_index: int, host: torch.Tensor, late: I32 | None = None
+    ) -> None:
+        """Writes a plan into pinned memory (int32 like `values`) and starts its copy; entries
+        beyond the plan's rows and growth become padding. The rows `late` (int32 [M]) do not count
+        as sampled: their tokens come later."""
+        array = host.numpy()
+        growth_start = 4 * self.rows
+        array[:growth_start] = 0
+        array[growth_start : growth_start + self.growth] = -1
+        for number, field in enumerate((plan.slots, plan.starts, plan.lengths, plan.samples)):
+            array[number * self.rows : number * self.rows + len(field)] = field
+        if late is not None:
+            array[3 * self.rows + late] = 0
+        for number, field in enumerate((plan.table_rows, plan.table_indices, plan.table_blocks)):
+            start = growth_start + number * self.growth
+            array[start : start + len(field)] = field
+        array[-1] = buffer_index
+        self.values.copy_(host, non_blocking=True)
 
 
 class StepGraphs:
-    """The graphs of one rank. Until `capture` it has none.
+    """The graphs of one rank; none until `GraphBodies.capture`.
 
     Attributes:
         decode, sharing: of decode steps by their rows; `sharing` look for shared prefixes.
@@ -64,45 +226,8 @@ class StepGraphs:
         self.mixed, self.idle = CudaGraphs(), CudaGraphs()
         self.nbytes = 0
         self.looks_for_prefixes = looks_for_prefixes
-        self._plan, self._device = plan, slots.device
+        self._plan = plan
         self._prefixes = _make_prefixes(slots) if looks_for_prefixes else None
-
-    def capture(self, bodies: GraphBodies, *, has_idle: bool, max_mixed_tokens: int | None) -> None:
-        """Captures decode steps, and the layers of steps with prompts.
-
-        For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's,
-        for thousands it is slower. Where a process prefers it from the start (it cannot be set
-        later without a warning), that ends with the graphs of decode steps.
-
-        Args:
-            bodies: the launches to be captured.
-            has_idle: whether other engines' ranks wait for steps without rows.
-            max_mixed_tokens: the maximum number of tokens of a step; None where the layers of steps
-                with prompts cannot be captured.
-        """
-        # a capture begins by giving unused memory back, which would count against the graphs
-        torch.cuda.empty_cache()
-        before = torch.cuda.mem_get_info(self._device)[0]
-        pool = torch.cuda.graph_pool_handle()
-        rows = self._plan.rows
-        self._plan.clear_growth()
-        self.decode.capture(decode_sizes(rows), bodies.launch_decode, pool, run_each=True)
-        if has_idle:
-            self.idle.capture([1], bodies.launch_idle, pool, run_each=True)
-        if self.looks_for_prefixes:
-            sizes = shared_sizes(rows, MIN_ROWS)
-            self.sharing.capture(sizes, bodies.launch_sharing_decode, pool, run_each=True)
-        torch.backends.cuda.preferred_blas_library("cublas")
-        if max_mixed_tokens is not None:
-            self._capture_mixed(bodies, max_mixed_tokens, pool)
-        torch.cuda.synchronize()
-        self.nbytes = before - torch.cuda.mem_get_info(self._device)[0]
-
-    def _capture_mixed(self, bodies: GraphBodies, max_tokens: int, pool: Any) -> None:
-        """Captures the layers of steps with prompts; `pool` as in `CudaGraphs.capture`."""
-        sizes = mixed_sizes(min(max_tokens, MIXED_GRAPH_TOKENS + self._plan.rows))
-        bodies.clear_mixed(sizes[-1])
-        self.mixed.capture(sizes, bodies.launch_mixed, pool, run_each=False)
 
     def update(self, plan: StepPlan) -> None:
         """Takes over the part of a plan that the choice of a graph depends on. Called with every
@@ -133,5 +258,7 @@ class StepGraphs:
 
 def _make_prefixes(slots: Slots) -> SharedPrefixes:
     """Returns the detector of steps in which attention may read a shared prefix once."""
+    from aioinfer.kernels.cascade_attention import MIN_ROWS, MIN_SAVED_KEYS
+
     count = len(slots.tokens)
     return SharedPrefixes(count, slots.block_size, min_rows=MIN_ROWS, min_saved=MIN_SAVED_KEYS)

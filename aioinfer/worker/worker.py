@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from aioinfer.config import Config
 from aioinfer.ipc.expert_placement import ExpertPlacement
@@ -20,30 +21,32 @@ from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.registry import build_model, load_model_config
-from aioinfer.worker.devices import select_cache_dtype, select_device, select_dtype, set_up_device
-from aioinfer.worker.dummy_steps import DummySteps
+from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
-from aioinfer.worker.kv_division import CacheDemand
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import (
+    CacheDemand,
     available_bytes,
     check_weights,
     count_blocks,
     keep_freed_memory,
     report_shortage,
 )
-from aioinfer.worker.model_runner import ModelRunner, PendingResult
+from aioinfer.worker.peers import Peers
+from aioinfer.worker.runner import ModelRunner
+from aioinfer.worker.selection import (
+    select_cache_dtype,
+    select_device,
+    select_dtype,
+    set_up_device,
+)
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.stages.peers import Peers
-from aioinfer.worker.stages.runner import StageRunner
+from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
+from aioinfer.worker.warm_up import CompilationWatch, DummySteps, GraphBodies, compile_only
 
 if TYPE_CHECKING:
-    from aioinfer.worker.compilation import CompilationWatch
-    from aioinfer.worker.gpu_runner import GpuModelRunner, PendingGpuResult
     from aioinfer.worker.kernel_timing import KernelTiming
-
-    Pending = PendingResult | PendingGpuResult
 
 #: In the place of a number of KV blocks where layers of other ranks alone need any.
 NO_LIMIT = 2**31 - 1
@@ -240,18 +243,27 @@ class Worker:
         CUDA graphs are captured.
         """
         runner, steps = self.runner, self._dummy_steps(self.runner)
-        if isinstance(runner, ModelRunner):
+        if isinstance(runner.device, CpuDevice):
             keep_freed_memory()
             steps.run_all()
             self._calibrate()
-            runner.works.begin_service()
-            return
-        from aioinfer.worker.compilation import CompilationWatch, compile_only
+        else:
+            self._warm_up_kernels(steps)
+        runner.works.begin_service()
+        if self.device.type != "cpu":
+            self.compilations = CompilationWatch()
 
-        timing = self._make_kernel_timing(runner)
+    def _warm_up_kernels(self, steps: DummySteps) -> None:
+        """Does what `warm_up` does on a GPU."""
+        from aioinfer.worker.gpu_device import GpuDevice
+
+        runner, device = self.runner, self.runner.device
+        assert isinstance(device, GpuDevice)
+        bodies = GraphBodies(runner, device)
+        timing = self._make_kernel_timing(bodies)
         with compile_only():
             steps.run_all()
-            runner.warm_up()
+            bodies.warm_up()
             if timing is not None:
                 timing.prepare()
             self._peers.drain_stages()
@@ -259,21 +271,21 @@ class Worker:
             steps.run_all()
             if timing is not None:
                 self.timed_choices = timing.run()
-                runner.kv.zero(1)  # the timed layers have written there
+                device.kv.zero(1)  # the timed layers have written there
             self._calibrate()
-            runner.capture()
-        runner.works.begin_service()
-        self.graph_bytes = runner.graphs.nbytes
-        self.compilations = CompilationWatch()
+            if self._config.parallel.cuda_graphs and self._model.supports_graphs:
+                bodies.capture()
+            torch.backends.cuda.preferred_blas_library("cublas")
+        self.graph_bytes = device.graphs.nbytes
 
-    def _make_kernel_timing(self, runner: GpuModelRunner) -> KernelTiming | None:
+    def _make_kernel_timing(self, bodies: GraphBodies) -> KernelTiming | None:
         """Returns the choice of kernels for products; None where they stay at their defaults."""
         if not self._config.parallel.time_kernels or not self._backend.pdl:
             return None
         from aioinfer.worker.kernel_timing import KernelTiming
 
         can_run_layers = self._backend.computes_alone and self._model.supports_graphs
-        return KernelTiming.of(self._backend, runner.timed_layers() if can_run_layers else None)
+        return KernelTiming.of(self._backend, bodies.timed_layers() if can_run_layers else None)
 
     def _calibrate(self) -> None:
         """Measures the scales of a KV cache in float8 that has none; leaves no other trace."""
@@ -287,60 +299,47 @@ class Worker:
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
         steps = self._dummy_steps(runner)
         calibrate(
-            self._model.kv_scales, self._own_groups, runner.kv.tensors, count, max_len,
+            self._model.kv_scales, self._own_groups, runner.device.kv.tensors, count, max_len,
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
-        runner.kv.zero(-(-count // size))
+        runner.device.kv.zero(-(-count // size))
 
-    def _dummy_steps(
-        self, runner: ModelRunner | GpuModelRunner, fewest_blocks: int | None = None
-    ) -> DummySteps:
+    def _dummy_steps(self, runner: ModelRunner, fewest_blocks: int | None = None) -> DummySteps:
         fewest = fewest_blocks or self._fewest_blocks
         return DummySteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
 
     def _make_runner(
         self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
-    ) -> ModelRunner | GpuModelRunner:
-        groups, config = self._groups, self._config
+    ) -> ModelRunner:
+        """Makes the slots, the KV cache and all that computes steps with them."""
+        groups, config, model = self._groups, self._config, self._model
+        uses_kernels = self.device.type != "cpu"
         slots = Slots(
-            max_num_seqs,
-            max_model_len,
-            self.block_size,
-            self.vocab_size,
-            self.device,
-            len(groups),
-        )
+            max_num_seqs, max_model_len, self.block_size, self.vocab_size, self.device, len(groups),
+            uses_kernels=uses_kernels,
+        )  # fmt: skip
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
         )
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
-        hidden_size = self._model.hidden_size
-        self._peers.connect_all_reduce(self._backend, hidden_size)
-        self._model.bind(self._own_groups, kv.tensors, max_num_seqs, tokens)
-        links = self._peers.link_stages(hidden_size, self._backend.dtype)
-        rank = Rank(self._model, slots, links, uses_kernels=self.device.type != "cpu")
-        works = StepWorks.load(rank, config.model.features)
-        if self.device.type == "cpu":
-            if links is not None:
-                return StageRunner(self._model, kv, slots, links, works)
-            return ModelRunner(self._model, kv, slots, works)
-        use_graphs = config.parallel.cuda_graphs
-        if links is not None:
-            from aioinfer.worker.stages.gpu_runner import GpuStageRunner
+        self._peers.connect_all_reduce(self._backend, model.hidden_size)
+        model.bind(self._own_groups, kv.tensors, max_num_seqs, tokens)
+        links = self._peers.link_stages(model.hidden_size, self._backend.dtype)
+        works = StepWorks.load(Rank(model, slots, links), config.model.features)
+        device: Device
+        if uses_kernels:
+            from aioinfer.worker.gpu_device import GpuDevice
 
-            return GpuStageRunner(
-                self._model, kv, slots, tokens, works, use_graphs=use_graphs, links=links
-            )
-        from aioinfer.worker.gpu_runner import GpuModelRunner
-
-        return GpuModelRunner(self._model, kv, slots, tokens, works, use_graphs=use_graphs)
+            is_first, is_last = (links.is_first, links.is_last) if links else (True, True)
+            device = GpuDevice(model, kv, slots, tokens, is_first=is_first, is_last=is_last)
+        else:
+            device = CpuDevice(slots, kv)
+        return ModelRunner(model, device, works, links)
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
         if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
-        from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
-
         limits = self._config.scheduler
         return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
 
@@ -361,9 +360,7 @@ class Worker:
         )
         steps = self._dummy_steps(runner, num_blocks)
         plan = steps.largest_plan(lengths)
-        if not isinstance(runner, ModelRunner):
-            from aioinfer.worker.compilation import compile_only
-
+        if self.device.type != "cpu":
             with compile_only():
                 steps.run(plan)
                 self._peers.drain_stages()

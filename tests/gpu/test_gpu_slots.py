@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 from aioinfer.kernels.penalties import add_biases, apply_penalties, ban_tokens
-from slot_cases import VOCAB, apply_with_kernels, kernels_agree, make_plan, random_admission
+from slot_cases import (
+    VOCAB,
+    apply_plainly,
+    apply_with_kernels,
+    kernels_agree,
+    make_plan,
+    random_admission,
+)
 
-from aioinfer.worker.sampling.adjustments import adjust_logits
-from aioinfer.worker.slots import Slots
-from aioinfer.worker.staging import Staging
+from aioinfer.worker.adjustments import adjust_logits
+from aioinfer.worker.gpu_device import Staging
+from aioinfer.worker.slots import SamplingRows, Slots
 
 GPU = torch.device("cuda")
 
@@ -25,7 +32,8 @@ def test_kernels_leave_the_slots_as_plain_torch_does() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_admissions_do_not_wait_for_the_gpu() -> None:
     """After the kernels are compiled, and while the counts grow and shrink."""
-    rng, slots, staging = random.Random(7), Slots(16, 1600, 16, VOCAB, GPU), Staging(GPU)
+    rng, staging = random.Random(7), Staging(GPU)
+    slots = Slots(16, 1600, 16, VOCAB, GPU, uses_kernels=True)
     plans = [
         make_plan(
             *(random_admission(slot, rng) for slot in range(16)), freed_slots=tuple(range(16))
@@ -49,15 +57,15 @@ def test_adjusted_logits_are_those_of_plain_torch(seed: int) -> None:
     rng = random.Random(seed)
     slots = Slots(8, 1600, 16, VOCAB, GPU)
     plan = make_plan(*(random_admission(slot, rng) for slot in range(8)))
-    slots.apply(plan)
+    apply_plainly(slots, plan)
     slot_ids = np.arange(8, dtype=np.int32)
     positions = plan.admissions.records["num_tokens"].astype(np.int32)
     logits = torch.randn(8, VOCAB, device=GPU)
     expected = logits.cpu()
     on_host = Slots(8, 1600, 16, VOCAB, torch.device("cpu"))
-    on_host.apply(plan)
+    apply_plainly(on_host, plan)
     flags = on_host.current_flags(slot_ids, positions)
-    adjust_logits(expected, on_host, flags, slot_ids, positions)
+    adjust_logits(expected, on_host, SamplingRows(slot_ids, positions, 0), flags)
     there, at, params = torch.from_numpy(slot_ids).cuda(), torch.from_numpy(positions), slots.params
     add_biases(logits, there, slots.bias_ids, slots.bias_values, params["num_bias"])
     ban_tokens(

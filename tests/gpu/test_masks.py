@@ -16,7 +16,7 @@ from random_models import random_model
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
-from aioinfer.worker.gpu_runner import GpuModelRunner
+from aioinfer.worker.gpu_device import GpuDevice
 from tests.automata import Residues, accepts, constrain
 
 VOCAB_SIZE = 4001  # no multiple of 32, and no number of ranks divides it
@@ -140,7 +140,7 @@ def test_nothing_is_compiled_while_serving(
         if executor == "inline":
             inline = llm.frontend.engines[0]._workers.executor
             assert isinstance(inline, InlineExecutor)
-            assert isinstance(inline._worker.runner, GpuModelRunner)
+            assert isinstance(inline._worker.runner.device, GpuDevice)
             watch = inline._worker.compilations
             assert watch is not None
             assert watch.names == [], watch.names

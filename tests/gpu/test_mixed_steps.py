@@ -15,8 +15,8 @@ from aioinfer.config import load_config
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.cuda_graphs import CudaGraphs
-from aioinfer.worker.gpu_runner import GpuModelRunner
+from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.step_graphs import CudaGraphs
 from aioinfer.worker.worker import Worker
 
 VOCAB_SIZE = 1024
@@ -25,7 +25,7 @@ LONGEST = 400
 NONE = np.empty(0, np.int32)
 
 
-def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
+def start(folder: Path, dtype: str) -> tuple[Worker, GpuDevice]:
     settings = [
         f"model.path={folder}", f"model.dtype={dtype}", f"scheduler.max_num_seqs={SLOTS}",
         "scheduler.max_num_batched_tokens=2048",
@@ -35,9 +35,9 @@ def start(folder: Path, dtype: str) -> tuple[Worker, GpuModelRunner]:
     report = worker.load(lambda done, total: None)
     worker.allocate(report.num_blocks, LONGEST)
     worker.warm_up()
-    runner = worker.runner
-    assert isinstance(runner, GpuModelRunner)
-    return worker, runner
+    device = worker.runner.device
+    assert isinstance(device, GpuDevice)
+    return worker, device
 
 
 def admit(worker: Worker, rng: random.Random) -> None:
@@ -97,8 +97,8 @@ def test_graphs_compute_what_launches_do(
     dtype: str, head_dim: int, bound: float, tmp_path: Path
 ) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, head_dim=head_dim, num_hidden_layers=3)
-    worker, runner = start(tmp_path, dtype)
-    graphs, none = runner.graphs.mixed, CudaGraphs()
+    worker, device = start(tmp_path, dtype)
+    graphs, none = device.graphs.mixed, CudaGraphs()
     rng = random.Random(0)
     admit(worker, rng)
     computed, sizes = [0] * SLOTS, set()
@@ -106,17 +106,17 @@ def test_graphs_compute_what_launches_do(
         plan = random_plan(step, rng, computed)
         if not len(plan.slots):
             break
-        (runner_kv,) = runner.kv.tensors
-        before, tokens = runner_kv.clone(), runner.slots.tokens.clone()
+        (device_kv,) = device.kv.tensors
+        before, tokens = device_kv.clone(), device.slots.tokens.clone()
         sizes.add(graphs.fit(plan.num_tokens))
         found = []
         for used in (none, graphs):
-            runner_kv.copy_(before)
-            runner.slots.tokens.copy_(tokens)
-            runner.graphs.mixed = used
-            runner._logits.fill_(torch.nan)
+            device_kv.copy_(before)
+            device.slots.tokens.copy_(tokens)
+            device.graphs.mixed = used
+            device.logits.fill_(torch.nan)
             worker.runner.step(plan).wait()
-            found.append((runner_kv.clone(), runner._logits[: int(plan.samples.sum())].clone()))
+            found.append((device_kv.clone(), device.logits[: int(plan.samples.sum())].clone()))
         (kv, logits), (graph_kv, graph_logits) = found
         assert error(graph_kv, kv) < bound
         assert error(graph_logits, logits) < bound

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.sampling import SamplingState, sample_tokens, uniform_noise
 
-from aioinfer.worker.sampling.filters import filter_tokens
-from aioinfer.worker.sampling.gumbel import gumbel_keys, gumbel_noise, uniforms
+from aioinfer.worker.host_sampling import filter_tokens, gumbel_keys, gumbel_noise, uniforms
 
 
 def make_state(slots: int, device: str) -> SamplingState:

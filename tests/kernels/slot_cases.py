@@ -11,8 +11,8 @@ import torch
 from aioinfer.ipc.plan import Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
+from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.staging import Staging
 
 VOCAB = 1300
 NONE = np.empty(0, np.int32)
@@ -30,10 +30,17 @@ def make_plan(
 
 
 def apply_with_kernels(slots: Slots, plan: StepPlan, staging: Staging) -> None:
-    """What the GPU model runner does: one upload, behind other arrays of the step."""
+    """What a GPU does: one upload, behind other arrays of the step."""
+    assert slots.uses_kernels
     staging.begin()
     _, *staged = staging.upload([np.arange(7, dtype=np.int32), *slots.stage(plan)])
-    slots.apply_staged(plan, staged)
+    slots.apply(plan, staged)
+
+
+def apply_plainly(slots: Slots, plan: StepPlan) -> None:
+    """The same in plain torch."""
+    assert not slots.uses_kernels
+    slots.apply(plan, [torch.tensor(array, device=slots.device) for array in slots.stage(plan)])
 
 
 def visible(slots: Slots) -> dict[str, torch.Tensor]:
@@ -90,7 +97,9 @@ def kernels_agree(seed: int, device: torch.device) -> int:
     Returns how often the occurrences of a request were compared.
     """
     rng = random.Random(seed)
-    plain, ours = (Slots(5, 1600, 16, VOCAB, device) for _ in range(2))
+    plain, ours = (
+        Slots(5, 1600, 16, VOCAB, device, uses_kernels=kernels) for kernels in (False, True)
+    )
     staging, penalized = Staging(device), 0
     for _ in range(4):
         slots = rng.sample(range(5), rng.randint(0, 4))
@@ -99,7 +108,7 @@ def kernels_agree(seed: int, device: torch.device) -> int:
             freed_slots=tuple(rng.sample(range(5), 2)),
             appended=(random_appended(rng),) * rng.randint(0, 1),
         )
-        plain.apply(plan)
+        apply_plainly(plain, plan)
         apply_with_kernels(ours, plan, staging)
         expected, found = visible(plain), visible(ours)
         assert found.keys() == expected.keys()

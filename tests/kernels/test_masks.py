@@ -22,10 +22,10 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import StepWorks
-from aioinfer.worker.sampling.gpu_sampler import GpuSampler, SamplingRows
-from aioinfer.worker.slots import Slots
+from aioinfer.worker.sampler import Sampler
+from aioinfer.worker.slots import RowTensors, SamplingRows, Slots
 from tests.automata import pack
-from tests.filled_slots import LogitsRunner, Shift, ShiftedRows, make_slots, rank_of, rows_plan
+from tests.filled_slots import Shift, ShiftedRows, logits_runner, make_slots, rank_of, rows_plan
 
 VOCAB = 300
 NONE = np.empty(0, np.int32)
@@ -88,33 +88,34 @@ class Found(NamedTuple):
 def sample_with_kernels(
     logits: torch.Tensor, works: StepWorks, plan: StepPlan, masks: Any
 ) -> Found:
-    """What the GPU model runner does with the logits of a step."""
+    """What the model runner does with the logits of a step on a GPU."""
     rank, calls, count = works.all[0].rank, works.of(plan), len(logits)
-    sampler = GpuSampler(rank.slots, rank.model.vocabulary, count)
+    results = torch.zeros(3, count, dtype=torch.int32)
+    sampler = Sampler(rank.slots, rank.model.vocabulary, results)
     late, is_real = calls.late, np.ones(count, np.int32)
     assert late is not None
     is_real[late] = 0
     slot_ids, positions = plan.slots, plan.starts + plan.lengths
     there = [torch.from_numpy(each) for each in (slot_ids, positions, is_real)]
     index, others = int32(2), np.delete(np.arange(count), late)
+    flags = rank.slots.current_flags(slot_ids, positions)
+    late_flags, flags[late] = flags[late], 0
     if len(others):
-        rows, adjust = SamplingRows(*there, slot_ids, positions), calls.adjuster(others)
-        sampler.sample(logits, rows, index, late=late, adjust=adjust)
+        rows = SamplingRows(slot_ids, positions, 2, there=RowTensors(*there, index))
+        sampler.sample(logits, rows, flags, late=late, adjust=calls.adjuster_of_others(count))
     places = torch.from_numpy(late)
-    rows = SamplingRows(
-        there[0][places], there[1][places], torch.ones_like(places), slot_ids[late],
-        positions[late], places,
-    )  # fmt: skip
+    of_late = RowTensors(there[0][places], there[1][places], torch.ones_like(places), index)
+    rows = SamplingRows(slot_ids[late], positions[late], 2, places, of_late)
     changed, _ = calls.late_logits(logits, places, lambda *_: masks)
-    sampler.sample(changed, rows, index, adjust=calls.adjuster(late), in_place=True)
-    tokens = sampler.results(2, count)[0]
+    sampler.sample(changed, rows, late_flags, adjust=calls.adjuster(late), in_place=True)
+    tokens = results[2]
     calls.read_tokens(logits, tokens)
     found = [each.to_section() for each in calls.pending]
     return Found(tokens.tolist(), found[0] if found else None)  # type: ignore[arg-type]
 
 
-def works_of(slots: Slots, *, uses_kernels: bool) -> StepWorks:
-    rank = rank_of(slots, uses_kernels=uses_kernels)
+def works_of(slots: Slots) -> StepWorks:
+    rank = rank_of(slots)
     return StepWorks([LogprobWork(rank), MaskWork(rank), Shift(rank)])
 
 
@@ -128,7 +129,10 @@ def test_a_step_with_constrained_rows_samples_what_the_cpu_samples(seed: int) ->
     params = [random_params(rng) for _ in range(count)]
     prompts = [[rng.randrange(VOCAB) for _ in range(8)] for _ in range(count)]
     admission = {"prompt_len": 5, "banned_until_min_tokens": (1, 2)}
-    plain, ours = (make_slots(params, VOCAB, prompts, **admission) for _ in range(2))
+    plain, ours = (
+        make_slots(params, VOCAB, prompts, uses_kernels=kernels, **admission)
+        for kernels in (False, True)
+    )
     constrained = sorted(rng.sample(range(count), rng.choice([1, 2, count])))
     allowed = np.random.default_rng(seed).random((len(constrained), VOCAB)) < 0.1
     masks = np.stack([*map(pack, allowed)])
@@ -142,10 +146,10 @@ def test_a_step_with_constrained_rows_samples_what_the_cpu_samples(seed: int) ->
     if seed % 2:
         sections.append(ShiftedRows(np.arange(1, count + 1, dtype=np.int32)))
     plan = rows_plan(slot_ids, [8] * count, *sections)
-    cpu_works = works_of(plain, uses_kernels=False)
-    runner = LogitsRunner(cpu_works.all[0].rank, cpu_works, logits.clone())
+    cpu_works = works_of(plain)
+    runner = logits_runner(cpu_works.all[0].rank, cpu_works, logits.clone())
     expected = runner.step(plan, lambda *_: masks).wait()
-    before, works = logits.clone(), works_of(ours, uses_kernels=True)
+    before, works = logits.clone(), works_of(ours)
     found = sample_with_kernels(logits, works, plan, masks)
     assert torch.equal(logits, before)
     assert found.tokens == expected.tokens.tolist()
@@ -174,17 +178,19 @@ def test_log_probabilities_are_those_of_the_cpu(num_top: int, size: int) -> None
     torch.manual_seed(num_top)
     logits, tokens = torch.randn(size, VOCAB) * 3, torch.arange(size).int() * 7
     tokens[-1] = -1
-    slots = make_slots([SamplingParams()], VOCAB)
+    on_cpu, on_gpu = (
+        make_slots([SamplingParams()], VOCAB, uses_kernels=kernels) for kernels in (False, True)
+    )
     for first in (0, 1):
         rows = np.arange(first, size, dtype=np.int32)
         named = np.where(rows % 3 == 1, 2, 0).astype(np.int32)
         of_rows = np.arange(named.sum(), dtype=np.int32)
         section = LogprobRows(rows, np.full_like(rows, num_top), named, of_rows)
         cpu, gpu = (
-            LogprobWork(rank_of(slots, uses_kernels=uses_kernels))
+            LogprobWork(rank_of(slots))
             .read_tokens(rows_plan([], []), section, logits, tokens)
             .to_section()
-            for uses_kernels in (False, True)
+            for slots in (on_cpu, on_gpu)
         )
         for name in ("rows", "top_tokens", "counts"):
             assert getattr(gpu, name).tolist() == getattr(cpu, name).tolist()

@@ -13,8 +13,8 @@ from slot_cases import NONE, apply_with_kernels, kernels_agree, make_plan
 
 from aioinfer.ipc.plan import Admission, StepPlan
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.staging import Staging
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def test_kernels_leave_the_slots_as_plain_torch_does(seed: int) -> None:
 
 
 def test_an_admission_touches_no_other_slot() -> None:
-    slots = Slots(4, 40, 16, 100, CPU)
+    slots = Slots(4, 40, 16, 100, CPU, uses_kernels=True)
     for tensor in (slots.tokens, slots.records, slots.seeds, slots.bias_ids, slots.banned_ids):
         tensor.fill_(-7)
     params = SamplingParams(logit_bias={4: 1.0}, min_tokens=1)
@@ -59,7 +59,7 @@ def test_admissions_neither_copy_pageable_memory_nor_call_bincount(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both wait for a GPU; the staged upload is the only way from the host."""
-    slots, staging = Slots(2, 40, 16, 100, CPU), Staging(CPU)
+    slots, staging = Slots(2, 40, 16, 100, CPU, uses_kernels=True), Staging(CPU)
     params = SamplingParams(logit_bias={4: 1.0}, min_tokens=1, frequency_penalty=1.0)
     plan = make_plan(Admission(1, np.arange(9, dtype=np.int32), 5, params, 5, (3,)))
     staging.begin()
@@ -70,7 +70,7 @@ def test_admissions_neither_copy_pageable_memory_nor_call_bincount(
 
     for name in ("tensor", "bincount", "from_numpy", "as_tensor"):
         monkeypatch.setattr(torch, name, refuse)
-    slots.apply_staged(plan, staged)
+    slots.apply(plan, staged)
     monkeypatch.undo()
     counts = slots.occurrences.rows[0]
     assert counts[:10].tolist() == [1 << 30] * 5 + [1] * 4 + [0]

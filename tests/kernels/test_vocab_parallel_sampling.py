@@ -21,7 +21,7 @@ from aioinfer.layers.formats.dense import MAX_FEW_ROWS
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
-from aioinfer.worker.sampling.logprobs import merge_logprobs
+from aioinfer.worker.logprobs import merge_logprobs
 from tests.kernels.peer_processes import run_ranks
 from tests.tiny_models import tiny_model
 

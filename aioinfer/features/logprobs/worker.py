@@ -17,7 +17,7 @@ from aioinfer.ipc.plan import StepPlan
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.sampling_params import MAX_LOGPROBS
 from aioinfer.worker.features import PendingSection, WorkerFeature
-from aioinfer.worker.sampling.logprobs import merge_logprobs, token_logprobs
+from aioinfer.worker.logprobs import merge_logprobs, token_logprobs
 
 #: Rows that torch computes at a time where their logits are copied.
 _ROWS = 16

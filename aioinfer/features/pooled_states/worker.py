@@ -14,8 +14,14 @@ import torch
 
 from aioinfer.features.pooled_states.sections import CLS, LAST, MEAN, PooledRows, PooledStates
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
-from aioinfer.worker.model_runner import first_tokens, rows_of, spread
+from aioinfer.worker.features import (
+    PendingSection,
+    Rank,
+    WorkerFeature,
+    first_tokens,
+    rows_of,
+    spread,
+)
 
 
 class Work(WorkerFeature):

@@ -15,9 +15,8 @@ import torch
 from aioinfer.features.prompt_logprobs.sections import PromptLogprobRows, PromptLogprobs
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.sampling_params import MAX_LOGPROBS
-from aioinfer.worker.features import PendingSection, WorkerFeature
-from aioinfer.worker.model_runner import first_tokens, rows_of, spread
-from aioinfer.worker.sampling.logprobs import ShardPart, find_in_shard, merge_logprobs
+from aioinfer.worker.features import PendingSection, WorkerFeature, first_tokens, rows_of, spread
+from aioinfer.worker.logprobs import ShardPart, find_in_shard, merge_logprobs
 
 #: Tokens whose logits exist at a time.
 CHUNK_ROWS = 256

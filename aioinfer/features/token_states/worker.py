@@ -7,8 +7,7 @@ import torch
 
 from aioinfer.features.token_states.sections import TokenStateRows, TokenStates
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.worker.features import PendingSection, WorkerFeature
-from aioinfer.worker.model_runner import first_tokens, spread
+from aioinfer.worker.features import PendingSection, WorkerFeature, first_tokens, spread
 
 
 class Work(WorkerFeature):

@@ -1,7 +1,7 @@
-"""The GPU model runner in Triton's interpreter: with features and without, launched or replayed, it
-samples and returns what the runner on a CPU does. CUDA's streams and events are replaced by
-objects without effect, since the interpreter computes at once; graphs launch the kernels that they
-would have captured."""
+"""The model runner on a GPU, in Triton's interpreter: with features and without, launched or
+replayed, it samples and returns what the runner on a CPU does. CUDA's streams and events are
+replaced by objects without effect, since the interpreter computes at once; graphs launch the
+kernels that they would have captured."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
-from aioinfer.worker.dummy_steps import DummySteps
+from aioinfer.worker.device import CpuDevice
 from aioinfer.worker.features import Rank, StepWorks
-from aioinfer.worker.gpu_runner import GpuModelRunner
+from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.model_runner import ModelRunner
+from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.warm_up import DummySteps, GraphBodies
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
@@ -104,15 +105,17 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
     bound = Bound(folder, kernels=kernels)
     kv = KVTensors(bound.groups, [12] * len(bound.groups), BLOCK_SIZE, torch.float32, CPU)
-    slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups))
+    slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups), uses_kernels=kernels)
     bound.model.bind(bound.groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
-    rank = Rank(bound.model, slots, uses_kernels=kernels)
+    rank = Rank(bound.model, slots)
     works = StepWorks.load(rank)
     works = StepWorks([*works.all, Shift(rank)])
     if not kernels:
-        return ModelRunner(bound.model, kv, slots, works)
-    runner = GpuModelRunner(bound.model, kv, slots, 40, works, use_graphs=False)
-    runner.graphs.decode = Graphs(runner.launch_decode)  # type: ignore[assignment]
+        return ModelRunner(bound.model, CpuDevice(slots, kv), works)
+    device = GpuDevice(bound.model, kv, slots, 40)
+    runner = ModelRunner(bound.model, device, works)
+    launch = GraphBodies(runner, device).launch_decode
+    device.graphs.decode = Graphs(launch)  # type: ignore[assignment]
     return runner
 
 
@@ -190,7 +193,7 @@ def test_steps_are_those_of_the_cpu(folder: Path, late: tuple[int, ...]) -> None
         assert [rows.tolist() for rows, _ in mine] == [rows.tolist() for rows, _ in cpus]
         for (_, logits), (_, of_cpu) in zip(mine, cpus, strict=True):
             torch.testing.assert_close(logits, of_cpu, rtol=1e-3, atol=1e-3)
-    assert runner.graphs.decode.replayed == [4, 4, 4]
+    assert runner.device.graphs.decode.replayed == [4, 4, 4]
 
 
 def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
@@ -200,7 +203,7 @@ def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
         found, expected = (each.step(plan).wait() for each in (runner, plain))
         assert_same(found, expected)
         assert found.section(PooledStates) is not None
-    assert not runner.graphs.decode.replayed
+    assert not runner.device.graphs.decode.replayed
 
 
 def test_dummy_steps_call_every_feature_and_leave_no_trace(folder: Path) -> None:
@@ -216,7 +219,7 @@ def test_dummy_steps_call_every_feature_and_leave_no_trace(folder: Path) -> None
         "prompt_logprobs.worker read_hidden", "pooled_states.worker read_hidden",
     }  # fmt: skip
     assert not runner.slots.tokens.any()
-    assert not runner.kv.tensors[0].any()
+    assert not runner.device.kv.tensors[0].any()
 
 
 def noting(seen: set[str], call: str, wrapped: Any) -> Any:

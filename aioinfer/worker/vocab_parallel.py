@@ -1,4 +1,4 @@
-"""Sampling where each rank has the logits of its own shard of the vocabulary. The samplers call it.
+"""Sampling on the host where each rank has the logits of its own shard of the vocabulary.
 
 Full logits are never gathered. A row with filters needs the largest logits of each rank, the
 candidates: from these every rank computes which tokens min-p, top-k and top-p keep, or that more
@@ -16,7 +16,10 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.ipc.plan import F32, I32
+from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.worker.host_sampling import RowParams, best_tokens, gumbel_noise
+from aioinfer.worker.slots import FILTERED, RANDOM, Slots
 
 F64 = npt.NDArray[np.float64]
 
@@ -24,6 +27,99 @@ F64 = npt.NDArray[np.float64]
 #: multiplies them if they do not suffice.
 CANDIDATES = 128
 MORE = 4
+
+
+def sample_rows(
+    scores: F32,
+    slots: Slots,
+    slot_ids: I32,
+    positions: I32,
+    flags: npt.NDArray[np.uint8],
+    vocabulary: Vocabulary,
+) -> npt.NDArray[np.int32]:
+    """Does what `host_sampling.sample_rows` does, together with the ranks of the other shards: all
+    of them call this, and return the same.
+
+    Args:
+        scores: float32 [S, local_size], adjusted logits.
+        vocabulary: the shard.
+    """
+    sampled = np.empty(len(scores), np.int32)
+    plain = np.flatnonzero(~flags & FILTERED)
+    filtered = np.flatnonzero(flags & FILTERED)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if len(plain):
+            params = RowParams.of(slots, slot_ids[plain], positions[plain])
+            found = _best_of_shard(scores[plain], flags[plain], params, vocabulary.start)
+            best, tokens = gather(vocabulary.group, slots.device, *found)
+            winner = best_tokens(best.T)
+            sampled[plain] = np.where(winner < 0, -1, tokens[winner, np.arange(len(plain))])
+        if len(filtered):
+            params = RowParams.of(slots, slot_ids[filtered], positions[filtered])
+            sampled[filtered] = _sample_filtered(scores[filtered], params, vocabulary, slots.device)
+    return sampled
+
+
+def _best_of_shard(
+    scores: F32, flags: npt.NDArray[np.uint8], params: RowParams, first: int
+) -> tuple[F32, npt.NDArray[np.int32]]:  # fmt: skip
+    """Returns the best score of each row (with noise, where a temperature is above 0) and its
+    token: float32 and int32 [n].
+
+    Without any token to sample the score is minus infinity; NaN or infinity if a logit is.
+    """
+    best, tokens = np.full(len(scores), -np.inf, np.float32), np.zeros(len(scores), np.int32)
+    ids = np.arange(first, first + scores.shape[1], dtype=np.uint32)
+    for i, scaled in enumerate(scores if len(ids) else ()):
+        if flags[i] & RANDOM:
+            scaled = scaled / params.temperature[i]
+            largest = scaled.max()
+            if not math.isfinite(largest):
+                best[i] = largest
+                continue
+            scaled += gumbel_noise(params.key0[i], params.key1[i], ids)
+        at = scaled.argmax()
+        best[i], tokens[i] = scaled[at], first + at
+    return best, tokens
+
+
+def _sample_filtered(
+    scores: F32, params: RowParams, vocabulary: Vocabulary, device: torch.device
+) -> npt.NDArray[np.int32]:
+    """Samples a token for each row, all with filters, from the candidates of all shards; returns
+    int32 [n].
+
+    All ranks see alike for which rows there are too few candidates, and repeat those rows with
+    more, at last with all.
+    """
+    group = vocabulary.group
+    sampled = np.full(len(scores), -1, np.int32)
+    pending, count = list(range(len(scores))), CANDIDATES
+    while pending:
+        found = Candidates.empty(len(pending), min(count, vocabulary.shard_size))
+        for at, i in enumerate(pending):
+            found.find(
+                at, scores[i] / params.temperature[i], vocabulary.start, params.filters[i][1]
+            )
+        values, tokens, largest, mass = gather(
+            group, device, found.values, found.tokens, found.largest, found.mass
+        )
+        complete = np.array([vocabulary.local_size_of(rank) <= count for rank in range(group.size)])
+        unsettled = []
+        for at, i in enumerate(pending):
+            if not math.isfinite(largest[:, at].max()):
+                continue
+            candidates = Candidates(values[:, at], tokens[:, at], largest[:, at], mass[:, at])
+            kept = keep_candidates(candidates, complete, vocabulary.vocab_size, *params.filters[i])
+            if kept is None:
+                unsettled.append(i)
+                continue
+            noisy = kept[0] + gumbel_noise(
+                params.key0[i], params.key1[i], kept[1].astype(np.uint32)
+            )
+            sampled[i] = kept[1][noisy == noisy.max()].min()
+        pending, count = unsettled, count * MORE
+    return sampled
 
 
 @dataclass(slots=True)
@@ -82,7 +178,7 @@ def keep_candidates(
     min_p: float,
 ) -> tuple[F32, I32] | None:
     """Returns the values and the tokens of one row that the filters keep, by the rules of
-    `filters.filter_tokens`, or None if it takes more candidates to know them.
+    `host_sampling.filter_tokens`, or None if it takes more candidates to know them.
 
     Args:
         candidates: of the row, with the ranks as rows; the largest of all is finite.

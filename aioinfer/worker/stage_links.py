@@ -2,10 +2,14 @@
 last stage back to the first, where the next step embeds them. Now and then counts of the experts'
 tokens follow hidden states (`features.expert_load`).
 
-Everything goes point to point between ranks of the same tensor-parallel number, over two channels
-of `channels`: GPUs of one host write into each other's memory, others use NCCL, CPUs gloo.
-Both sides know every plan, so nothing but numbers is sent: the receiver knows how many there will
-be, and of which rows.
+Everything goes point to point between ranks of the same tensor-parallel number, over two channels,
+each of which keeps the order of its messages: GPUs of one host write into each other's memory
+(`MemoryChannel`), others use NCCL, CPUs gloo (`GroupChannel`). Both sides know every plan, so
+nothing but numbers is sent: the receiver knows how many there will be, and of which rows.
+
+No call waits on the host for a GPU. With NCCL a receive is posted on a stream of its own, so that
+it may begin before the step that is being computed ends; it then holds a multiprocessor until the
+message has come, which `MemoryChannel` avoids.
 
 The first stage notes the tokens of each step that it will get, and waits for them when a plan comes
 that has a row of one of their slots. Tokens for a slot that another request has taken meanwhile, or
@@ -15,19 +19,26 @@ for which a plan brings others, are dropped.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
-from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
 from aioinfer.worker.slots import Slots
-from aioinfer.worker.stages.channels import GroupChannel, MemoryChannel, Receive, StageChannel
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.peer_messages import PeerChannel
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +47,97 @@ _log = logging.getLogger(__name__)
 _HIDDEN_SLOTS = 2
 #: A slot is at least so large: counts of experts' tokens go through it, too.
 _MIN_SLOT_BYTES = 1 << 20
+
+
+#: Receives a message, once: on a GPU its values are there for kernels that are launched after the
+#: call.
+Receive = Callable[[], torch.Tensor]
+
+
+class StageChannel(Protocol):
+    """A rank's link to the rank that it receives from and to the one that it sends to.
+
+    Attributes:
+        waited_ns: nanoseconds that the host has waited for messages; stays 0 on a GPU.
+    """
+
+    waited_ns: int
+
+    def send(self, values: torch.Tensor) -> None:
+        """Sends a tensor; it may be written to as soon as this returns."""
+        ...
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        """Returns a callable that receives the next message, of the shape and dtype that are sent.
+        These callables are called in the order in which they were made."""
+        ...
+
+
+class GroupChannel:
+    """Implements `StageChannel` with point-to-point messages of a process group.
+
+    Args:
+        group: the ranks of the pipeline. Another channel needs another group.
+        source, target: world ranks, that this one receives from and sends to.
+        depth: sends after which an earlier one must have been received.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, group: ParallelGroup, source: int, target: int, depth: int, device: torch.device
+    ):
+        self.waited_ns = 0
+        self._group, self._source, self._target = group.handle, source, target
+        self._depth, self._device = depth, device
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def send(self, values: torch.Tensor) -> None:
+        """See `StageChannel.send`."""
+        values = values.clone(memory_format=torch.contiguous_format)
+        self._sent.append((dist.isend(values, dst=self._target, group=self._group), values))
+        if len(self._sent) > self._depth:
+            self._sent.popleft()[0].wait()
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        """See `StageChannel.expect`. Posts the receive."""
+        with self._on_receiving_stream():
+            values = torch.empty(shape, dtype=dtype, device=self._device)
+            work: Any = dist.irecv(values, src=self._source, group=self._group)
+        if self._receiving is not None:
+            values.record_stream(torch.cuda.current_stream())
+
+        def receive() -> torch.Tensor:
+            began = time.perf_counter_ns()
+            work.wait()
+            self.waited_ns += time.perf_counter_ns() - began if self._receiving is None else 0
+            return values
+
+        return receive
+
+    def _on_receiving_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving)
+
+
+class MemoryChannel:
+    """Implements `StageChannel` over the memory of two GPUs of this host.
+
+    Args:
+        incoming, outgoing: from the rank that this one receives from, and to the one that it sends
+            to.
+    """
+
+    def __init__(self, incoming: PeerChannel, outgoing: PeerChannel):
+        self.waited_ns = 0
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def send(self, values: torch.Tensor) -> None:
+        """See `StageChannel.send`."""
+        self._outgoing.send(values)
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        """See `StageChannel.expect`. Nothing is launched before the returned callable is called."""
+        return lambda: self._incoming.receive(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.memory import report_shortage
-from aioinfer.worker.stages.links import StageLinks
+from aioinfer.worker.stage_links import StageLinks
 
 #: Seconds that start-up steps may take, once all ranks that share experts have compiled their
 #: kernels.

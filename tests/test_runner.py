@@ -23,9 +23,10 @@ from aioinfer.models.decoder import CausalLM
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.device import CpuDevice, prepare_step
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.kv_tensors import KVTensors
-from aioinfer.worker.model_runner import ModelRunner, prepare_step
+from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 
 VOCAB = 199
@@ -97,7 +98,8 @@ class Steps:
         groups, num_blocks = group_layers(model.ours.kv_specs), BLOCKS * 4 // block_size
         kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
         model.ours.bind(groups, kv.tensors, 8, 100)
-        self.runner = ModelRunner(model.ours, kv, slots, StepWorks.load(Rank(model.ours, slots)))
+        works = StepWorks.load(Rank(model.ours, slots))
+        self.runner = ModelRunner(model.ours, CpuDevice(slots, kv), works)
         self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self.tables: dict[int, list[int]] = {}
         self.admissions: list[Admission] = []
@@ -286,7 +288,7 @@ def test_forks_continue_from_copies_of_the_last_block(model: Model) -> None:
 def test_all_copies_are_read_before_any_is_written(model: Model) -> None:
     steps = Steps(model)
     steps.generate(0, PROMPT, 2)
-    (kv,) = steps.runner.kv.tensors
+    (kv,) = steps.runner.device.kv.tensors
     torch.manual_seed(1)
     kv[:, :, :4] = torch.randn(kv[:, :, :4].shape)
     before = kv.clone()
@@ -433,5 +435,5 @@ def test_a_result_survives_the_ring(model: Model) -> None:
 def test_a_step_leaves_no_graph_behind(model: Model) -> None:
     steps = Steps(model)
     steps.generate(0, PROMPT, 2)
-    assert not steps.runner.kv.tensors[0].requires_grad
+    assert not steps.runner.device.kv.tensors[0].requires_grad
     assert not steps.runner.slots.tokens.requires_grad

@@ -1,0 +1,221 @@
+"""The device of a rank, as the model runner uses it: a plan goes up, the inputs of a step are
+prepared, graphs are replayed, and tokens come back.
+
+`CpuDevice` computes on tensors of just a step's size, and has no graphs. `gpu_device.GpuDevice` has
+a buffer for every input, which graphs and kernels refer to; on a CPU such buffers would be copies
+without use. All other parts of a step are the same on both: see `runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
+from aioinfer.worker.features import PendingSection
+from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.slots import SamplingRows, Slots
+
+#: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
+#: prepared, one is being read. With P pipeline stages P + 1 are in flight.
+NUM_BUFFERS = 16
+
+
+class Device:
+    """A rank's device, with its slots and its KV cache. One step is begun at a time; all other
+    methods are of the step that was begun last.
+
+    Attributes:
+        slots: the running requests.
+        kv: keys and values of all layers.
+        results: int32 [NUM_BUFFERS, rows] on the device, the sampled tokens of steps.
+        index: which of these buffers the step has.
+        received: [tokens, hidden_size], the stream of the pipeline stage before; None without one.
+    """
+
+    def __init__(self, slots: Slots, kv: KVTensors):
+        self.slots = slots
+        self.kv = kv
+        rows, device = len(slots.tokens), slots.device
+        self.results = torch.zeros(NUM_BUFFERS, rows, dtype=torch.int32, device=device)
+        self.index = 0
+        self.received: torch.Tensor | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Begins the step of a plan: applies the host's part of it. Once for each plan, in
+        order."""
+        raise NotImplementedError
+
+    def hold(self, received: torch.Tensor) -> None:
+        """Makes hidden states [T, hidden_size] the beginning of `received`."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- graphs
+
+    def has_decode_graph(self, plan: StepPlan) -> bool:
+        """Whether the step does nothing but decode, and a graph has all of it, if its features suit
+        graphs."""
+        return False
+
+    def replay_decode(
+        self, plan: StepPlan, late: I32 | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Replays the graph of a step that only decodes: it samples all rows but `late` (int32 [M])
+        by temperature and filters.
+
+        Returns the hidden states [S, hidden_size] of a pipeline stage that does not sample, or the
+        logits [S, local_size] of one that does; None for the other.
+        """
+        raise NotImplementedError
+
+    def replay_layers(self, step: Step) -> ResidualStream | None:
+        """Replays the graph of all layers but the model's last for a step that is prepared; None if
+        there is none."""
+        return None
+
+    def replay_idle(self) -> bool:
+        """Replays the graph of a step without rows. Returns whether there is one."""
+        return False
+
+    # ---------------------------------------------------------------- without a graph
+
+    def apply(self, plan: StepPlan, late: I32 | None) -> None:
+        """Applies a plan to block tables, slots and KV blocks. The rows `late` (int32 [M]) of the
+        sampled ones are sampled by a later call."""
+        raise NotImplementedError
+
+    def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
+        """Returns the step of a plan with at least one row, after `apply`. `every_token`: the
+        hidden states of all tokens are wanted, not of the sampled rows alone."""
+        raise NotImplementedError
+
+    def last_tokens(self, plan: StepPlan) -> torch.Tensor:
+        """Returns the last token of each sampled row, integers [S] on the device, as indices of the
+        step's tokens; after `apply`."""
+        raise NotImplementedError
+
+    def logits_buffer(self, rows: int) -> torch.Tensor | None:
+        """Returns a buffer [rows, shard_size] for logits, if the device has one."""
+        return None
+
+    # ---------------------------------------------------------------- sampling and results
+
+    def sampled_rows(self, slot_ids: I32, positions: I32) -> SamplingRows:
+        """Returns the step's sampled rows; `slot_ids`, `positions`: as there."""
+        return SamplingRows(slot_ids, positions, self.index)
+
+    def late_rows(self, slot_ids: I32, positions: I32, late: I32) -> SamplingRows:
+        """Returns the rows `late` (int32 [M]) of the sampled ones; `slot_ids`, `positions`: int32
+        [M], of these rows."""
+        return SamplingRows(slot_ids, positions, self.index, torch.tensor(late))
+
+    def tokens(self, count: int) -> torch.Tensor:
+        """Returns the step's sampled tokens, int32 [count] on the device."""
+        return self.results[self.index, :count]
+
+    def record_time(self) -> torch.cuda.Event | None:
+        """Returns an event that has the time at which a GPU gets here; None on a CPU."""
+        return None
+
+    def fetch(
+        self, count: int, pending: Sequence[PendingSection]
+    ) -> tuple[torch.Tensor, Sequence[PendingSection], torch.cuda.Event | None]:
+        """Ends the step: starts the copy of its `count` sampled tokens and of its sections to the
+        host.
+
+        Returns the tokens and the sections on the host, valid after the event, if there is one.
+        """
+        raise NotImplementedError
+
+
+class CpuDevice(Device):
+    """Implements `Device` on a CPU, in plain torch."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """See `Device.begin`."""
+        self.index = (self.index + 1) % NUM_BUFFERS
+        self._staged = self.slots.stage(plan)
+
+    def hold(self, received: torch.Tensor) -> None:
+        """See `Device.hold`."""
+        self.received = received
+
+    def apply(self, plan: StepPlan, late: I32 | None) -> None:
+        """See `Device.apply`."""
+        slots = self.slots
+        if len(plan.table_rows):
+            where = np.stack([plan.table_rows, plan.table_indices]).astype(np.int64)
+            slots.block_tables[torch.from_numpy(where).unbind()] = torch.tensor(plan.table_blocks)
+        slots.apply(plan, [torch.tensor(array) for array in self._staged])
+        if len(plan.copy_sources):
+            counts, copies = sort_copies(plan, len(self.kv.groups))
+            self.kv.copy_blocks(counts, *torch.from_numpy(copies))
+
+    def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
+        """See `Device.prepare`."""
+        step = prepare_step(plan, self.slots)
+        if every_token:
+            step.sampled = None
+        return step
+
+    def last_tokens(self, plan: StepPlan) -> torch.Tensor:
+        """See `Device.last_tokens`."""
+        return torch.from_numpy(np.cumsum(plan.lengths)[np.flatnonzero(plan.samples)] - 1)
+
+    def fetch(
+        self, count: int, pending: Sequence[PendingSection]
+    ) -> tuple[torch.Tensor, Sequence[PendingSection], torch.cuda.Event | None]:
+        """See `Device.fetch`."""
+        return self.tokens(count), pending, None
+
+
+def prepare_step(plan: StepPlan, slots: Slots) -> Step:
+    """Returns the step of a plan with at least one row, derived from the slots by a few tensor
+    operations, whatever the number of rows. `gpu_device` has kernels that do it."""
+    block_size = slots.block_size
+    rows = np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)
+    slot_ids, starts, lengths = torch.from_numpy(rows)
+    ends = lengths.cumsum(0)
+    num_rows, num_tokens = len(plan.slots), plan.num_tokens
+    if num_tokens == num_rows:
+        token_slots, positions = slot_ids, starts
+    else:
+        row_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
+        token_slots = slot_ids[row_of_token]
+        offsets = (starts - ends + lengths)[row_of_token]
+        positions = torch.arange(num_tokens) + offsets
+    seq_lens = plan.starts + plan.lengths
+    num_blocks = -(-int(seq_lens.max()) // block_size)
+    groups = []
+    for tables in slots.tables_by_group:
+        block_ids = tables[token_slots, positions // block_size].long()
+        slot_mapping = block_ids * block_size + positions % block_size
+        groups.append(GroupInputs(slot_mapping, tables[:, :num_blocks][slot_ids]))
+    inputs = StepInputs(
+        input_ids=slots.tokens[token_slots, positions],
+        positions=positions.int(),
+        query_starts=torch.nn.functional.pad(ends, (1, 0)).int(),
+        seq_lens=(starts + lengths).int(),
+        groups=tuple(groups),
+    )
+    host = HostRows(plan.lengths.tolist(), seq_lens.tolist())
+    return Step(inputs, count_decodes(plan), _sampled_rows(plan, inputs), host)
+
+
+def count_decodes(plan: StepPlan) -> int:
+    """Returns how many of the first rows compute one token and sample the next."""
+    others = np.flatnonzero((plan.lengths > 1) | (plan.samples == 0))
+    return int(others[0]) if len(others) else len(plan.slots)
+
+
+def _sampled_rows(plan: StepPlan, inputs: StepInputs) -> SampledRows | None:
+    """Returns the sampled rows, or None if every token is the last of one."""
+    rows = np.flatnonzero(plan.samples).astype(np.int32)
+    if len(rows) == len(inputs.input_ids):
+        return None
+    last = np.cumsum(plan.lengths, dtype=np.int32)[rows] - 1
+    return SampledRows.of(inputs, torch.from_numpy(rows), torch.from_numpy(last))

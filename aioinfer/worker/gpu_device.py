@@ -1,0 +1,375 @@
+"""A GPU, as the model runner uses it: a plan is uploaded in one copy from pinned memory, kernels do
+the rest, the tokens come back in another copy, on a stream of their own.
+
+Every input of a step has a buffer that CUDA graphs and kernels refer to: the plan of a decode step
+(`step_graphs.PlanBuffer`), the inputs of a step, which kernels fill from the slots (`StepBuffers`),
+the stream of the pipeline stage before, and the outputs of the graphs. The host waits for nothing:
+a buffer of pinned memory (`Staging`) is written again only when the step that read it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.kernels import prepare
+from aioinfer.kernels.slots import grow_tables
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
+from aioinfer.models.decoder import CausalLM
+from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes
+from aioinfer.worker.features import PendingSection
+from aioinfer.worker.kv_tensors import KVTensors, sort_copies
+from aioinfer.worker.slots import RowTensors, SamplingRows, Slots, upload
+from aioinfer.worker.step_graphs import PlanBuffer, StepGraphs
+
+#: Tensors of equal length: of a list, or the rows of one.
+Tensors = Sequence[torch.Tensor] | torch.Tensor
+
+_MIN_SIZE = 1 << 14
+#: The longest row of a mixed step counts as at least so long in input preparation, so that there
+#: are two compiled variants: this one and decodes.
+_MIN_MIXED_ROW = 1024
+
+
+class Staging:
+    """Uploads of int32 arrays through pinned memory, packed into one copy that the host does not
+    wait for. `device` is the device of the steps; on a CPU (in tests) nothing is pinned.
+
+    Attributes:
+        index: which of the `NUM_BUFFERS` buffers the current step uses.
+    """
+
+    def __init__(self, device: torch.device):
+        self.index = 0
+        self._device = device
+        self._buffers = [self._make(_MIN_SIZE) for _ in range(NUM_BUFFERS)]
+        self._over: list[torch.cuda.Event | None] = [None] * NUM_BUFFERS
+
+    def begin(self) -> int:
+        """Begins a step: takes the next buffer, and waits for the step that used it.
+
+        Returns its index.
+        """
+        self.index = (self.index + 1) % NUM_BUFFERS
+        over = self._over[self.index]
+        if over is not None:
+            over.synchronize()
+        return self.index
+
+    def end(self, over: torch.cuda.Event) -> None:
+        """Ends a step: `over` is recorded when all of its work has been launched."""
+        self._over[self.index] = over
+
+    def upload(self, arrays: Sequence[I32]) -> list[torch.Tensor]:
+        """Returns each array as an int32 tensor of its shape on the device. At most once a step."""
+        sizes = [array.size for array in arrays]
+        total = sum(sizes)
+        if len(self._buffers[self.index]) < total:
+            self._buffers[self.index] = self._make(1 << total.bit_length())
+        buffer = self._buffers[self.index]
+        np.concatenate([array.reshape(-1) for array in arrays], out=buffer.numpy()[:total])
+        uploaded = buffer[:total].to(self._device, non_blocking=True, copy=True)
+        return [
+            part.view(array.shape)
+            for part, array in zip(uploaded.split(sizes), arrays, strict=True)
+        ]
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """Returns int32 [size] of this step's pinned memory, to be filled and copied instead of
+        `upload`."""
+        if len(self._buffers[self.index]) < size:
+            self._buffers[self.index] = self._make(1 << size.bit_length())
+        return self._buffers[self.index][:size]
+
+    def _make(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+
+class StepBuffers:
+    """Buffers for R rows and T tokens, of which each step uses the beginnings.
+
+    Args:
+        slots: from which the inputs are derived.
+        rows, tokens: the maxima of a step.
+
+    Attributes:
+        rows, tokens: the same.
+        whole: the buffers. Block tables start as zeros: padding names a block that exists.
+    """
+
+    def __init__(self, slots: Slots, rows: int, tokens: int):
+        self.rows, self.tokens = rows, tokens
+        self._slots = slots
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=slots.device)
+
+        groups = tuple(
+            GroupInputs(zeros(tokens, dtype=torch.int64), zeros(rows, tables.shape[1]))
+            for tables in slots.tables_by_group
+        )
+        self.whole = StepInputs(zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups)
+
+    def views(self, num_tokens: int, rows: int) -> StepInputs:
+        """Returns the beginnings of the buffers."""
+        whole = self.whole
+        return StepInputs(
+            whole.input_ids[:num_tokens],
+            whole.positions[:num_tokens],
+            whole.query_starts[: rows + 1],
+            whole.seq_lens[:rows],
+            tuple(
+                GroupInputs(group.slot_mapping[:num_tokens], group.block_tables[:rows])
+                for group in whole.groups
+            ),
+        )
+
+    def prepare(self, rows: Tensors, num_tokens: int, *, max_length: int) -> StepInputs:
+        """Launches the preparation of rows (slots, starts and lengths, each int32 [R]), and returns
+        their inputs; tokens beyond the lengths' sum, up to `num_tokens`, become padding.
+
+        Args:
+            max_length: at least the tokens of a row.
+        """
+        slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
+        for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
+            filled = prepare.PreparedInputs(
+                inputs.input_ids, inputs.positions, group.slot_mapping, inputs.query_starts,
+                inputs.seq_lens, group.block_tables,
+            )  # fmt: skip
+            prepare.prepare_inputs(
+                *rows, slots.tokens, tables, filled,
+                block_size=slots.block_size, max_length=max_length,
+            )  # fmt: skip
+        return inputs
+
+    def clear(self) -> StepInputs:
+        """Makes a step find nothing to cache and nothing to attend; returns its inputs, the
+        buffers as a whole."""
+        for group in self.whole.groups:
+            group.slot_mapping.fill_(-1)
+        self.whole.query_starts.zero_()
+        self.whole.seq_lens.zero_()
+        return self.views(self.tokens, self.rows)
+
+
+class GpuDevice(Device):
+    """Implements `Device` on a GPU.
+
+    Attributes:
+        plan: the plan of a decode step, which its graph reads.
+        buffers: the inputs of a step.
+        logits: [rows, shard_size] in the model's dtype, of the sampled rows of a step.
+        stream: [tokens, hidden_size], the output of the graphs of all layers but the last; empty
+            without such graphs.
+        decoded: [rows, hidden_size], the output of the graphs of decode steps, of a pipeline stage
+            that does not sample; None elsewhere.
+        max_tokens: the maximum of a step.
+        graphs: the captured steps; none before `GraphBodies.capture`.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVTensors,
+        slots: Slots,
+        max_tokens: int,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ):
+        """Makes the buffers of steps of up to `max_tokens` tokens, or of a token for each slot.
+
+        Args:
+            model: bound to `kv` for the rows and tokens of a step.
+            is_first, is_last: of the pipeline's stages.
+        """
+        super().__init__(slots, kv)
+        device, rows, groups = slots.device, len(slots.tokens), len(slots.tables_by_group)
+        size, dtype = model.hidden_size, model.backend.dtype
+        self.max_tokens = max(max_tokens, rows)
+        self.plan = PlanBuffer(rows, rows * groups, device)
+        self.buffers = StepBuffers(slots, rows, self.max_tokens)
+        self.logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
+        self.stream = torch.empty(0, size, dtype=dtype, device=device)
+        self.decoded: torch.Tensor | None = None
+        if not is_first:
+            self.received = torch.zeros(self.max_tokens, size, dtype=dtype, device=device)
+        if not is_last:
+            self.decoded = torch.zeros(rows, size, dtype=dtype, device=device)
+        self.graphs = StepGraphs(self.plan, slots, looks_for_prefixes=model.backend.cascade)
+        self._local_size, self._backend = model.vocabulary.local_size, model.backend
+        self._needs_host_rows = not model.supports_prefill_graphs
+        self._staging = Staging(device)
+        self._staged: list[I32] = []
+        pinned = device.type == "cuda"
+        self._host_results = torch.zeros_like(self.results, device="cpu", pin_memory=pinned)
+        self._copies = torch.cuda.Stream(device)
+        # of the step's plan on the GPU, where no graph has it: slots, starts and lengths of all
+        # rows, int32 [R] each; the sampled rows; and which they are, and their last tokens
+        self._rows: Tensors = ()
+        self._sampled: RowTensors | None = None
+        self._places: Tensors = ()
+
+    def begin(self, plan: StepPlan) -> None:
+        """See `Device.begin`. Waits for the step that used the buffers of this one."""
+        self.index = self._staging.begin()
+        self._staged = self.slots.stage(plan)
+        self._sampled = None
+        self.graphs.update(plan)
+
+    def hold(self, received: torch.Tensor) -> None:
+        """See `Device.hold`."""
+        assert self.received is not None
+        self.received[: len(received)].copy_(received)
+
+    # ---------------------------------------------------------------- graphs
+
+    def has_decode_graph(self, plan: StepPlan) -> bool:
+        """See `Device.has_decode_graph`."""
+        return self.graphs.has_decode(plan)
+
+    def replay_decode(
+        self, plan: StepPlan, late: I32 | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See `Device.replay_decode`."""
+        rows = len(plan.slots)
+        self.plan.fill(plan, self.index, self._staging.host_buffer(len(self.plan.values)), late)
+        self.graphs.replay_decode(plan)
+        if self.decoded is not None:
+            return self.decoded[:rows], None
+        return None, self.logits[:rows, : self._local_size]
+
+    def prepare_decode(self, rows: Tensors, *, shares_prefix: bool = False) -> Step:
+        """Prepares a decode step of rows: slots, starts and lengths, each int32 [R]."""
+        count = len(rows[0])
+        inputs = self.buffers.prepare(rows, count, max_length=1)
+        return Step(inputs, count, has_prefill=False, shares_prefix=shares_prefix)
+
+    def decoded_rows(self, rows: int) -> RowTensors:
+        """Returns the sampled rows of a decode step of `rows` rows, in the plan's buffer."""
+        plan, positions = self.plan, self.buffers.whole.seq_lens[:rows]
+        return RowTensors(
+            plan.row_section(0, rows), positions, plan.row_section(3, rows), plan.buffer_index
+        )
+
+    def replay_layers(self, step: Step) -> ResidualStream | None:
+        """See `Device.replay_layers`."""
+        num_tokens = len(step.inputs.input_ids)
+        size = self.graphs.mixed.fit(num_tokens)
+        if not size:
+            return None
+        self.graphs.mixed.replay(size)
+        return ResidualStream(self.stream[:num_tokens], self._backend)
+
+    def replay_idle(self) -> bool:
+        """See `Device.replay_idle`."""
+        if not self.graphs.idle.graphs:
+            return False
+        self.graphs.idle.replay(1)
+        return True
+
+    # ---------------------------------------------------------------- without a graph
+
+    def apply(self, plan: StepPlan, late: I32 | None) -> None:
+        """See `Device.apply`. Uploads all that the step needs of the plan."""
+        sampled = np.flatnonzero(plan.samples).astype(np.int32)
+        ends = np.cumsum(plan.lengths, dtype=np.int32)
+        is_real = np.ones_like(sampled)
+        if late is not None:
+            is_real[late] = 0
+        copy_counts, copies = sort_copies(plan, len(self.kv.groups))
+        sampling = plan.slots[sampled], (plan.starts + plan.lengths)[sampled], is_real
+        self._rows, growth, copies_there, rows, self._places, index, *staged = self._staging.upload(
+            [
+                np.stack([plan.slots, plan.starts, plan.lengths]),
+                np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
+                copies,
+                np.stack(sampling),
+                np.stack([sampled, ends[sampled] - 1]),
+                np.array([self.index], np.int32),
+                *self._staged,
+            ]
+        )
+        self._sampled = RowTensors(rows[0], rows[1], rows[2], index)
+        grow_tables(*growth, self.slots.block_tables)
+        self.slots.apply(plan, staged)
+        self.kv.copy_blocks(copy_counts, *copies_there)
+
+    def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
+        """See `Device.prepare`."""
+        host = None
+        if self._needs_host_rows:
+            host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
+        places = None if every_token else self._places
+        return self.prepare_rows(
+            self._rows, plan.num_tokens, count_decodes(plan), places,
+            longest=int(plan.lengths.max()), host=host,
+        )  # fmt: skip
+
+    def prepare_rows(
+        self, rows: Tensors, num_tokens: int, num_decodes: int, places: Tensors | None, *,
+        longest: int, host: HostRows | None = None,
+    ) -> Step:  # fmt: skip
+        """Prepares a step of any rows.
+
+        Args:
+            rows: slots, starts and lengths, each int32 [R].
+            num_tokens: the sum of the lengths.
+            num_decodes: see `Step`.
+            places: the sampled rows and the last token of each, each int32 [S]; None if the hidden
+                states of all tokens are wanted.
+            longest: at least the tokens of a row.
+            host: see `Step`.
+        """
+        padded = self.graphs.mixed.fit(num_tokens) or num_tokens
+        self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest))
+        inputs = self.buffers.views(num_tokens, len(rows[0]))
+        sampled = None if places is None else SampledRows.of(inputs, places[0], places[1])
+        return Step(inputs, num_decodes, sampled, host)
+
+    def last_tokens(self, plan: StepPlan) -> torch.Tensor:
+        """See `Device.last_tokens`."""
+        return self._places[1]
+
+    def logits_buffer(self, rows: int) -> torch.Tensor | None:
+        """See `Device.logits_buffer`."""
+        return self.logits[:rows]
+
+    # ---------------------------------------------------------------- sampling and results
+
+    def sampled_rows(self, slot_ids: I32, positions: I32) -> SamplingRows:
+        """See `Device.sampled_rows`."""
+        there = self._sampled or self.decoded_rows(len(slot_ids))
+        return SamplingRows(slot_ids, positions, self.index, there=there)
+
+    def late_rows(self, slot_ids: I32, positions: I32, late: I32) -> SamplingRows:
+        """See `Device.late_rows`."""
+        index = np.full_like(late, self.index)
+        arrays = np.stack([slot_ids, positions, np.ones_like(late), late, index])
+        slots, ends, is_real, places, of_buffer = upload(arrays, self.slots.device).unbind()
+        there = RowTensors(slots, ends, is_real, of_buffer)
+        return SamplingRows(slot_ids, positions, self.index, places, there)
+
+    def record_time(self) -> torch.cuda.Event | None:
+        """See `Device.record_time`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def fetch(
+        self, count: int, pending: Sequence[PendingSection]
+    ) -> tuple[torch.Tensor, Sequence[PendingSection], torch.cuda.Event | None]:
+        """See `Device.fetch`. The copies are on a stream that no step waits for."""
+        target = self._host_results[self.index, :count]
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            target.copy_(self.tokens(count), non_blocking=True)
+            fetched = [each.fetch(self._copies) for each in pending]
+            arrived = self._copies.record_event()
+        self._staging.end(arrived)
+        return target, fetched, arrived

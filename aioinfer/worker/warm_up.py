@@ -1,0 +1,402 @@
+"""Warm-up: dummy steps, executed on a worker's runner so that the first request is not slower, and
+the compilation of Triton kernels: all before the first request, on all cores; none while serving.
+
+Dummy steps serve to measure memory and the scales of the KV cache, too. The worker compiles its
+kernels by going through its steps within `compile_only`, and then watches with a `CompilationWatch`
+that nothing is compiled any more: a kernel that was left out would stall every stream for seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.masks import mask_words
+from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
+from aioinfer.ipc.sections import Section
+from aioinfer.layers.step import HostRows, Step
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.runner import ModelRunner
+from aioinfer.worker.step_graphs import (
+    MIXED_GRAPH_TOKENS,
+    decode_sizes,
+    mixed_sizes,
+    shared_sizes,
+)
+
+if TYPE_CHECKING:
+    from aioinfer.worker.gpu_device import GpuDevice
+    from aioinfer.worker.stopwatch import TimedLayers
+
+_log = logging.getLogger(__name__)
+
+#: Products are timed within at least so many layers, since a layer's first product follows another
+#: layer, and at most that many.
+_TIMED_LAYERS = 2, 8
+#: Keys of a row in these layers.
+_TIMED_KEYS = 256
+
+#: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
+WARM_UP_TOKENS = 16
+
+#: A request that uses all of the sampler.
+EVERYTHING = SamplingParams(
+    top_k=5,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    logit_bias={0: 1.0},
+    min_tokens=9,
+)
+
+
+def dummy_admission(
+    slot: int, length: int, params: SamplingParams, banned: tuple[int, ...] = ()
+) -> Admission:
+    """Returns the admission of a prompt of `length` zeros."""
+    return Admission(slot, np.zeros(length, np.int32), length, params, 0, banned)
+
+
+def dummy_plan(
+    lengths: list[int],
+    start: int,
+    block_size: int,
+    num_groups: int = 1,
+    max_num_seqs: int = 0,
+    admissions: Sequence[Admission] = (),
+    features: Sequence[Section] = (),
+    num_blocks: int | None = None,
+) -> StepPlan:
+    """Returns a plan in which slot i computes `lengths[i]` tokens from `start` and samples the next
+    one, with the sections `features`.
+
+    Admitted requests get their KV blocks one after the other from block 0 on, in each of
+    `num_groups` groups; after `num_blocks` of them from block 0 on again, so that requests write
+    over each other's keys.
+    """
+    rows, none = len(lengths), np.empty(0, np.int32)
+    starts, samples = np.full(rows, start, np.int32), np.ones(rows, np.int32)
+    counts = [-(-len(admission.tokens) // block_size) for admission in admissions]
+    slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    indices = np.concatenate([none, *(np.arange(count, dtype=np.int32) for count in counts)])
+    blocks = np.arange(sum(counts), dtype=np.int32)
+    if num_blocks is not None:
+        blocks %= num_blocks
+    firsts = np.arange(num_groups, dtype=np.int32)[:, None] * max_num_seqs
+    sections = [*([Admissions.of(admissions)] if admissions else []), *features]
+    return StepPlan(
+        -1, np.arange(rows, dtype=np.int32), starts, np.array(lengths, np.int32), samples,
+        (firsts + slots).reshape(-1), np.tile(indices, num_groups), np.tile(blocks, num_groups),
+        none, none, sections,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DummySteps:
+    """Executes dummy plans on a runner that no request uses yet.
+
+    Attributes:
+        runner: of the rank.
+        num_groups: the KV groups of the whole model.
+        block_size: tokens a KV block.
+        vocab_size: of the model's logits.
+        fewest_blocks: KV blocks of the group that has the fewest, on all ranks: every stage of a
+            pipeline has to execute the same plans.
+    """
+
+    runner: ModelRunner
+    num_groups: int
+    block_size: int
+    vocab_size: int
+    fewest_blocks: int
+
+    def run_all(self) -> None:
+        """Executes prefill steps and a decode step in which requests use all of the sampler, one of
+        them with all features, and forgets them."""
+        runner, slots = self.runner, self.runner.slots
+        rows = min(2, len(slots.tokens), self.fewest_blocks)
+        prompt_len = self._short_prompt()
+        greedy = dummy_admission(0, prompt_len, SamplingParams(temperature=0))
+        admissions = [greedy, dummy_admission(1, prompt_len, EVERYTHING, banned=(1,))][:rows]
+        lengths = [prompt_len] * rows
+        for features in ((), self._features(lengths)):
+            self.run(self._admit(lengths, admissions, features))
+        if prompt_len < min(self.block_size, slots.max_model_len):
+            self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
+        slots.reset()
+        runner.device.kv.zero(rows)
+
+    def run_prompt(self, tokens: I32) -> None:
+        """Executes a prefill step of one prompt, and forgets the request; its keys and values in
+        the first KV blocks stay."""
+        count = len(tokens)
+        admission = Admission(0, tokens, count, SamplingParams(temperature=0), 0, ())
+        self.runner.step(self._admit([count], [admission])).wait()
+        self.runner.slots.reset()
+
+    def largest_plan(self, lengths: list[int]) -> StepPlan:
+        """Returns the plan that computes prompts of these lengths, of requests that use all of the
+        sampler (float32 logits, counts of tokens) and of the features. They have `fewest_blocks` KV
+        blocks together: their results are never read."""
+        admissions = [
+            dummy_admission(slot, length, EVERYTHING, banned=(1,))
+            for slot, length in enumerate(lengths)
+        ]
+        return self._admit(lengths, admissions, self._features(lengths), self.fewest_blocks)
+
+    def run(self, plan: StepPlan) -> None:
+        """Executes a plan; a message that late rows wait for has all bits set."""
+        self.runner.step(plan, self._all_bits).wait()
+
+    def _features(self, lengths: Sequence[int]) -> list[Section]:
+        """Returns the sections of all features, for prompts of these lengths in the first slots."""
+        return self.runner.works.dummy_sections(range(len(lengths)), lengths)
+
+    def _short_prompt(self) -> int:
+        """Returns a number of tokens after which a decode step needs no further KV block, unless
+        blocks have one token."""
+        return max(1, min(8, self.block_size - 1, self.runner.slots.max_model_len - 1))
+
+    def _admit(
+        self,
+        lengths: list[int],
+        admissions: list[Admission],
+        features: Sequence[Section] = (),
+        num_blocks: int | None = None,
+    ) -> StepPlan:
+        """Returns a `dummy_plan` from the first token on."""
+        slots = len(self.runner.slots.tokens)
+        return dummy_plan(
+            lengths, 0, self.block_size, self.num_groups, slots, admissions, features, num_blocks
+        )
+
+    def _all_bits(self, plan: StepPlan, count: int) -> I32:
+        """Implements `features.AwaitMessage` for dummy steps: as masks, every token is allowed."""
+        return np.full((count, mask_words(self.vocab_size)), -1, np.int32)
+
+
+class GraphBodies:
+    """The launches that graphs are captured from, and others of a start that resemble them. None
+    waits for the device.
+
+    Args:
+        runner: whose steps they are.
+        device: the runner's.
+    """
+
+    def __init__(self, runner: ModelRunner, device: GpuDevice):
+        self._runner = runner
+        self._device = device
+        self._model = runner.model
+
+    def launch_decode(self, rows: int) -> None:
+        """Launches a decode step of `rows` rows from the plan buffer."""
+        self._decode(rows, shares_prefix=False)
+
+    def launch_sharing_decode(self, rows: int) -> None:
+        """Launches a decode step with attention that looks for shared prefixes."""
+        self._decode(rows, shares_prefix=True)
+
+    def _decode(self, rows: int, *, shares_prefix: bool) -> None:
+        """Launches a decode step of `rows` rows from the plan buffer: it samples, or ends with
+        hidden states in a buffer."""
+        from aioinfer.kernels.slots import grow_tables
+
+        device, plan = self._device, self._device.plan
+        grow_tables(*plan.growth_sections(), device.slots.block_tables)
+        there = [plan.row_section(number, rows) for number in range(3)]
+        step = device.prepare_decode(there, shares_prefix=shares_prefix)
+        self._model.plan(step)
+        hidden = self._model.finish(step, self._runner.begin(step))
+        if device.decoded is not None:
+            device.decoded[:rows].copy_(hidden)
+        else:
+            logits = self._model.logits(hidden, device.logits[:rows])
+            self._runner.sampler.launch(logits, device.decoded_rows(rows))
+
+    def launch_idle(self, _: int) -> None:
+        """Launches a step without rows."""
+        self._model.take_part()
+
+    def clear_mixed(self, max_tokens: int) -> None:
+        """Makes the kernels of `launch_mixed` find nothing to compute, for up to `max_tokens`
+        tokens; makes the buffer of the hidden states, too."""
+        device = self._device
+        device.stream = device.stream.new_empty(max_tokens, device.stream.shape[1])
+        self._model.plan(Step(device.buffers.clear(), 0))
+
+    def launch_mixed(self, tokens: int) -> None:
+        """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
+        GPU describe."""
+        device = self._device
+        step = Step(device.buffers.views(tokens, device.plan.rows), None)
+        _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures decode steps, and the layers of steps with prompts.
+
+        For 16 to 512 rows cublasLt's own choice of kernels is up to a tenth faster than cuBLAS's,
+        for thousands it is slower. Where a process prefers it from the start (it cannot be set
+        later without a warning), that ends with the graphs of decode steps.
+        """
+        device, graphs = self._device, self._device.graphs
+        # a capture begins by giving unused memory back, which would count against the graphs
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info(device.slots.device)[0]
+        pool, rows = torch.cuda.graph_pool_handle(), device.plan.rows
+        device.plan.clear_growth()
+        graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
+        # whether other engines' ranks wait for steps without rows
+        if self._model.backend.expert_group is not None:
+            graphs.idle.capture([1], self.launch_idle, pool, run_each=True)
+        if graphs.looks_for_prefixes:
+            from aioinfer.kernels.cascade_attention import MIN_ROWS
+
+            sizes = shared_sizes(rows, MIN_ROWS)
+            graphs.sharing.capture(sizes, self.launch_sharing_decode, pool, run_each=True)
+        torch.backends.cuda.preferred_blas_library("cublas")
+        if self._model.supports_prefill_graphs:
+            sizes = mixed_sizes(min(device.max_tokens, MIXED_GRAPH_TOKENS + rows))
+            self.clear_mixed(sizes[-1])
+            graphs.mixed.capture(sizes, self.launch_mixed, pool, run_each=False)
+        torch.cuda.synchronize()
+        graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
+
+    # ---------------------------------------------------------------- other launches of a start
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launches steps of all sizes for which kernels are compiled differently: see
+        `compile_only`."""
+        from aioinfer.kernels.cascade_attention import MIN_ROWS
+        from aioinfer.layers.formats.dense import MAX_FEW_ROWS
+
+        model, device = self._model, self._device
+        model.warm_up()
+        model.take_part()
+        if not model.supports_graphs:
+            return
+        capacity = device.plan.rows
+        if model.supports_prefill_graphs:
+            self._runner.begin(Step(device.buffers.views(WARM_UP_TOKENS, capacity), None))
+        # beyond MAX_FEW_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
+        sizes = (1, 2, MAX_FEW_ROWS + 1, 17, 33, 65, 129, 193)
+        few = [rows for rows in sizes if rows < capacity]
+        many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
+        for rows in (*few, *(size + 1 for size in many), capacity):
+            self.launch_decode(rows)
+            if device.graphs.looks_for_prefixes and rows >= MIN_ROWS:
+                self.launch_sharing_decode(rows)
+            if rows + WARM_UP_TOKENS <= device.max_tokens:
+                self._warm_up_mixed(rows)
+
+    def _warm_up_mixed(self, rows: int) -> None:
+        """Launches a step of `rows` rows, of which the last has all tokens that the other rows do
+        not have."""
+        device, host = self._device, None
+        if not self._model.supports_prefill_graphs:
+            lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
+            longest = device.slots.max_model_len
+            host = HostRows(lengths, [min(length, longest) for length in lengths])
+        section = device.plan.row_section(0, rows)
+        self._runner.compute(
+            device.prepare_rows(
+                [section] * 3, rows + WARM_UP_TOKENS, rows // 2, (section, section),
+                longest=1, host=host,
+            )
+        )  # fmt: skip
+
+    def timed_layers(self) -> TimedLayers:
+        """Returns the model's first layers in decode steps: as many as have `cold_bytes` of
+        weights, within `_TIMED_LAYERS`. They write into the first KV block."""
+        from aioinfer.worker.stopwatch import TimedLayers, cold_bytes
+
+        device, model, slots = self._device, self._model, self._device.slots
+        layer_bytes = max(1, model.weights_bytes // len(model.layer_numbers))
+        fewest, most = _TIMED_LAYERS
+        count = min(max(fewest, -(-cold_bytes(slots.device) // layer_bytes)), most)
+        numbers = torch.arange(device.plan.rows, dtype=torch.int32, device=slots.device)
+        starts = torch.full_like(numbers, min(_TIMED_KEYS, slots.max_model_len) - 1)
+        lengths = torch.ones_like(numbers)
+
+        def launch(rows: int) -> None:
+            step = device.prepare_decode((numbers[:rows], starts[:rows], lengths[:rows]))
+            model.plan(step)
+            _ = model.begin(step, num_layers=count).hidden  # with all sums
+
+        return TimedLayers(launch, device.plan.rows)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
+    them are compiled.
+
+    Triton can compile asynchronously, but only kernels that are not launched; so launches become
+    its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
+    launch, one after the other: they are made here, too.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+    kernels: dict[int, Any] = {}
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernels[id(kernel)] = kernel
+        return kernel
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        with triton.AsyncCompileMode(threads):
+            JITFunction.run = compile_instead
+            try:
+                yield
+            finally:
+                JITFunction.run = run
+        list(threads.map(_make_launcher, kernels.values()))
+
+
+def _make_launcher(kernel: Any) -> None:
+    """Puts the launcher of a compiled kernel into Triton's cache, where the first launch will look
+    for it."""
+    from triton.runtime import driver
+    from triton.runtime._async_compile import FutureKernel
+
+    if isinstance(kernel, FutureKernel):
+        kernel = kernel.result()
+    if kernel is not None and kernel.module is None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+class CompilationWatch:
+    """Records the kernels that are compiled from its creation on.
+
+    Attributes:
+        names: of these kernels, in order.
+    """
+
+    def __init__(self) -> None:
+        import triton
+
+        self.names: list[str] = []
+        self._knobs = triton.knobs.runtime
+        self._knobs.jit_post_compile_hook = self._note
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._knobs.jit_post_compile_hook = None
+
+    def _note(self, *, fn: Any, **details: Any) -> None:
+        self.names.append(fn.name)
+        _log.warning(
+            "the kernel %s was compiled while serving, for %s", fn.name, details.get("repr")
+        )
