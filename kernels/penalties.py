@@ -1,7 +1,7 @@
 """Logit biases and penalties on the GPU, from counts that stay there. Called before `sampling` in
 steps that have them.
 
-The rules are the same as in `aioinfer.worker.sampler`. Of several ranks each adjusts the
+The rules are the same as in `aioinfer.worker.adjustments`. Of several ranks each adjusts the
 logits of its own tokens. For each request with penalties the worker keeps a row of occurrences over
 the vocabulary: how often a token was generated, and whether it occurs in the prompt.
 """

@@ -2,9 +2,9 @@
 search instead of a sort.
 
 Called at the end of a step, for its sampled rows; captured in the step's CUDA graph. The rules are
-the same as in `aioinfer.worker.sampler`, which documents them: the noise is a pure
-function of seed, position and token id (the uniforms are equal to the CPU's bit for bit), each
-filter keeps the tokens above some logit, and a row whose logits contain NaN or infinity gets -1.
+the same as in `aioinfer.worker.host_sampling`, which documents them: the noise is a pure function
+of seed, position and token id (the uniforms are equal to the CPU's bit for bit), each filter keeps
+the tokens above some logit, and a row whose logits contain NaN or infinity gets -1.
 Penalties and biases have been applied by `penalties`; log-probabilities are computed by
 `logprobs`.
 
