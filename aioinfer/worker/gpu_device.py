@@ -207,7 +207,7 @@ class GpuDevice(Device):
         self._staging = Staging(device)
         self._staged: list[I32] = []
         pinned = device.type == "cuda"
-        self._host_results = torch.zeros_like(self.results, device="cpu", pin_memory=pinned)
+        self._host_results = torch.zeros(self.results.shape, dtype=torch.int32, pin_memory=pinned)
         self._copies = torch.cuda.Stream(device)
         # of the step's plan on the GPU, where no graph has it: slots, starts and lengths of all
         # rows, int32 [R] each; the sampled rows; and which they are, and their last tokens

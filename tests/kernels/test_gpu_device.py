@@ -5,9 +5,11 @@ kernels that they would have captured."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,13 @@ from aioinfer.features.logprobs.sections import ALL, LogprobRows, Logprobs
 from aioinfer.features.pooled_states.sections import LAST, MEAN, PooledRows, PooledStates
 from aioinfer.features.prompt_logprobs.sections import PromptLogprobRows, PromptLogprobs
 from aioinfer.features.token_states.sections import TokenStateRows, TokenStates
+from aioinfer.ipc.kv_spec import group_layers, groups_of_stage
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice
 from aioinfer.worker.features import Rank, StepWorks
@@ -29,10 +35,12 @@ from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from aioinfer.worker.stage_links import Receive, StageLinks
 from aioinfer.worker.warm_up import DummySteps, GraphBodies
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
+from tests.paged_model import model_options
 from tests.tiny_models import tiny_model
 
 VOCAB = 100
@@ -56,8 +64,14 @@ def ids(*values: int) -> I32:
 class Stream:
     """Stands in for a CUDA stream, and for an event."""
 
-    def __init__(self, *_: Any):
+    def __init__(self, *_: Any, **__: Any):
         pass
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Stream) -> float:
+        return 0.25
 
     def wait_stream(self, stream: Any) -> None:
         pass
@@ -117,6 +131,59 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
     launch = GraphBodies(runner, device).launch_decode
     device.graphs.decode = Graphs(launch)  # type: ignore[assignment]
     return runner
+
+
+class QueueChannel:
+    """A channel between stages of one process: what is sent is received in its order."""
+
+    def __init__(self) -> None:
+        self.waited_ns = 0
+        self.sent: deque[torch.Tensor] = deque()
+
+    def send(self, values: torch.Tensor) -> None:
+        self.sent.append(values.clone())
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
+        def receive() -> torch.Tensor:
+            values = self.sent.popleft()
+            assert (values.shape, values.dtype) == (shape, dtype)
+            return values
+
+        return receive
+
+
+def make_stages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool
+) -> list[ModelRunner]:
+    """The runners of two pipeline stages, each with one of the model's layers, and with a graph for
+    each decode step, if they have kernels."""
+    channels = QueueChannel(), QueueChannel()
+    monkeypatch.setattr(StageLinks, "_open_channels", lambda *_: channels)
+    monkeypatch.setattr(StageLinks, "_connect", lambda _: None)
+    runners = []
+    for stage in range(2):
+        backend = Backend(CPU, torch.float32, ParallelGroup.single(), has_kernels=kernels)
+        backend.stage, backend.num_stages = stage, 2
+        model: Any = build_model(folder, backend, model_options())
+        model.load(folder, "auto", 0, lambda done, total: None)
+        of_all = group_layers(model.kv_specs)
+        groups = groups_of_stage(of_all, model.layer_numbers)
+        kv = KVTensors(groups, [12] * len(groups), BLOCK_SIZE, torch.float32, CPU)
+        slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(of_all), uses_kernels=kernels)
+        model.bind(groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
+        place: Any = SimpleNamespace(pp=SimpleNamespace(rank=stage, size=2))
+        links = StageLinks(place, model.hidden_size, torch.float32, CPU, 40)
+        works = StepWorks.load(Rank(model, slots, links))
+        if kernels:
+            ends = {"is_first": links.is_first, "is_last": links.is_last}
+            device = GpuDevice(model, kv, slots, 40, **ends)
+            runner = ModelRunner(model, device, works, links)
+            launch = GraphBodies(runner, device).launch_decode
+            device.graphs.decode = Graphs(launch)  # type: ignore[assignment]
+        else:
+            runner = ModelRunner(model, CpuDevice(slots, kv), works, links)
+        runners.append(runner)
+    return runners
 
 
 def plan_of(
@@ -194,6 +261,30 @@ def test_steps_are_those_of_the_cpu(folder: Path, late: tuple[int, ...]) -> None
         for (_, logits), (_, of_cpu) in zip(mine, cpus, strict=True):
             torch.testing.assert_close(logits, of_cpu, rtol=1e-3, atol=1e-3)
     assert runner.device.graphs.decode.replayed == [4, 4, 4]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_two_stages_sample_what_one_model_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    """Prompts, decodes and late rows; the first stage embeds the tokens that the last sampled."""
+    whole = make_runner(folder, kernels=False)
+    first, last = make_stages(folder, monkeypatch, kernels=kernels)
+    logprobs = LogprobRows(ids(0, 2), ids(3, 1), ids(2, ALL), ids(9, 90))
+    plans, starts = [first_plan(logprobs, ConstrainedRows(ids(1)))], list(LENGTHS)
+    for step, sections in enumerate(([], [logprobs], [ConstrainedRows(ids(0, 2))]), 1):
+        plans.append(plan_of(step, [2, 0, 1], [starts[s] for s in (2, 0, 1)], [1] * 3, *sections))
+        starts = [start + 1 for start in starts]
+    for plan in plans:
+        nothing = first.step(plan).wait()
+        assert not len(nothing.tokens)
+        found, expected = (each.step(plan, read_masks).wait() for each in (last, whole))
+        assert_same(found, expected)
+        assert torch.equal(last.slots.tokens, whole.slots.tokens)
+        if kernels:
+            assert found.busy_ns == nothing.busy_ns == 250_000, "the device's time"
+    for runner in (first, last) if kernels else ():
+        assert runner.device.graphs.decode.replayed == [4, 4, 4]  # type: ignore[attr-defined]
 
 
 def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
