@@ -161,8 +161,8 @@ class Weight(ABC):
         raise NotImplementedError
 
     def kernels(self, operation: Operation, x: Any, epilogue: Epilogue) -> Iterator[Candidate]:
-        """Yields the candidates for a product, with or without repetition, the default first; x and
-        epilogue as in `launch`."""
+        """Yields the candidates for a product, with or without repetition, the default first, which
+        must take these operands; x and epilogue as in `launch`."""
         raise NotImplementedError
 
     def takes(self, candidate: Candidate, x: Any, epilogue: Epilogue) -> bool:
@@ -246,7 +246,7 @@ class Weight(ABC):
 
     def _select(self, x: Any, epilogue: Epilogue) -> Candidate:
         """Returns the candidate that computes a product: the one that was chosen for its number of
-        rows, or else the first one that takes the operands."""
+        rows, if it takes the operands, or else the default."""
         operation = _operation_of(epilogue)
         choices = self._choices.get(operation)
         if choices is None:
@@ -257,8 +257,7 @@ class Weight(ABC):
         chosen = choices.find(len(x))
         if chosen is not None and self.takes(chosen, x, epilogue):
             return chosen
-        candidates = self.kernels(operation, x, epilogue)
-        return next(each for each in candidates if self.takes(each, x, epilogue))
+        return next(self.kernels(operation, x, epilogue))
 
     def candidates(self, operation: Operation, rows: int) -> list[Candidate]:
         """Returns the ways to compute a product of so many rows, the default first; none where the
