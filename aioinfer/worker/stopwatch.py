@@ -6,8 +6,8 @@ of Llama-3.1-8B took 12 % longer (docs/notes/start-up.md). So for up to `MAX_LAY
 model's first layers are timed as a decode step computes them, with each candidate in turn. All
 other products are timed alone, with a norm before each, since a step has short kernels around its
 products: products of more rows and of quantized weights, for which the first way chose no better
-and takes longer; products that these layers do not have, such as the head's; and all products of a
-rank that computes layers together with others, for which it would have to wait.
+and takes longer; products that these layers do not have; and all products of a rank that computes
+layers together with others, for which it would have to wait.
 """
 
 from __future__ import annotations

@@ -165,9 +165,10 @@ class KernelGroupedWeight(GroupedWeight):
 
     @property
     def format(self) -> str:
-        """See `Weight.format`."""
-        size, bits = self._scheme.group_size, self._scheme.bits
-        return f"{bits} bits in groups of {size}{' with zeros' * self._loaded.has_zeros}"
+        """See `Weight.format`. A weight whose inputs are gathered first fuses no norm."""
+        text = f"{self._scheme.bits} bits in groups of {self._scheme.group_size}"
+        text += " with zeros" * self._loaded.has_zeros
+        return text + " in another order" * (self._input_order is not None)
 
     def kernels(
         self, operation: Operation, x: torch.Tensor, epilogue: Epilogue
