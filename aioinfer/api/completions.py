@@ -91,24 +91,17 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
                 return await stream(request, envelope, outputs, choices)
             reply, of_prompts = await collect(outputs), outputs
     found = _best(reply.choices, num_candidates, params)
-    logprobs = [
-        await _logprobs(names, body, of_prompts[i // n] if of_prompts else None, delta)
-        for i, delta in enumerate(found)
-    ]
-    of_prompt = [await _of_prompt(names, body, output) for output in of_prompts]
-    of_prompt = of_prompt or [None] * len(prompts)
-    return json_response(
-        envelope.fields()
-        | {
-            "choices": [
-                _choice(i, delta, echoes[i // n], logprobs[i], shown_ids[i // n])
-                | {"prompt_logprobs": of_prompt[i // n]}
-                | (found_features(of_prompts[i // n], delta) if of_prompts else {})
-                for i, delta in enumerate(found)
-            ],
-            "usage": reply.usage,
-        }
-    )
+    whole: list[dict[str, Any]] = []
+    for number, (echo, prompt_ids) in enumerate(zip(echoes, shown_ids, strict=True)):
+        output = of_prompts[number] if of_prompts else None
+        prompt_logprobs = None if output is None else await _of_prompt(names, body, output)
+        for index in range(number * n, number * n + n):
+            delta = found[index]
+            logprobs = await _logprobs(names, body, output, delta)
+            choice = _choice(index, delta, echo, logprobs, prompt_ids)
+            choice |= {"prompt_logprobs": prompt_logprobs}
+            whole.append(choice | ({} if output is None else found_features(output, delta)))
+    return json_response(envelope.fields() | {"choices": whole, "usage": reply.usage})
 
 
 async def _sampling_params(

@@ -137,6 +137,8 @@ class HttpServer:
         app[FINGERPRINT] = info.fingerprint(frontend)
         app[FILES] = self._files
         _add_models(app)
+        _add_stored(app)
+        _add_reports(app)
         _add_administration(app)
         files.add_routes(app)
         batches.add_batches(app)
@@ -323,7 +325,7 @@ class HttpServer:
 
 
 def _add_models(app: web.Application) -> None:
-    """Adds the endpoints that use the model or report on it."""
+    """Adds the endpoints that use the model."""
     for path, handler in (
         ("/v1/completions", completions.create_completion),
         ("/v1/chat/completions", chat.create_chat_completion),
@@ -363,6 +365,10 @@ def _add_models(app: web.Application) -> None:
     app.router.add_get("/api/tags", ollama.list_tags)
     app.router.add_get("/api/ps", ollama.list_running)
     app.router.add_get("/api/version", ollama.version)
+
+
+def _add_stored(app: web.Application) -> None:
+    """Adds the endpoints for responses, conversations and chats that are kept."""
     app.router.add_get("/v1/responses/{id}", responses.get_response)
     app.router.add_delete("/v1/responses/{id}", responses.delete_response)
     app.router.add_post("/v1/responses/{id}/cancel", responses.cancel_response)
@@ -389,6 +395,10 @@ def _add_models(app: web.Application) -> None:
     app.router.add_delete("/v1/conversations/{id}/items/{item_id}", conversations.delete_item)
     app.router.add_get("/v1/chat/completions", stored_chats.list_chats)
     app.router.add_get("/v1/chat/completions/{id}/messages", stored_chats.list_chat_messages)
+
+
+def _add_reports(app: web.Application) -> None:
+    """Adds the endpoints that report on the model and the server."""
     app.router.add_get("/v1/models", info.list_models)
     app.router.add_get("/v1/models/{id:.+}", info.get_model)
     app.router.add_get("/models", info.list_models)
