@@ -1,7 +1,7 @@
 """Linear layers whose weights are 4-bit or 8-bit integers in groups (`grouped_weight`), for
 activations of 16 bits; accumulated in float32.
 
-Called by the linear layers in decode steps; for many rows (`use_fused` is false) the weight is
+Called by the linear layers in decode steps; for more than `MAX_FUSED_ROWS` the weight is
 dequantized by a launch of its own and multiplied by cuBLAS. The products are the tensor cores',
 also for one row, with the weights as the left operand, dequantized in registers: multiply-adds in
 float32 would need more instructions for an integer than the memory leaves time for. The product of
@@ -76,11 +76,6 @@ def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> Groupe
     while tiles <= len(weight.counters) and tiles * splits < 200 and weight.units >= 8 * splits:
         splits *= 2
     return GroupedConfig(features, columns, splits, 2 if columns == 8 else 4, 3)
-
-
-def use_fused(rows: int) -> bool:
-    """Whether `grouped_product` is faster than a dequantization and cuBLAS."""
-    return rows <= MAX_FUSED_ROWS
 
 
 @triton.jit
