@@ -13,6 +13,7 @@ from aioinfer.layers.kv_cache import FLOAT8
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.tiny_models import tiny_model
 
+_WINDOWED = ["sliding_attention", "full_attention"]
 #: One layer of each kind; heads of 64 channels.
 SIZES = {"vocab_size": 100, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -23,6 +24,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "glm4": ("glm4", {}),
     "gpt_oss": ("gpt_oss", {}),
+    # norms of queries and keys behind the rotation; layers without rotation; ALiBi
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "cohere2": ("cohere2", {"sliding_window": 6, "layer_types": _WINDOWED}),
+    "gpt2": ("gpt2", {"num_key_value_heads": 2}),
+    "falcon_rw": (
+        "falcon",
+        {
+            "alibi": True,
+            "new_decoder_architecture": False,
+            "multi_query": False,
+            "parallel_attn": False,
+        },
+    ),
     # both projections of the queries, and one; without experts
     "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
     "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
@@ -35,6 +49,7 @@ def test_a_prefill_and_decodes(name: str, tmp_path: Path) -> None:
     family, fields = FAMILIES[name]
     tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
     over_kernels, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
+    assert "lack head size" not in over_kernels.model.describe(16)
     for starts, lengths in (
         ([0, 0, 0], [20, 5, 33]),
         ([20, 5, 33], [1, 1, 5]),
