@@ -151,8 +151,8 @@ def prepare_inputs(
         block_size: tokens a KV block.
         max_length: the maximum length of a row in any step that this launch, or the CUDA graph that
             it is captured in, is used for.
-        rotary_offsets: int32 [num_slots], how far RoPE's positions of a slot's tokens are behind
-            their positions, given if `inputs.rotary` is.
+        rotary_offsets: int32 [num_slots], added to the positions of a slot's tokens where RoPE is
+            applied; given if `inputs.rotary` is.
 
     Raises:
         ValueError: the buffers are too small, or of a wrong dtype or layout.

@@ -250,6 +250,12 @@ def test_inputs_of_a_mixed_step(model: Model) -> None:
     narrow = [inputs.input_ids, inputs.positions, inputs.query_starts, inputs.seq_lens]
     assert {tensor.dtype for tensor in (*narrow, group.block_tables)} == {torch.int32}
     assert group.slot_mapping.dtype == torch.int64
+    assert inputs.rotary is None
+    assert inputs.rotary_positions is inputs.positions
+    steps.runner.slots.rotary_offsets = torch.tensor([-4, 0, 0, 0, 0, 0, 3, 0], dtype=torch.int32)
+    moved = prepare_step(plan, steps.runner.slots).inputs
+    assert moved.positions.tolist() == inputs.positions.tolist()
+    assert moved.rotary_positions.tolist() == [[9, 7, 8, 9]] * 3
 
 
 def test_shared_prefix_blocks_are_read_and_not_computed_again(model: Model) -> None:

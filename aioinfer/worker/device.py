@@ -195,12 +195,16 @@ def prepare_step(plan: StepPlan, slots: Slots) -> Step:
         block_ids = tables[token_slots, positions // block_size].long()
         slot_mapping = block_ids * block_size + positions % block_size
         groups.append(GroupInputs(slot_mapping, tables[:, :num_blocks][slot_ids]))
+    rotary = None
+    if slots.rotary_offsets is not None:
+        rotary = (positions + slots.rotary_offsets[token_slots]).int().expand(3, -1)
     inputs = StepInputs(
         input_ids=slots.tokens[token_slots, positions],
         positions=positions.int(),
         query_starts=torch.nn.functional.pad(ends, (1, 0)).int(),
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
+        rotary=rotary,
     )
     host = HostRows(plan.lengths.tolist(), seq_lens.tolist())
     return Step(inputs, count_decodes(plan), _sampled_rows(plan, inputs), host)

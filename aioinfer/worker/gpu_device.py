@@ -112,7 +112,10 @@ class StepBuffers:
             GroupInputs(zeros(tokens, dtype=torch.int64), zeros(rows, tables.shape[1]))
             for tables in slots.tables_by_group
         )
-        self.whole = StepInputs(zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups)
+        rotary = None if slots.rotary_offsets is None else zeros(3, tokens)
+        self.whole = StepInputs(
+            zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary
+        )
 
     def views(self, num_tokens: int, rows: int) -> StepInputs:
         """Returns the beginnings of the buffers."""
@@ -126,6 +129,7 @@ class StepBuffers:
                 GroupInputs(group.slot_mapping[:num_tokens], group.block_tables[:rows])
                 for group in whole.groups
             ),
+            None if whole.rotary is None else whole.rotary[:, :num_tokens],
         )
 
     def prepare(self, rows: Tensors, num_tokens: int, *, max_length: int) -> StepInputs:
@@ -139,11 +143,11 @@ class StepBuffers:
         for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
             filled = prepare.PreparedInputs(
                 inputs.input_ids, inputs.positions, group.slot_mapping, inputs.query_starts,
-                inputs.seq_lens, group.block_tables,
+                inputs.seq_lens, group.block_tables, inputs.rotary,
             )  # fmt: skip
             prepare.prepare_inputs(
-                *rows, slots.tokens, tables, filled,
-                block_size=slots.block_size, max_length=max_length,
+                *rows, slots.tokens, tables, filled, block_size=slots.block_size,
+                max_length=max_length, rotary_offsets=slots.rotary_offsets,
             )  # fmt: skip
         return inputs
 

@@ -175,6 +175,9 @@ class Slots:
         block_tables: int32 [groups * S, blocks of max_model_len], always valid block ids; row
             group * S + slot.
         tables_by_group: the same by KV group, each [S, blocks of max_model_len].
+        rotary_offsets: int32 [S], added to the positions of a slot's tokens where RoPE is applied,
+            in models that have three positions a token; 0 unless a step feature sets it. None in
+            other models.
         seeds: int64 [S], the 64 bits that key the sampler's noise.
         records: int32 [fields of a record, S], the records of the requests field by field.
         params: float32 or int32 [S] by the name of a record's field, views of `records`: all that
@@ -197,6 +200,7 @@ class Slots:
         num_groups: int = 1,
         *,
         uses_kernels: bool = False,
+        has_rotary_offsets: bool = False,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -208,6 +212,7 @@ class Slots:
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
+        self.rotary_offsets = zeros(max_num_seqs) if has_rotary_offsets else None
         self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
         # One row a field: all that a step reads of a field is contiguous.
@@ -353,9 +358,10 @@ class Slots:
         """Forgets everything, as if no request had ever been admitted."""
         for tensor in (
             self.tokens, self.block_tables, self.seeds, self.records, self.bias_ids,
-            self.bias_values, self.banned_ids,
+            self.bias_values, self.banned_ids, self.rotary_offsets,
         ):  # fmt: skip
-            tensor.zero_()
+            if tensor is not None:
+                tensor.zero_()
         for array in (self.sampling_flags, self._banned_until):
             array.fill(0)
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]

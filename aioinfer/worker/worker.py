@@ -316,7 +316,7 @@ class Worker:
         uses_kernels = self.device.type != "cpu"
         slots = Slots(
             max_num_seqs, max_model_len, self.block_size, self.vocab_size, self.device, len(groups),
-            uses_kernels=uses_kernels,
+            uses_kernels=uses_kernels, has_rotary_offsets=model.has_rotary_sections,
         )  # fmt: skip
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device

@@ -119,7 +119,10 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
     bound = Bound(folder, kernels=kernels)
     kv = KVTensors(bound.groups, [12] * len(bound.groups), BLOCK_SIZE, torch.float32, CPU)
-    slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups), uses_kernels=kernels)
+    slots = Slots(
+        4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups), uses_kernels=kernels,
+        has_rotary_offsets=bound.model.has_rotary_sections,
+    )  # fmt: skip
     bound.model.bind(bound.groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
     rank = Rank(bound.model, slots)
     works = StepWorks.load(rank)
@@ -285,6 +288,34 @@ def test_two_stages_sample_what_one_model_does(
             assert found.busy_ns == nothing.busy_ns == 250_000, "the device's time"
     for runner in (first, last) if kernels else ():
         assert runner.device.graphs.decode.replayed == [4, 4, 4]  # type: ignore[attr-defined]
+
+
+def test_slots_move_the_rotary_positions_of_their_tokens(tmp_path: Path) -> None:
+    """Of the tokens behind a prompt, as behind pictures, in mixed steps and replayed graphs."""
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [16, 8, 8]}
+    tiny_model(
+        "llama", tmp_path, vocab_size=VOCAB, hidden_size=128, head_dim=64, num_attention_heads=2,
+        num_key_value_heads=1, num_hidden_layers=2, rope_parameters=rope,
+    )  # fmt: skip
+    texts = []
+    for offset in (0, 9):
+        runner, plain = (make_runner(tmp_path, kernels=kernels) for kernels in (True, False))
+        plans = [first_plan(PooledRows(ids(0, 1), ids(LAST, LAST), ids(1, 1)))]
+        starts = list(LENGTHS)
+        for step in range(1, 5):
+            plans.append(plan_of(step, [2, 0, 1], [starts[slot] for slot in (2, 0, 1)], [1] * 3))
+            starts = [start + 1 for start in starts]
+        for plan in plans:
+            found, expected = (each.step(plan).wait() for each in (runner, plain))
+            assert_same(found, expected)
+            for each in (runner, plain):
+                each.slots.rotary_offsets[2] = offset
+        assert runner.device.graphs.decode.replayed == [4] * 4
+        inputs = runner.device.buffers.whole
+        assert inputs.rotary[:, 0].tolist() == [starts[2] - 1 + offset] * 3
+        assert inputs.rotary[:, 1].tolist() == [starts[0] - 1] * 3
+        texts.append(runner.slots.tokens.tolist())
+    assert texts[0][:2] == texts[1][:2]
 
 
 def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
