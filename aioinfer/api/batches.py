@@ -395,9 +395,6 @@ def add_batches(app: web.Application) -> None:
 
         app.on_startup.append(begin)
         app.on_shutdown.append(stop)
-    app.router.add_get("/v1/batches", list_batches)
-    app.router.add_get("/v1/batches/{batch_id}", get_batch)
-    app.router.add_post("/v1/batches/{batch_id}/cancel", cancel_batch)
 
 
 async def stop(app: web.Application) -> None:

@@ -28,14 +28,6 @@ _PIECE = 2**20
 _MAX_FIELD_BYTES = 1024
 
 
-def add_routes(app: web.Application) -> None:
-    """Adds all routes except the route of uploads, whose body comes late."""
-    app.router.add_get("/v1/files", list_files)
-    app.router.add_get("/v1/files/{file_id}", get_file)
-    app.router.add_get("/v1/files/{file_id}/content", get_content)
-    app.router.add_delete("/v1/files/{file_id}", delete_file)
-
-
 async def upload_file(request: web.Request) -> web.Response:
     """Stores the file of a multipart form with `file` and `purpose`, which must be "batch"."""
     store = require_store(request)

@@ -1,4 +1,4 @@
-"""The HTTP server: its routes, and the listening socket in front of them. `app` starts and stops
+"""The HTTP server: the application, and the listening socket in front of it. `app` starts and stops
 it."""
 
 from __future__ import annotations
@@ -11,27 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import HttpVersion10, HttpVersion11, web
 from yarl import URL
 
-from aioinfer.api import (
-    admin,
-    anthropic,
-    batches,
-    chat,
-    completions,
-    conversations,
-    experts,
-    files,
-    info,
-    limits,
-    llama_cpp,
-    metrics,
-    ollama,
-    openapi,
-    page,
-    pooling,
-    responses,
-    stored_chats,
-    tokenization,
-)
+from aioinfer.api import batches, info, limits, openapi, page, routes
 from aioinfer.api.access import Cors, mark_response, require_key
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
@@ -46,9 +26,8 @@ from aioinfer.api.keys import ApiKeys
 from aioinfer.api.limits import ACCOUNTS, Accounts
 from aioinfer.api.listener import Listener, tls_context
 from aioinfer.api.object_store import OBJECT_STORE, ObjectStore
-from aioinfer.api.paths import PREFIX
 from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
-from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, defer_continue, largest_body
+from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, largest_body
 from aioinfer.api.request_log import RequestLog
 from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRuns
 from aioinfer.api.tracing import Tracing
@@ -136,12 +115,8 @@ class HttpServer:
         app[STARTED] = int(time.time())
         app[FINGERPRINT] = info.fingerprint(frontend)
         app[FILES] = self._files
-        _add_models(app)
-        _add_stored(app)
-        _add_reports(app)
-        _add_administration(app)
-        files.add_routes(app)
         batches.add_batches(app)
+        routes.add_routes(app)
         openapi.add_openapi(app)
         page.add_page(app)
         return app
@@ -322,106 +297,6 @@ class HttpServer:
 
     def _make_connections(self) -> ConnectionServer:
         return ConnectionServer(self._handle, self._make_request, self._config)
-
-
-def _add_models(app: web.Application) -> None:
-    """Adds the endpoints that use the model."""
-    for path, handler in (
-        ("/v1/completions", completions.create_completion),
-        ("/v1/chat/completions", chat.create_chat_completion),
-        ("/chat/completions", chat.create_chat_completion),
-        ("/v1/responses", responses.create_response),
-        ("/responses", responses.create_response),
-        ("/v1/responses/input_tokens", responses.count_input_tokens),
-        ("/v1/conversations", conversations.create_conversation),
-        ("/v1/conversations/{id}/items", conversations.create_items),
-        ("/v1/messages", anthropic.create_message),
-        ("/v1/messages/count_tokens", anthropic.count_tokens),
-        ("/api/chat", ollama.chat),
-        ("/api/generate", ollama.generate),
-        ("/api/show", ollama.show),
-        ("/api/embed", pooling.embed_for_ollama),
-        ("/api/embeddings", pooling.embed_for_ollama),
-        ("/completion", llama_cpp.complete),
-        ("/completions", llama_cpp.complete),
-        ("/infill", llama_cpp.infill),
-        ("/embedding", llama_cpp.embed),
-        ("/apply-template", llama_cpp.apply_template),
-        ("/tokenize", tokenization.tokenize),
-        ("/detokenize", tokenization.detokenize),
-        ("/abort", admin.abort),
-        ("/v1/batches", batches.create_batch),
-        ("/v1/files", files.upload_file),
-        ("/v1/embeddings", pooling.create_embeddings),
-        ("/pooling", pooling.create_pooling),
-        ("/classify", pooling.classify),
-        ("/score", pooling.score),
-        ("/v1/score", pooling.score),
-        ("/rerank", pooling.rerank),
-        ("/v1/rerank", pooling.rerank),
-        ("/v2/rerank", pooling.rerank),
-    ):
-        app.router.add_post(path, handler, expect_handler=defer_continue)
-    app.router.add_get("/api/tags", ollama.list_tags)
-    app.router.add_get("/api/ps", ollama.list_running)
-    app.router.add_get("/api/version", ollama.version)
-
-
-def _add_stored(app: web.Application) -> None:
-    """Adds the endpoints for responses, conversations and chats that are kept."""
-    app.router.add_get("/v1/responses/{id}", responses.get_response)
-    app.router.add_delete("/v1/responses/{id}", responses.delete_response)
-    app.router.add_post("/v1/responses/{id}/cancel", responses.cancel_response)
-    app.router.add_get("/v1/responses/{id}/input_items", responses.list_input_items)
-    for path, get, post, delete in (
-        (
-            "/v1/conversations/{id}",
-            conversations.get_conversation,
-            conversations.update_conversation,
-            conversations.delete_conversation,
-        ),
-        (
-            "/v1/chat/completions/{id}",
-            stored_chats.get_chat,
-            stored_chats.update_chat,
-            stored_chats.delete_chat,
-        ),
-    ):
-        app.router.add_get(path, get)
-        app.router.add_post(path, post, expect_handler=defer_continue)
-        app.router.add_delete(path, delete)
-    app.router.add_get("/v1/conversations/{id}/items", conversations.list_items)
-    app.router.add_get("/v1/conversations/{id}/items/{item_id}", conversations.get_item)
-    app.router.add_delete("/v1/conversations/{id}/items/{item_id}", conversations.delete_item)
-    app.router.add_get("/v1/chat/completions", stored_chats.list_chats)
-    app.router.add_get("/v1/chat/completions/{id}/messages", stored_chats.list_chat_messages)
-
-
-def _add_reports(app: web.Application) -> None:
-    """Adds the endpoints that report on the model and the server."""
-    app.router.add_get("/v1/models", info.list_models)
-    app.router.add_get("/v1/models/{id:.+}", info.get_model)
-    app.router.add_get("/models", info.list_models)
-    app.router.add_get("/props", llama_cpp.props)
-    app.router.add_get("/slots", llama_cpp.slots)
-    app.router.add_get("/health", info.health)
-    app.router.add_get("/health/live", info.live)
-    app.router.add_get("/health/ready", info.ready)
-    app.router.add_get("/metrics", metrics.show_metrics)
-    app.router.add_get("/version", info.version)
-
-
-def _add_administration(app: web.Application) -> None:
-    """Adds the endpoints for monitoring the whole server, and the endpoints that act on it."""
-    load = app.router.add_get("/load", info.show_load)
-    app[PREFIX] = lambda: load.resource.canonical.removesuffix("/load")  # type: ignore[union-attr]
-    app.router.add_get("/server_info", info.server_info)
-    app.router.add_get("/tokenizer_info", info.tokenizer_info)
-    app.router.add_post("/pause", admin.pause)
-    app.router.add_post("/resume", admin.resume)
-    app.router.add_post("/reset_prefix_cache", admin.reset_prefix_cache)
-    app.router.add_get("/experts", experts.show_experts)
-    app.router.add_get("/experts/placement", experts.make_placement)
 
 
 class _Application:

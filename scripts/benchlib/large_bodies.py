@@ -179,14 +179,14 @@ MANY_VALUES = [
     LargeBody("49 900 biases", COMPLETIONS, lambda: _json(
         prompt="Hi", logit_bias=dict.fromkeys(range(VALUES), 0.5)
     )),
-    LargeBody("1 024 prompts of 1 000 ids", COMPLETIONS, lambda: _json(
-        prompt=[[7] * 1_000] * 1_024
+    LargeBody("1 024 prompts of 500 ids", COMPLETIONS, lambda: _json(
+        prompt=[[7] * 500] * 1_024
     )),
-    LargeBody("a prompt of a million ids", COMPLETIONS, lambda: _json(prompt=[7] * 2**20)),
+    LargeBody("a prompt of 524 000 ids", COMPLETIONS, lambda: _json(prompt=[700] * 524_000)),
     LargeBody(
-        "/detokenize of a million ids",
+        "/detokenize of 524 000 ids",
         "/detokenize",
-        lambda: json.dumps({"tokens": [700] * 2**20}).encode(),
+        lambda: json.dumps({"tokens": [700] * 524_000}).encode(),
     ),
 ]  # fmt: skip
 
