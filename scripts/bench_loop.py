@@ -35,8 +35,9 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
+from aioinfer.api.chunks import TextWriter
 from aioinfer.api.context import FRONTEND
-from aioinfer.api.delivery import ChoiceEvents, DirectSink
+from aioinfer.api.delivery import DirectSink
 from aioinfer.api.server import HttpServer
 from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.checkpoint.source import resolve_model
@@ -332,11 +333,10 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
     envelope = Envelope("cmpl-0123456789abcdef01234567", "text_completion", int(time.time()), "m")
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
-        events = ChoiceEvents(
-            ChunkTemplate.for_completion(envelope, 0), b"", lambda logprobs, offset: {}
-        )
+        template = ChunkTemplate.for_completion(envelope, 0)
+        writer = TextWriter(template, lambda logprobs, offset: {})
         output = await frontend.submit([number + 5] * PROMPT_LEN, params)
-        output.attach(DirectSink(NoTransport(), [events]))  # type: ignore[arg-type]
+        output.attach(DirectSink(NoTransport(), [writer]))  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()
     cpu = time.thread_time()

@@ -6,24 +6,52 @@ Errors come in Anthropic's shape from `errors`.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
-from aioinfer.api.blocks import Block, BlockKind
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
-from aioinfer.api.turn_stream import BlockEvents, named_event, read_blocks, stream_blocks
-from aioinfer.engine.chat_turn import call_input, encode_turn, make_parser, make_turn, new_call_id
+from aioinfer.api.generation import Generation
+from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.sse import named_event
+from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
-    from aioinfer.text.message_parser import MessageParser
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Tokens of a message. Cached tokens are not among the input's."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageReply(Struct, kw_only=True):
+    """The reply of `/v1/messages`. A stream has events that change it."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(Struct, kw_only=True):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -44,19 +72,10 @@ async def create_message(request: web.Request) -> web.StreamResponse:
             thought_budget=body.thought_budget if frontend.message_format.bounds_thoughts else None,
         )
     name = f"msg_{request_id(request)}"
-    async with submitted(
-        request, [prompt], turn.params, name=name, priority=body.priority
-    ) as outputs:
-        new_id = _id_maker(frontend)
-        head = _Head(name, frontend.config.served_model_names[0], outputs[0])
-        if body.stream:
-            events = _MessageEvents(head, make_parser(frontend, turn), new_id)
-            return await stream_blocks(request, outputs[0], events)
-        (delta,) = (await collect(outputs)).choices
-    blocks = (await read_blocks(frontend, turn, delta, new_id)).all
-    reply = head.message([_content(block) for block in blocks], len(delta.token_ids))
-    reply |= _stop(delta.finish_reason or "stop", delta.stop_reason, blocks)
-    return json_response(reply)
+    generation = Generation(
+        name, [prompt], turn.params, streams=bool(body.stream), priority=body.priority
+    )
+    return await deliver(request, generation, AnthropicDialect(frontend, turn, name))
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -64,7 +83,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, CountTokensRequest)
-    return json_response({"input_tokens": len(await encode_body(frontend, body))})
+    return json_response(TokenCount(input_tokens=len(await encode_body(frontend, body))))
 
 
 async def encode_body(frontend: Frontend, body: CountTokensRequest) -> list[int]:
@@ -81,54 +100,24 @@ async def encode_body(frontend: Frontend, body: CountTokensRequest) -> list[int]
     )
 
 
-def _id_maker(frontend: Frontend) -> Any:
-    def new_id(kind: BlockKind) -> str:
-        return new_call_id(frontend, "toolu_") if kind == "call" else secrets.token_hex(8)
+class AnthropicDialect(MessageDialect):
+    """Anthropic's words."""
 
-    return new_id
+    def __init__(self, frontend: Frontend, turn: Turn, name: str):
+        super().__init__(frontend, turn)
+        self._name = name
 
-
-class _Head:
-    """The fields that the parts of a reply have in common."""
-
-    def __init__(self, name: str, model: str, output: RequestOutput):
-        self._name, self._model, self._output = name, model, output
-
-    def message(self, content: list[Any], output_tokens: int) -> dict[str, Any]:
-        return {
-            "id": self._name,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self.usage(output_tokens),
-        }
-
-    def usage(self, output_tokens: int) -> dict[str, int]:
-        """Returns Anthropic's usage: cached tokens are not among the input's."""
-        cached = self._output.num_cached_tokens
-        return {
-            "input_tokens": len(self._output.prompt_token_ids) - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": output_tokens,
-        }
-
-
-class _MessageEvents(BlockEvents):
-    """Anthropic's events."""
-
-    def __init__(self, head: _Head, parser: MessageParser, new_id: Any):
-        super().__init__(parser, new_id)
-        self._head = head
+    def new_id(self, kind: BlockKind) -> str:
+        """See `MessageDialect.new_id`."""
+        return new_call_id(self._frontend, "toolu_") if kind == "call" else secrets.token_hex(8)
 
     def opening(self) -> bytes:
-        start = {"type": "message_start", "message": self._head.message([], 1)}
+        """See `MessageDialect.opening`."""
+        start = {"type": "message_start", "message": self._message([], 1)}
         return named_event(start) + named_event({"type": "ping"})
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
+        """See `MessageDialect.change`."""
         event: dict[str, Any] = {"type": f"content_block_{kind}", "index": block.index}
         if kind == "start":
             event["content_block"] = _content(block)
@@ -140,16 +129,50 @@ class _MessageEvents(BlockEvents):
             }[block.kind]
         return named_event(event)
 
-    def closing(self, reason: str, stop_reason: int | str | None) -> bytes:
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """See `MessageDialect.closing`."""
+        ended, sequence = self._stop(reason, stop_reason)
         end = {
             "type": "message_delta",
-            "delta": _stop(reason, stop_reason, self.blocks.all),
-            "usage": self._head.usage(self.num_tokens),
+            "delta": {"stop_reason": ended, "stop_sequence": sequence},
+            "usage": self._usage(num_tokens),
         }
         return named_event(end) + named_event({"type": "message_stop"})
 
     def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
         return named_event(anthropic_error(*describe(error)))
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
+        """See `MessageDialect.message`."""
+        reply = self._message([_content(block) for block in self.blocks.all], num_tokens)
+        reply.stop_reason, reply.stop_sequence = self._stop(reason, stop_reason)
+        return reply
+
+    def _message(self, content: list[dict[str, Any]], num_tokens: int) -> MessageReply:
+        return MessageReply(
+            id=self._name,
+            model=self._frontend.config.served_model_names[0],
+            content=content,
+            usage=self._usage(num_tokens),
+        )
+
+    def _usage(self, num_tokens: int) -> MessageUsage:
+        cached = self.output.num_cached_tokens
+        return MessageUsage(
+            input_tokens=len(self.output.prompt_token_ids) - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=num_tokens,
+        )
+
+    def _stop(self, reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
+        """Returns why a message has ended, in Anthropic's words, and its stop sequence."""
+        if isinstance(stop_reason, str):
+            return "stop_sequence", stop_reason
+        if reason == "length":
+            return "max_tokens", None
+        called = any(block.kind == "call" for block in self.blocks.all)
+        return "tool_use" if called else "end_turn", None
 
 
 def _content(block: Block) -> dict[str, Any]:
@@ -159,13 +182,3 @@ def _content(block: Block) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": call_input(block.text)}
-
-
-def _stop(reason: str, stop_reason: int | str | None, blocks: list[Block]) -> dict[str, Any]:
-    """Returns why a message has ended, in Anthropic's words."""
-    if isinstance(stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-    if reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    called = any(block.kind == "call" for block in blocks)
-    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admission import admit
+from aioinfer.api.chunks import ChunkDialect, ChunkWriter, TextWriter, new_envelope, usage
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import (
-    ChoiceEvents,
-    CollectedOutput,
-    collect,
-    found_features,
-    new_envelope,
-    stream,
-    submitted,
-    usage,
-)
-from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.delivery import deliver
+from aioinfer.api.errors import renamed
+from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import chat_logprobs, formatted
-from aioinfer.api.message_events import MessageEvents, finish_reason
-from aioinfer.api.object_store import checked_metadata
+from aioinfer.api.messages import Message
+from aioinfer.api.object_store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.prompt_logprobs import prompt_logprobs
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
-from aioinfer.api.sse import ChunkTemplate, Envelope, role_event
-from aioinfer.api.stored_chats import RecordedChoice, keep_chat
+from aioinfer.api.sse import ChunkTemplate, Envelope, Usage, role_event
 from aioinfer.engine.chat_turn import (
     Turn,
     make_parser,
@@ -37,12 +31,53 @@ from aioinfer.engine.chat_turn import (
     num_thought_tokens,
     parse_message,
 )
+from aioinfer.engine.output import Delta
+from aioinfer.text.message_parser import MessageDelta, MessageParser
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.engine.output import RequestOutput
     from aioinfer.features.logprobs.planning import TokenLogprob
-    from aioinfer.text.tokenizer import Tokenizer
+
+
+class AssistantMessage(Struct, kw_only=True):
+    """The model's message; the thought has the names of two other servers."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One answer, with the ids of its tokens where they are asked for, and what features of other
+    packages have found."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
+    `message`, as server-sent events; a stored one has `metadata`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -55,84 +90,19 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     admit(request, body.timeout_s)
     with renamed(_names_of_fields(body)):
-        return await _answer(request, frontend, body)
-
-
-async def _answer(
-    request: web.Request, frontend: Frontend, body: ChatRequest
-) -> web.StreamResponse:
-    if body.store:
-        checked_metadata(body.metadata)
-    turn = await _turn_of(frontend, body)
-    envelope = new_envelope(
-        request,
-        "chatcmpl",
-        "chat.completion.chunk" if body.stream else "chat.completion",
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-    )
-    count_thought = None
-    if turn.parses and frontend.message_format.has_thoughts:
-        count_thought = partial(num_thought_tokens, frontend, turn)
-    shown_ids = turn.prompt if body.return_token_ids else None
-    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
-    async with submitted(
-        request,
-        [turn.prompt],
-        turn.params,
-        name=envelope.id,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-    ) as outputs:
-        if body.stream:
-            choices = _stream_choices(frontend, names, envelope, turn, shown_ids, body.echoed())
-            recorded = [RecordedChoice(*each) for each in enumerate(choices)] if body.store else []
-
-            async def keep() -> None:
-                deltas = [choice.delta.join() for choice in recorded]
-                count = sum(choice.num_tokens for choice in recorded)
-                reply = CollectedOutput(deltas, usage(outputs, count, count_thought))
-                whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
-                keep_chat(request, body, whole)
-
-            return await stream(
-                request,
-                envelope,
-                outputs,
-                [recorded or choices],
-                count_thought,
-                with_timings=bool(body.timings_per_token),
-                before_end=keep if recorded else None,
-            )
-        reply = await collect(outputs, count_thought)
-    whole = await _whole(frontend, body, envelope, turn, reply, outputs[0])
-    if body.store:
-        keep_chat(request, body, whole)
-    return json_response(whole)
-
-
-async def _whole(
-    frontend: Frontend,
-    body: ChatRequest,
-    envelope: Envelope,
-    turn: Turn,
-    reply: CollectedOutput,
-    output: RequestOutput,
-) -> dict[str, Any]:
-    """Returns a reply in one piece."""
-    names = None if body.return_tokens_as_token_ids else frontend.tokenizer
-    scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
-    if num_top is not None and scores is not None:
-        of_prompt = await prompt_logprobs(names, scores, num_top)
-    with_ids = bool(body.return_token_ids)
-    choices = [
-        await _choice_of(frontend, names, turn, index, delta, body.echoed(), with_ids=with_ids)
-        | found_features(output, delta)
-        for index, delta in enumerate(reply.choices)
-    ]
-    whole = envelope.fields() | {"object": "chat.completion", "choices": choices}
-    whole |= {"usage": reply.usage, "prompt_logprobs": of_prompt}
-    return whole | ({"prompt_token_ids": turn.prompt} if with_ids else {})
+        if body.store:
+            checked_metadata(body.metadata)
+        turn = await _turn_of(frontend, body)
+        envelope = new_envelope(request, body, "chatcmpl", "chat.completion.chunk")
+        generation = Generation(
+            envelope.id,
+            [turn.prompt],
+            turn.params,
+            streams=bool(body.stream),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        return await deliver(request, generation, ChatDialect(request, body, envelope, turn))
 
 
 async def _turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
@@ -156,71 +126,186 @@ def _names_of_fields(body: ChatRequest) -> dict[str, str]:
     return {"prompt": "messages", "max_tokens": length, "logprobs": "top_logprobs"}
 
 
-def _stream_choices(
-    frontend: Frontend,
-    tokenizer: Tokenizer | None,
-    envelope: Envelope,
-    turn: Turn,
-    prompt_token_ids: list[int] | None,
-    echo: str,
-) -> list[ChoiceEvents]:
-    """Returns the events of n choices, which begin with `echo`; they hold token ids where
-    `prompt_token_ids` are given. Without a tokenizer, log-probabilities name ids."""
+class ChatDialect(ChunkDialect):
+    """The words of chat completions. With `store`, the reply is stored before the client has all of
+    it."""
 
-    def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        return chat_logprobs(tokenizer, tokens)
+    def __init__(self, request: web.Request, body: ChatRequest, envelope: Envelope, turn: Turn):
+        super().__init__(request, body, envelope)
+        self._frontend = frontend = request.app[FRONTEND]
+        self._request, self._body, self._turn = request, body, turn
+        self._echo = body.echoed()
+        self._with_timings = bool(body.timings_per_token)
+        self._recorded: list[Delta] = []
+        if turn.parses and frontend.message_format.has_thoughts:
+            self._count_thought = partial(num_thought_tokens, frontend, turn)
 
-    def events(index: int) -> ChoiceEvents:
-        opening = role_event(envelope, index, prompt_token_ids)
-        with_ids = prompt_token_ids is not None
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+        """See `Dialect.choice`."""
+        body, envelope, turn = self._body, self.envelope, self._turn
+        with_ids = bool(body.return_token_ids)
         template = ChunkTemplate.for_chat(envelope, index)
-        if echo:
-            opening += template.chunk(echo)
-        if not turn.parses:
-            return ChoiceEvents(template, opening, format_logprobs, returns_token_ids=with_ids)
-        return MessageEvents(
-            envelope,
-            index,
-            make_parser(frontend, turn),
-            partial(new_call_id, frontend),
-            format_logprobs,
-            opening=opening,
-            returns_token_ids=with_ids,
+        opening = role_event(envelope, index, turn.prompt if with_ids else None)
+        if self._echo:
+            opening += template.chunk(self._echo)
+        if body.store:
+            self._recorded.append(Delta(index))
+        options: dict[str, Any] = {
+            "opening": opening,
+            "returns_token_ids": with_ids,
+            "usage_of": output if envelope.continuous_usage else None,
+            "record": self._recorded[-1] if body.store else None,
+        }
+        names = self.names
+
+        def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+            return chat_logprobs(names, tokens)
+
+        writer: ChunkWriter
+        if turn.parses:
+            new_id = partial(new_call_id, self._frontend)
+            parser = make_parser(self._frontend, turn)
+            writer = MessageWriter(parser, new_id, template, format_logprobs, **options)
+        else:
+            writer = TextWriter(template, format_logprobs, **options)
+        self._writers.append(writer)
+        return writer
+
+    async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Dialect.end`."""
+        if self._recorded:
+            await self.whole(outputs, [delta.join() for delta in self._recorded])
+        return await super().end(outputs)
+
+    async def whole(
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
+    ) -> ChatCompletion:
+        """See `Dialect.whole`."""
+        (output,), body, envelope = outputs, self._body, self.envelope
+        scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
+        if num_top is not None and scores is not None:
+            of_prompt = await prompt_logprobs(self.names, scores, num_top)
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        reply = ChatCompletion(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            system_fingerprint=envelope.fingerprint,
+            choices=[
+                await self._choice(output, index, delta) for index, delta in enumerate(choices)
+            ],
+            usage=usage(outputs, num_tokens, self._count_thought),
+            prompt_logprobs=of_prompt,
+            prompt_token_ids=self._turn.prompt if body.return_token_ids else UNSET,
+        )
+        if body.store:
+            _keep(self._request, body, reply)
+        return reply
+
+    async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
+        """Returns a choice of a reply: the message, whose content begins with the echo, and the ids
+        and log-probabilities of its tokens."""
+        reason, message = delta.finish_reason, AssistantMessage(content=self._echo + delta.text)
+        if self._turn.parses:
+            parsed = await parse_message(self._frontend, self._turn, delta.text)
+            content = self._echo + parsed.content
+            message.content = content or (None if parsed.calls or parsed.reasoning else "")
+            if parsed.reasoning:
+                message.reasoning_content = message.reasoning = parsed.reasoning
+            if parsed.calls:
+                message.tool_calls = [call.to_dict() for call in parsed.calls]
+                reason = _finish_reason(reason or "stop", len(parsed.calls))
+        tokens = delta.logprobs or ()
+        logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=logprobs if tokens else None,
+            finish_reason=reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._body.return_token_ids else UNSET,
+            features=output.features(delta.index) or UNSET,
         )
 
-    return [events(index) for index in range(turn.params.n)]
+
+def _finish_reason(reason: str, num_calls: int) -> str:
+    """Returns OpenAI's reason for the end of a message."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
-async def _choice_of(
-    frontend: Frontend,
-    tokenizer: Tokenizer | None,
-    turn: Turn,
-    index: int,
-    delta: Delta,
-    echo: str,
-    *,
-    with_ids: bool,
-) -> dict[str, Any]:
-    """Returns a choice of a reply: the message, whose content begins with `echo`, and the ids and
-    log-probabilities of its tokens."""
-    reason = delta.finish_reason
-    message: dict[str, Any] = {"role": "assistant", "content": echo + delta.text, "refusal": None}
-    if turn.parses:
-        parsed = await parse_message(frontend, turn, delta.text)
-        content = echo + parsed.content
-        message["content"] = content or (None if parsed.calls or parsed.reasoning else "")
-        if parsed.reasoning:
-            message["reasoning_content"] = message["reasoning"] = parsed.reasoning
-        if parsed.calls:
-            message["tool_calls"] = [call.to_dict() for call in parsed.calls]
-            reason = finish_reason(reason or "stop", len(parsed.calls))
-    tokens = delta.logprobs or ()
-    logprobs = await formatted(tokens, partial(chat_logprobs, tokenizer, tokens))
-    choice = {
-        "index": index,
-        "message": message,
-        "logprobs": logprobs if tokens else None,
-        "finish_reason": reason,
-        "stop_reason": delta.stop_reason,
-    }
-    return choice | {"token_ids": delta.token_ids} if with_ids else choice
+class MessageWriter(ChunkWriter):
+    """Writes a choice whose text goes through a parser: content, reasoning and tool calls. A token
+    whose text is held back has no event."""
+
+    def __init__(
+        self, parser: MessageParser, new_id: Callable[[], str], *args: Any, **options: Any
+    ):
+        """`new_id` makes the id of a call. See `ChunkWriter` for the rest."""
+        super().__init__(*args, **options)
+        self._parser = parser
+        self._new_id = new_id
+
+    def _chunks(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
+        stop_reason: int | str | None,
+    ) -> bytes:
+        extra: dict[str, Any] = {}
+        if logprobs:
+            extra["logprobs"] = self._format_logprobs(logprobs, 0)
+        if self._returns_token_ids:
+            extra["token_ids"] = token_ids
+        delta, data = self._parser.feed(text), b""
+        if extra or delta.reasoning or delta.calls:
+            data = self._template.chunk_with_delta(self._delta(delta), extra)
+        elif delta.content:
+            data = self._template.chunk(delta.content)
+        if reason is None:
+            return data
+        if last := self._parser.flush():
+            data += self._template.chunk_with_delta(self._delta(last), {})
+        reason = _finish_reason(reason, self._parser.num_calls)
+        return data + self._template.finish(reason, stop_reason)
+
+    def _delta(self, delta: MessageDelta) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        if delta.reasoning:
+            parts["reasoning_content"] = parts["reasoning"] = delta.reasoning
+        if delta.content:
+            parts["content"] = delta.content
+        if delta.calls:
+            parts["tool_calls"] = [
+                {"index": call.index, "function": {"arguments": call.arguments}}
+                if call.name is None
+                else {
+                    "index": call.index,
+                    "id": self._new_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in delta.calls
+            ]
+        return parts
+
+
+def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:
+    """Stores the reply to a chat with its messages, in the place of an older one of its id."""
+    named = msgspec.structs.replace(reply, metadata=checked_metadata(body.metadata))
+    fields = msgspec.structs.asdict(named)
+    stored = {name: value for name, value in fields.items() if value is not UNSET}
+    messages = [
+        {"id": f"{reply.id}-{index}", **_message(message)}
+        for index, message in enumerate(body.messages)
+    ]
+    request.app[OBJECT_STORE].add(owner_of(request), stored, messages)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Returns a message as OpenAI lists it: its content as text, and its parts beside that."""
+    given = {k: v for k, v in msgspec.to_builtins(message).items() if v is not None}
+    parts = given["content"] if isinstance(message.content, list) else None
+    text = None if message.content is None else message.for_template()["content"]
+    return given | {"content": text, "content_parts": parts}

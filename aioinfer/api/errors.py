@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import orjson
 from aiohttp import web
 
@@ -264,7 +265,10 @@ def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
 def json_response(
     body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """Returns `body` as a JSON response."""
+    """Returns `body`, which may hold msgspec structs, as a JSON response."""
     return web.Response(
-        body=orjson.dumps(body), status=status, headers=headers, content_type="application/json"
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
+        content_type="application/json",
     )

@@ -18,16 +18,17 @@ from aioinfer import __version__
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
-from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.delivery import collect, deliver, submitted
 from aioinfer.api.embedding_formats import numbers_json
 from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.generation import Generation
 from aioinfer.api.llama_cpp_body import (
     InfillRequest,
     LlamaCompletion,
     LlamaEmbedding,
     Sampling,
 )
-from aioinfer.api.llama_cpp_replies import LlamaReply, stream_replies
+from aioinfer.api.llama_cpp_replies import LlamaDialect
 from aioinfer.api.mixed_prompts import encode_prompt
 from aioinfer.api.paths import local_path
 from aioinfer.api.protocol import ChatRequest, template_options
@@ -84,7 +85,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
     if params.pooling == ALL_TOKENS:
         with renamed({"prompt": "content" if body.input is None else "input"}):
             frontend.check_states(sum(map(len, prompts)))
-    async with submitted(request, prompts, params, name=name, priority=None) as outputs:
+    async with submitted(request, Generation(name, prompts, params)) as outputs:
         await collect(outputs)
         states = [output.pooled for output in outputs if output.pooled is not None]
     if len(states) < len(prompts):
@@ -237,15 +238,6 @@ async def _answer(
     frontend, name = request.app[FRONTEND], f"cmpl-{request_id(request)}"
     decode = frontend.require_tokenizer("prompt").decode
     texts = await asyncio.to_thread(lambda: [decode(prompt, False) for prompt in prompts])
-    n = params.n
-    async with submitted(request, prompts, params, name=name, priority=None) as outputs:
-        replies = [
-            [LlamaReply(frontend, body, output, (j, i * n + j), text) for j in range(n)]
-            for i, (output, text) in enumerate(zip(outputs, texts, strict=True))
-        ]
-        if body.stream:
-            return await stream_replies(request, outputs, replies)
-        reply = await collect(outputs)
-    every = (each for some in replies for each in some)
-    found = [each.whole(delta) for each, delta in zip(every, reply.choices, strict=True)]
-    return json_response(found[0] if is_single else found)
+    generation = Generation(name, prompts, params, streams=bool(body.stream))
+    dialect = LlamaDialect(frontend, body, texts, params.n, is_single=is_single)
+    return await deliver(request, generation, dialect)

@@ -8,121 +8,174 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import orjson
-from aiohttp import web
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.delivery import together
 from aioinfer.api.errors import describe, llama_cpp_error
-from aioinfer.api.event_stream import EventStream
+from aioinfer.api.generation import ChoiceWriter, Dialect
 from aioinfer.api.llama_cpp_body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
-from aioinfer.api.prompt_progress import ProgressReader
+from aioinfer.api.sse import encode
 from aioinfer.api.timings import timings
-from aioinfer.engine.output import Delta
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
+    from aioinfer.engine.output import Delta, RequestOutput
     from aioinfer.features.logprobs.planning import TokenLogprob
-    from aioinfer.text.tokenizer import Tokenizer
+
+StopType = Literal["none", "eos", "limit", "word"]
 
 
-class LlamaReply:
-    """Reply for one sequence of an output: the events of a stream, or the whole object."""
+class LlamaToken(Struct, kw_only=True):
+    """An event of a stream: a token, or how much of the prompt is computed."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool = False
+    id_slot: int = -1
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+    timings: dict[str, float] | UnsetType = UNSET
+    prompt_progress: Mapping[str, float] | UnsetType = UNSET
+
+
+class LlamaReply(Struct, kw_only=True):
+    """The reply of `/completion` and `/infill`; with `response_fields` only these members. It is
+    the last event of a stream, without the text."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int = -1
+    stop: bool = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: Mapping[str, Any]
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: StopType
+    stopping_word: str
+    tokens_cached: int
+    timings: dict[str, float]
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class LlamaDialect(Dialect):
+    """The words of llama.cpp's server."""
 
     def __init__(
         self,
         frontend: Frontend,
         body: Sampling,
-        output: RequestOutput,
-        place: tuple[int, int],
-        prompt: str,
+        prompts: Sequence[str],
+        num_each: int,
+        *,
+        is_single: bool,
     ):
-        """`place` is the number of the sequence in the output, and among all of the request;
-        `prompt` is the text of the prompt."""
-        self._tokenizer: Tokenizer = frontend.require_tokenizer("prompt")
+        """Makes the words of a reply.
+
+        Args:
+            frontend: of the model.
+            body: of the request.
+            prompts: the texts of the prompts.
+            num_each: how many sequences each has.
+            is_single: whether the whole reply is one object, not a list of them.
+        """
+        self._tokenizer = frontend.require_tokenizer("prompt")
         self._model = frontend.config.served_model_names[0]
-        self._body, self._output, self._prompt = body, output, prompt
-        self._sequence, self._index = place
-        self._num_tokens = 0
-        self._has_line = False
+        self._body, self._prompts, self._num_each = body, prompts, num_each
+        self._is_single = is_single
 
-    def events(self, delta: Delta) -> Iterator[Mapping[str, Any]]:
-        """Yields the events of a delta, a token at a time: the text of all of its tokens goes with
-        the last of them. The last delta is followed by the reply without text."""
-        last = len(delta.token_ids) - 1
-        for place, token in enumerate(delta.token_ids):
-            self._num_tokens += 1
-            event = {
-                "index": self._index,
-                "content": delta.text if place == last else "",
-                "tokens": [token],
-                "stop": False,
-                "id_slot": -1,
-                "tokens_predicted": self._num_tokens,
-                "tokens_evaluated": len(self._output.prompt_token_ids),
-            }
-            if delta.logprobs:
-                event["completion_probabilities"] = self._probabilities([delta.logprobs[place]])
-            if self._body.timings_per_token:
-                event["timings"] = self._timings()
-            yield event
-        self._has_line |= "\n" in delta.text
-        if delta.finish_reason is not None:
-            end = Delta(
-                delta.index, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
-            )
-            yield self.whole(end)
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> LlamaWriter:
+        """See `Dialect.choice`."""
+        return LlamaWriter(self, self._body, output, sequence, index)
 
-    def progress(self, news: Mapping[str, float]) -> Mapping[str, Any]:
-        """Returns the event that reports the progress of the prompt."""
-        return {
-            "index": self._index,
-            "content": "",
-            "tokens": [],
-            "stop": False,
-            "id_slot": -1,
-            "tokens_predicted": 0,
-            "tokens_evaluated": len(self._output.prompt_token_ids),
-            "prompt_progress": news,
+    def progress(self, output: RequestOutput, index: int, news: Mapping[str, float]) -> bytes:
+        """See `Dialect.progress`."""
+        event = LlamaToken(
+            index=index,
+            content="",
+            tokens=[],
+            tokens_predicted=0,
+            tokens_evaluated=len(output.prompt_token_ids),
+            prompt_progress=news,
+        )
+        return _event(event)
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
+        return _event(llama_cpp_error(*describe(error)))
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
+        """See `Dialect.whole`."""
+        found = []
+        for index, delta in enumerate(choices):
+            tokens, output = delta.logprobs or (), outputs[index // self._num_each]
+            scores = await formatted(tokens, partial(self.probabilities, tokens)) or UNSET
+            ended = delta.finish_reason or "", delta.stop_reason
+            count = len(delta.token_ids)
+            has_line = "\n" in delta.text
+            reply = self.reply(output, delta.index, index, count, has_line, *ended)
+            reply.content, reply.completion_probabilities = delta.text, scores
+            if self._body.return_tokens:
+                reply.tokens = delta.token_ids
+            found.append(self.shown(reply))
+        return found[0] if self._is_single else found
+
+    def reply(
+        self,
+        output: RequestOutput,
+        sequence: int,
+        index: int,
+        num_tokens: int,
+        has_line: bool,
+        reason: str,
+        stop_reason: int | str | None,
+    ) -> LlamaReply:
+        """Returns the reply of a sequence without its text.
+
+        Args:
+            output, sequence, index: as `choice` has them.
+            num_tokens: tokens that it has.
+            has_line: whether it has a line break.
+            reason, stop_reason: of its end, see `Delta`.
+        """
+        body, num_prompt = self._body, len(output.prompt_token_ids)
+        word = stop_reason if isinstance(stop_reason, str) else ""
+        kinds: dict[str, StopType] = {
+            "stop": "word" if isinstance(stop_reason, str) else "eos",
+            "length": "limit",
         }
+        return LlamaReply(
+            index=index,
+            content="",
+            tokens=[],
+            model=self._model,
+            tokens_predicted=num_tokens,
+            tokens_evaluated=num_prompt,
+            generation_settings=body.settings(output.params),
+            prompt=self._prompts[index // self._num_each],
+            has_new_line=has_line,
+            truncated=reason == "length" and body.max_length is None,
+            stop_type=kinds.get(reason, "none"),
+            stopping_word=word,
+            tokens_cached=num_prompt + max(0, num_tokens - 1),
+            timings=timings(output, sequence, num_tokens),
+        )
 
-    def whole(self, delta: Delta) -> Mapping[str, Any]:
-        """Returns the whole reply, with the text and the tokens of `delta`, the last delta."""
-        body, output, num_prompt = self._body, self._output, len(self._output.prompt_token_ids)
-        self._num_tokens += len(delta.token_ids)
-        is_word = isinstance(delta.stop_reason, str)
-        kinds = {"stop": "word" if is_word else "eos", "length": "limit"}
-        reply = {
-            "index": self._index,
-            "content": delta.text,
-            "tokens": delta.token_ids if body.return_tokens else [],
-            "id_slot": -1,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": self._num_tokens,
-            "tokens_evaluated": num_prompt,
-            "generation_settings": body.settings(output.params),
-            "prompt": self._prompt,
-            "has_new_line": self._has_line or "\n" in delta.text,
-            "truncated": delta.finish_reason == "length" and body.max_length is None,
-            "stop_type": kinds.get(delta.finish_reason or "", "none"),
-            "stopping_word": delta.stop_reason if is_word else "",
-            "tokens_cached": num_prompt + max(0, self._num_tokens - 1),
-            "timings": self._timings(),
-        }
-        if delta.logprobs:
-            reply["completion_probabilities"] = self._probabilities(delta.logprobs)
-        if not body.response_fields:
+    def shown(self, reply: LlamaReply) -> LlamaReply | dict[str, Any]:
+        """Returns a reply, or the members of it that the request asks for."""
+        if not self._body.response_fields:
             return reply
-        return dict(_members(reply, body.response_fields))
+        return dict(_members(msgspec.to_builtins(reply), self._body.response_fields))
 
-    def _timings(self) -> dict[str, float]:
-        return timings(self._output, self._sequence, self._num_tokens)
-
-    def _probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Returns the log-probabilities of tokens; as probabilities, where the request asks for the
         probabilities after sampling, of which one is 1."""
         found = []
@@ -141,6 +194,48 @@ class LlamaReply:
         return {"id": token, "token": text, "bytes": list(data)}
 
 
+class LlamaWriter(ChoiceWriter):
+    """Writes a sequence, an event a token: the text of all tokens of a delta goes with the last of
+    them. The reply without text follows the last delta."""
+
+    def __init__(self, dialect: LlamaDialect, body: Sampling, output: RequestOutput, *place: int):
+        """`place` is the number of the sequence in the output, and among all of the request."""
+        self._dialect, self._body, self._output = dialect, body, output
+        self._sequence, self._index = place
+        self._has_line = False
+
+    def write(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
+        stop_reason: int | str | None,
+    ) -> bytes:
+        """See `ChoiceWriter.write`."""
+        parts, last = [], len(token_ids) - 1
+        for place, token in enumerate(token_ids):
+            self.num_tokens += 1
+            event = LlamaToken(
+                index=self._index,
+                content=text if place == last else "",
+                tokens=[token],
+                tokens_predicted=self.num_tokens,
+                tokens_evaluated=len(self._output.prompt_token_ids),
+            )
+            if logprobs:
+                event.completion_probabilities = self._dialect.probabilities([logprobs[place]])
+            if self._body.timings_per_token:
+                event.timings = timings(self._output, self._sequence, self.num_tokens)
+            parts.append(_event(event))
+        self._has_line |= "\n" in text
+        if reason is not None:
+            ended = self._output, self._sequence, self._index, self.num_tokens, self._has_line
+            reply = self._dialect.reply(*ended, reason, stop_reason)
+            parts.append(_event(self._dialect.shown(reply)))
+        return b"".join(parts)
+
+
 def _members(reply: Mapping[str, Any], paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields the existing members at paths such as `generation_settings/n_predict`."""
     for path in paths:
@@ -153,34 +248,5 @@ def _members(reply: Mapping[str, Any], paths: Sequence[str]) -> Iterator[tuple[s
             yield path, value
 
 
-async def stream_replies(
-    request: web.Request, outputs: Sequence[RequestOutput], replies: Sequence[Sequence[LlamaReply]]
-) -> web.StreamResponse:
-    """Sends the events of all outputs as their deltas come; `replies[i]` belong to the sequences of
-    `outputs[i]`."""
-    response = EventStream(request, outputs)
-    await response.prepare(request)
-
-    async def send(output: RequestOutput, each: Sequence[LlamaReply]) -> None:
-        progress = ProgressReader(output)
-        async for delta in output:
-            if (news := progress.news()) is not None:
-                await response.write(_event(each[0].progress(news)))
-            events = partial(_events, each[delta.index], delta)
-            await response.write_delta(delta, await formatted(delta.logprobs or (), events))
-
-    try:
-        await together([send(*pair) for pair in zip(outputs, replies, strict=True)])
-    except ConnectionError:  # the client is gone
-        raise
-    except Exception as error:
-        await response.write_failure(error, _event(llama_cpp_error(*describe(error))))
-    return response
-
-
-def _events(reply: LlamaReply, delta: Delta) -> bytes:
-    return b"".join(_event(event) for event in reply.events(delta))
-
-
-def _event(fields: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"
+def _event(fields: Any) -> bytes:
+    return b"data: " + encode(fields) + b"\n\n"

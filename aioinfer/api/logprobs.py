@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
+import msgspec
+
+from aioinfer.api.sse import encode
 
 if TYPE_CHECKING:
     from aioinfer.features.logprobs.planning import TokenLogprob
@@ -66,14 +68,14 @@ def _entry(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[s
 
 def _entries(
     tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]
-) -> list[dict[str, Any]] | orjson.Fragment:
+) -> list[dict[str, Any]] | msgspec.Raw:
     """Returns the entries of the likeliest tokens; of many as JSON that is made in pieces, between
     which other threads may run."""
     entries = (_entry(tokenizer, *likely) for likely in top)
     if len(top) <= _AT_ONCE:
         return list(entries)
-    pieces = [orjson.dumps(piece)[1:-1] for piece in _pieces(entries)]
-    return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+    pieces = [encode(piece)[1:-1] for piece in _pieces(entries)]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
@@ -108,7 +110,7 @@ def completion_logprobs(
 
 def _by_text(
     tokenizer: Tokenizer | None, token: TokenLogprob, text: str
-) -> dict[str, float] | orjson.Fragment:
+) -> dict[str, float] | msgspec.Raw:
     """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
     them; many as in `_entries`."""
     likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
@@ -118,5 +120,5 @@ def _by_text(
         found.setdefault(name, max(logprob, LOWEST))
     if len(found) <= _AT_ONCE:
         return found
-    pieces = [orjson.dumps(dict(piece))[1:-1] for piece in _pieces(iter(found.items()))]
-    return orjson.Fragment(b"{" + b",".join(pieces) + b"}")
+    pieces = [encode(dict(piece))[1:-1] for piece in _pieces(iter(found.items()))]
+    return msgspec.Raw(b"{" + b",".join(pieces) + b"}")

@@ -1,111 +1,267 @@
-"""Stream events of a chat choice whose text is parsed: content, reasoning and tool calls."""
+"""A generated message as a sequence of blocks: thoughts, texts and calls, one after the other, as
+Anthropic's API, OpenAI's Responses and Ollama's deliver them.
+
+`MessageDialect` is the base class of these APIs' dialects. OpenAI's chat has no blocks: its choices
+have texts and calls side by side, so that a stream of it holds no text (`chat.MessageWriter`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
 
-import orjson
-
-from aioinfer.api.delivery import ChoiceEvents, LogprobsFormat
-from aioinfer.api.sse import Envelope, role_event
-from aioinfer.text.message_parser import MessageDelta, MessageParser
+from aioinfer.api.generation import ChoiceWriter, Dialect
+from aioinfer.api.logprobs import are_many, logprob_entry
+from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser
+from aioinfer.text.message_parser import MessageDelta
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
+
+BlockKind = Literal["reasoning", "text", "call"]
+#: A change of a block: it begins, gets text, or ends.
+BlockChange = tuple[Literal["start", "delta", "stop"], "Block", str]
 
 
-def finish_reason(reason: str, num_calls: int) -> str:
-    """Returns OpenAI's reason for the end of a message."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
+@dataclass(slots=True)
+class Block:
+    """A part of a message.
+
+    Attributes:
+        index: its place in the message.
+        kind: its type.
+        id: made when it begins.
+        name: of a call, the function.
+        parts: its text in pieces; of a call, the arguments.
+        logprobs: of a text, the log-probabilities of its tokens, if they are wanted.
+    """
+
+    index: int
+    kind: BlockKind
+    id: str
+    name: str = ""
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text so far."""
+        return "".join(self.parts)
 
 
-class MessageEvents(ChoiceEvents):
-    """The events of one choice, whose text goes through a parser. A token whose text is held back
-    has no event."""
+@dataclass(slots=True)
+class _PendingToken:
+    """A token that has come, and the bytes of it that are in no block's text yet. `is_noted`: its
+    log-probability is in a block, whose text ended within it."""
 
-    def __init__(
-        self,
-        envelope: Envelope,
-        index: int,
-        parser: MessageParser,
-        new_id: Callable[[], str],
-        format_logprobs: LogprobsFormat,
-        *,
-        opening: bytes | None = None,
-        returns_token_ids: bool = False,
-    ):
-        """Makes the events of choice `index`; `new_id` makes the id of a call."""
-        self.returns_token_ids = returns_token_ids
-        self._head = envelope.head() + b'{"index":%d,"delta":' % index
-        self._tail = b"}" + envelope.tail()
-        self._opening = opening if opening is not None else role_event(envelope, index)
-        self._parser = parser
+    logprob: dict[str, Any]
+    rest: bytes
+    is_noted: bool = False
+
+
+class _TokensOfText:
+    """The tokens that have come and are in no block's text yet: text is held back while it may
+    become a marker, and markers are no text."""
+
+    def __init__(self) -> None:
+        self._tokens: list[_PendingToken] = []
+
+    def add(self, logprob: dict[str, Any]) -> None:
+        """Adds the next token, whose `bytes` are its part of a text."""
+        self._tokens.append(_PendingToken(logprob, bytes(logprob["bytes"])))
+
+    def take(self, text: str, *, notes: bool) -> list[dict[str, Any]]:
+        """Returns the log-probabilities of the tokens that the next text of a block consists of,
+        and forgets all tokens up to its end. `notes`: the block holds them."""
+        if not self._tokens:
+            return []
+        start, end = self._place(text.encode("utf-8", "replace"))
+        found: list[dict[str, Any]] = []
+        place = 0
+        for count, token in enumerate(self._tokens):
+            if place >= end:
+                del self._tokens[:count]
+                return found
+            length = len(token.rest)
+            if place + length > start and not token.is_noted:
+                found.append(token.logprob)
+                token.is_noted = notes
+            if place + length > end:
+                token.rest = token.rest[end - place :]
+                del self._tokens[:count]
+                return found
+            place += length
+        self._tokens.clear()
+        return found
+
+    def _place(self, text: bytes) -> tuple[int, int]:
+        """Returns where a text begins and ends in the bytes that have come. Before it may stand a
+        marker, behind it bytes that are still held back; where its bytes were replaced, since they
+        are no characters, all bytes are the text's."""
+        whole = b"".join(token.rest for token in self._tokens)
+        start = 0 if whole.startswith(text) else whole.rfind(text)
+        return (0, len(whole)) if start < 0 else (start, start + len(text))
+
+
+class Blocks:
+    """The blocks of one message as its deltas come.
+
+    Attributes:
+        all: the blocks so far.
+    """
+
+    def __init__(self, new_id: Callable[[BlockKind], str]):
+        """`new_id` makes the id of a block."""
+        self.all: list[Block] = []
         self._new_id = new_id
-        self._format_logprobs = format_logprobs
-        self._echoed = None
+        self._open: Block | None = None
+        self._tokens = _TokensOfText()
 
-    def events(self, delta: Delta) -> bytes:
-        """See `ChoiceEvents.events`."""
-        extra: dict[str, Any] = {}
-        if delta.logprobs:
-            extra["logprobs"] = self._format_logprobs(delta.logprobs, 0)
-        if self.returns_token_ids:
-            extra["token_ids"] = delta.token_ids
-        return self._events(delta.text, delta.finish_reason, delta.stop_reason, extra)
-
-    def token_frame(self, text: str, reason: str | None, stop_reason: int | str | None) -> bytes:
-        """See `ChoiceEvents.token_frame`; nothing, where the token has no event."""
-        data = self._events(text, reason, stop_reason, {})
-        # a frame without data would end the body
-        return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-
-    def _events(
-        self, text: str, reason: str | None, stop_reason: int | str | None, extra: dict[str, Any]
-    ) -> bytes:
-        data, self._opening = self._opening, b""
-        delta = self._parser.feed(text)
-        if delta or extra:
-            data += self._chunk(delta, extra)
-        if reason is None:
-            return data
-        if last := self._parser.flush():
-            data += self._chunk(last, {})
-        end = {
-            "logprobs": None,
-            "finish_reason": finish_reason(reason, self._parser.num_calls),
-            "stop_reason": stop_reason,
-        }
-        return data + self._head + b"{}," + orjson.dumps(end)[1:-1] + self._tail
-
-    def _chunk(self, delta: MessageDelta, extra: dict[str, Any]) -> bytes:
-        fields = {"logprobs": None} | extra | {"finish_reason": None}
-        return b"".join(
-            (
-                self._head,
-                orjson.dumps(self._delta(delta)),
-                b",",
-                orjson.dumps(fields)[1:-1],
-                self._tail,
-            )
-        )
-
-    def _delta(self, delta: MessageDelta) -> dict[str, Any]:
-        parts: dict[str, Any] = {}
+    def take(
+        self, delta: MessageDelta, logprob: dict[str, Any] | None = None
+    ) -> Iterator[BlockChange]:
+        """Yields the changes that a delta makes. `logprob` is the log-probability of the token that
+        brought it, as OpenAI has it, for the text that the token becomes part of."""
+        if logprob is not None:
+            self._tokens.add(logprob)
         if delta.reasoning:
-            parts["reasoning_content"] = parts["reasoning"] = delta.reasoning
+            yield from self._append("reasoning", delta.reasoning)
         if delta.content:
-            parts["content"] = delta.content
-        if delta.calls:
-            parts["tool_calls"] = [
-                {"index": call.index, "function": {"arguments": call.arguments}}
-                if call.name is None
-                else {
-                    "index": call.index,
-                    "id": self._new_id(),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in delta.calls
-            ]
-        return parts
+            yield from self._append("text", delta.content)
+        for call in delta.calls:
+            if call.name is not None:
+                yield from self._begin("call", call.name)
+            if call.arguments and self._open is not None:
+                self._open.parts.append(call.arguments)
+                self._tokens.take(call.arguments, notes=False)
+                yield "delta", self._open, call.arguments
+
+    def end(self) -> Iterator[BlockChange]:
+        """Ends the block that is open, if one is."""
+        if self._open is not None:
+            yield "stop", self._open, ""
+            self._open = None
+
+    def _append(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.parts.append(text)
+        is_text = kind == "text"
+        tokens = self._tokens.take(text, notes=is_text)
+        if is_text:
+            self._open.logprobs += tokens
+        yield "delta", self._open, text
+
+    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockChange]:
+        yield from self.end()
+        self._open = Block(len(self.all), kind, self._new_id(kind), name)
+        self.all.append(self._open)
+        yield "start", self._open, ""
+
+
+class MessageDialect(Dialect):
+    """The words of an API whose reply is one message in blocks.
+
+    Attributes:
+        blocks: of the message.
+        output: of the engine, once the prompt is submitted.
+    """
+
+    output: RequestOutput
+
+    def __init__(self, frontend: Frontend, turn: Turn):
+        self.blocks = Blocks(self.new_id)
+        self._frontend, self._turn = frontend, turn
+
+    def new_id(self, kind: BlockKind) -> str:
+        """Returns the id of a new block."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        """Returns the events before the first block."""
+        raise NotImplementedError
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        """Returns the events of a `BlockChange`."""
+        raise NotImplementedError
+
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """Returns the events behind the last block."""
+        raise NotImplementedError
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Any:
+        """Returns the reply in one piece, a struct, when all blocks are there."""
+        raise NotImplementedError
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> MessageWriter:
+        """See `Dialect.choice`."""
+        self.output = output
+        return MessageWriter(self, self._frontend, self._turn)
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
+        """See `Dialect.whole`."""
+        (self.output,), (delta,) = outputs, choices
+        parser, blocks = make_parser(self._frontend, self._turn), self.blocks
+        tokens = delta.logprobs or ()
+
+        def parse() -> None:
+            parts: Iterable[tuple[str, dict[str, Any] | None]] = [(delta.text, None)]
+            if tokens:
+                names = self._frontend.tokenizer
+                parts = ((token.text, logprob_entry(names, token)) for token in tokens)
+            for text, logprob in parts:
+                deque(blocks.take(parser.feed(text), logprob), maxlen=0)
+            deque(blocks.take(parser.flush()), maxlen=0)
+
+        if len(delta.text) <= SHORT_TEXT and not are_many(tokens):
+            parse()
+        else:
+            await asyncio.to_thread(parse)
+        return self.message(delta.finish_reason or "stop", delta.stop_reason, len(delta.token_ids))
+
+
+class MessageWriter(ChoiceWriter):
+    """Writes a message in blocks. A token whose text is held back has no event."""
+
+    def __init__(self, dialect: MessageDialect, frontend: Frontend, turn: Turn):
+        self._dialect, self._blocks = dialect, dialect.blocks
+        self._tokenizer = frontend.tokenizer
+        self._parser = make_parser(frontend, turn)
+        self._is_open = False
+
+    def write(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
+        stop_reason: int | str | None,
+    ) -> bytes:
+        """See `ChoiceWriter.write`."""
+        self.num_tokens += len(token_ids)
+        dialect, parts = self._dialect, []
+        if not self._is_open:
+            self._is_open = True
+            parts.append(dialect.opening())
+        # a change at a time: the next one changes the block
+        parts += [dialect.change(*change) for change in self._changes(text, logprobs)]
+        if reason is not None:
+            last = chain(self._blocks.take(self._parser.flush()), self._blocks.end())
+            parts += [dialect.change(*change) for change in last]
+            parts.append(dialect.closing(reason, stop_reason, self.num_tokens))
+        return b"".join(parts)
+
+    def _changes(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> Iterator[BlockChange]:
+        if not logprobs:
+            yield from self._blocks.take(self._parser.feed(text))
+            return
+        for token in logprobs:
+            entry = logprob_entry(self._tokenizer, token)
+            yield from self._blocks.take(self._parser.feed(token.text), entry)

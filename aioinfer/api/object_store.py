@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 from aiohttp import web
 from msgspec import Meta
 
@@ -101,7 +100,7 @@ class ObjectStore:
         than the limit of all objects, is not kept."""
         try:
             size = json_size(body) + json_size(items) + sum(map(len, events))
-        except orjson.JSONEncodeError:
+        except RecursionError:
             return
         if (replaced := self._stored.pop((owner, body["id"]), None)) is not None:
             self.num_bytes -= replaced.num_bytes
@@ -162,7 +161,7 @@ class ObjectStore:
 
 def json_size(value: Any) -> int:
     """Returns the length of a value as JSON, in bytes."""
-    return len(orjson.dumps(value))
+    return len(msgspec.json.encode(value))
 
 
 OBJECT_STORE = web.AppKey("object_store", ObjectStore)

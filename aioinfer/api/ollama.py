@@ -7,41 +7,62 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import orjson
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
-from aioinfer.api.blocks import Block
 from aioinfer.api.context import FRONTEND, STARTED, read_body
-from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import describe, json_response
+from aioinfer.api.generation import Generation
+from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.ollama_body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.record import RECORD
+from aioinfer.api.sse import encode
 from aioinfer.api.timings import timings
-from aioinfer.api.turn_stream import BlockEvents, stream_blocks
 from aioinfer.checkpoint.source import weight_files
-from aioinfer.engine.chat_turn import (
-    Turn,
-    call_input,
-    encode_turn,
-    make_parser,
-    make_turn,
-    new_call_id,
-)
+from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
 from aioinfer.engine.tools import NO_TOOLS
 
 if TYPE_CHECKING:
     from aioinfer.config import ParallelConfig
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
     from aioinfer.executor.base import WorkerReport
-    from aioinfer.text.message_parser import MessageParser
+
+
+class Answer(Struct, kw_only=True):
+    """The message of a line of `/api/chat`."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class Line(Struct, kw_only=True):
+    """The reply of `/api/chat`, which has a `message`, and of `/api/generate`, which has a
+    `response`. A stream is lines of these. The last line, and a reply in one piece, have the counts
+    of tokens and the durations, in nanoseconds."""
+
+    model: str
+    created_at: str
+    message: Answer | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -51,13 +72,13 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, OllamaChat)
     admit(request, body.timeout_s)
     if not body.messages:
-        return _loaded(frontend, _ChatEvents)
+        return _loaded(frontend, message=Answer())
     use = body.tool_use()
     prompt = await encode_turn(
         frontend, body.conversation(), use, body.tools, template_kwargs=body.template_kwargs()
     )
     turn = await make_turn(frontend, prompt, body.sampling_fields(), use)
-    return await _answer(request, frontend, body, turn, _ChatEvents)
+    return await _answer(request, body, turn)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -67,7 +88,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, OllamaGenerate)
     admit(request, body.timeout_s)
     if not body.prompt:
-        return _loaded(frontend, _GenerateEvents)
+        return _loaded(frontend, response="")
     fields = body.sampling_fields()
     if body.raw:
         prompt = await frontend.encode(body.prompt)
@@ -77,7 +98,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             frontend, body.conversation(), NO_TOOLS, template_kwargs=body.template_kwargs()
         )
         turn = await make_turn(frontend, prompt, fields)
-    return await _answer(request, frontend, body, turn, _GenerateEvents)
+    return await _answer(request, body, turn)
 
 
 async def list_tags(request: web.Request) -> web.Response:
@@ -170,113 +191,105 @@ _DETAILS: Mapping[str, Any] = {
 }
 
 
-async def _answer(
-    request: web.Request,
-    frontend: Frontend,
-    body: OllamaBody,
-    turn: Turn,
-    kind: type[_LineEvents],
-) -> web.StreamResponse:
+async def _answer(request: web.Request, body: OllamaBody, turn: Turn) -> web.StreamResponse:
     name = f"ollama-{request_id(request)}"
-    async with submitted(request, [turn.prompt], turn.params, name=name, priority=None) as outputs:
-        arrived = request[RECORD].arrived
-        events = kind(frontend, make_parser(frontend, turn), outputs[0], arrived)
-        if body.stream is not False:
-            return await stream_blocks(request, outputs[0], events)
-        (delta,) = (await collect(outputs)).choices
-    return json_response(events.whole(events.events(delta)))
+    generation = Generation(name, [turn.prompt], turn.params, streams=body.stream is not False)
+    dialect = OllamaDialect(request, turn, is_chat=isinstance(body, OllamaChat))
+    return await deliver(request, generation, dialect)
 
 
-def _loaded(frontend: Frontend, kind: type[_LineEvents]) -> web.Response:
-    """Answers a request for nothing, by which clients have a model loaded."""
-    end = {"done": True, "done_reason": "load"}
-    return json_response(_head(frontend) | kind.shape({}) | end)
+def _loaded(frontend: Frontend, **empty: Any) -> web.Response:
+    """Answers a request for nothing, by which clients have a model loaded; `empty` is the field
+    that holds an answer."""
+    return json_response(_line(frontend, **empty, done=True, done_reason="load"))
 
 
-def _head(frontend: Frontend) -> dict[str, Any]:
-    return {"model": frontend.config.served_model_names[0], "created_at": _iso(time.time())}
+def _line(frontend: Frontend, **fields: Any) -> Line:
+    name = frontend.config.served_model_names[0]
+    return Line(model=name, created_at=_iso(time.time()), **fields)
 
 
-class _LineEvents(BlockEvents):
-    """Lines of JSON. A call is one line: its arguments are an object."""
+class OllamaDialect(MessageDialect):
+    """Ollama's words: lines of JSON. A call is one line: its arguments are an object."""
 
     content_type = "application/x-ndjson"
 
-    def __init__(
-        self, frontend: Frontend, parser: MessageParser, output: RequestOutput, arrived: float
-    ):
-        """`arrived` is when the request came, of `time.perf_counter`."""
-        super().__init__(parser, lambda kind: new_call_id(frontend))
-        self._frontend = frontend
-        self._output = output
-        self._arrived = arrived
+    def __init__(self, request: web.Request, turn: Turn, *, is_chat: bool):
+        super().__init__(request.app[FRONTEND], turn)
+        self._arrived = request[RECORD].arrived
+        self._is_chat = is_chat
 
-    def _line(self, part: Mapping[str, Any], **fields: Any) -> bytes:
-        shaped = self.shape(part)
-        return orjson.dumps({**_head(self._frontend), **shaped, "done": False, **fields}) + b"\n"
-
-    @staticmethod
-    def shape(part: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a part of a message (content, thinking, tool_calls) as a line has it."""
-        raise NotImplementedError
+    def new_id(self, kind: BlockKind) -> str:
+        """See `MessageDialect.new_id`."""
+        return new_call_id(self._frontend)
 
     def opening(self) -> bytes:
+        """Returns nothing."""
         return b""
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
+        """See `MessageDialect.change`."""
         if block.kind == "call":
-            if kind != "stop":
-                return b""
-            function = {"name": block.name, "arguments": call_input(block.text)}
-            return self._line({"tool_calls": [{"id": block.id, "function": function}]})
-        name = "content" if block.kind == "text" else "thinking"
-        return self._line({name: text}) if kind == "delta" else b""
+            return self._event(self._line(calls=[block])) if kind == "stop" else b""
+        if kind != "delta":
+            return b""
+        is_text = block.kind == "text"
+        return self._event(self._line(text if is_text else "", UNSET if is_text else text))
 
-    def closing(self, reason: str, stop_reason: int | str | None) -> bytes:
-        measured = timings(self._output, 0, self.num_tokens)
-        return self._line(
-            {},
-            done=True,
-            done_reason=reason,
-            total_duration=_nanoseconds((time.perf_counter() - self._arrived) * 1e3),
-            load_duration=0,
-            prompt_eval_count=len(self._output.prompt_token_ids),
-            prompt_eval_duration=_nanoseconds(measured["prompt_ms"]),
-            eval_count=self.num_tokens,
-            eval_duration=_nanoseconds(measured["predicted_ms"]),
-        )
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """See `MessageDialect.closing`."""
+        return self._event(self._line(**self._end(reason, num_tokens)))
 
     def failure(self, error: Exception) -> bytes:
-        return orjson.dumps({"error": describe(error)[1]["error"]["message"]}) + b"\n"
+        """See `Dialect.failure`."""
+        return self._event({"error": describe(error)[1]["error"]["message"]})
 
-    def whole(self, lines: bytes) -> dict[str, Any]:
-        """Returns all lines of a reply as one."""
-        last: dict[str, Any] = orjson.loads(lines.splitlines()[-1])
-        message: dict[str, Any] = {}
-        for block in self.blocks.all:
-            if block.kind == "call":
-                function = {"name": block.name, "arguments": call_input(block.text)}
-                call = {"id": block.id, "function": function}
-                message.setdefault("tool_calls", []).append(call)
-            else:
-                name = "content" if block.kind == "text" else "thinking"
-                message[name] = message.get(name, "") + block.text
-        return last | self.shape(message)
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
+        """See `MessageDialect.message`."""
+        blocks = self.blocks.all
+        texts = "".join(block.text for block in blocks if block.kind == "text")
+        thoughts = "".join(block.text for block in blocks if block.kind == "reasoning")
+        calls = [block for block in blocks if block.kind == "call"]
+        return self._line(texts, thoughts or UNSET, calls, **self._end(reason, num_tokens))
+
+    @staticmethod
+    def _event(line: Line | dict[str, Any]) -> bytes:
+        return encode(line) + b"\n"
+
+    def _line(
+        self,
+        content: str = "",
+        thinking: str | UnsetType = UNSET,
+        calls: Sequence[Block] = (),
+        **fields: Any,
+    ) -> Line:
+        if not self._is_chat:
+            return _line(self._frontend, response=content, thinking=thinking, **fields)
+        answer = Answer(content=content, thinking=thinking)
+        if calls:
+            answer.tool_calls = [
+                {
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call_input(call.text)},
+                }
+                for call in calls
+            ]
+        return _line(self._frontend, message=answer, **fields)
+
+    def _end(self, reason: str, num_tokens: int) -> dict[str, Any]:
+        measured = timings(self.output, 0, num_tokens)
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": _nanoseconds((time.perf_counter() - self._arrived) * 1e3),
+            "load_duration": 0,
+            "prompt_eval_count": len(self.output.prompt_token_ids),
+            "prompt_eval_duration": _nanoseconds(measured["prompt_ms"]),
+            "eval_count": num_tokens,
+            "eval_duration": _nanoseconds(measured["predicted_ms"]),
+        }
 
 
 def _nanoseconds(milliseconds: float) -> int:
     # clients divide by it, and the last token may be the first
     return max(1, round(milliseconds * 1e6))
-
-
-class _ChatEvents(_LineEvents):
-    @staticmethod
-    def shape(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": "", **part}}
-
-
-class _GenerateEvents(_LineEvents):
-    @staticmethod
-    def shape(part: Mapping[str, Any]) -> dict[str, Any]:
-        thinking = {"thinking": part["thinking"]} if "thinking" in part else {}
-        return {"response": part.get("content", ""), **thinking}

@@ -22,14 +22,19 @@ from aioinfer import __version__
 from aioinfer.api import replies
 from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
 from aioinfer.api.admin import AbortRequest
+from aioinfer.api.anthropic import MessageReply, TokenCount
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
+from aioinfer.api.chat import ChatCompletion
+from aioinfer.api.completions import Completion
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.conversations import CreateConversation, CreateItems, UpdateObject
 from aioinfer.api.experts import MAX_COPIES, MAX_RANKS
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.file_store import FileObject
 from aioinfer.api.llama_cpp_body import InfillRequest, LlamaCompletion, LlamaEmbedding
+from aioinfer.api.llama_cpp_replies import LlamaReply
+from aioinfer.api.ollama import Line
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.page import PAGE_PATHS
 from aioinfer.api.paths import PREFIX
@@ -50,10 +55,11 @@ from aioinfer.api.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from aioinfer.api.response_events import Response
 from aioinfer.api.responses_body import ResponseRequest
 
 #: llama.cpp's: one prompt has one reply, several have a list.
-_LlamaReplies = replies.LlamaCompletionReply | list[replies.LlamaCompletionReply]
+_LlamaReplies = LlamaReply | list[LlamaReply]
 #: With `texts` the reply is a list.
 _Reranked = replies.Reranked | list[replies.RerankedText]
 _REF = "#/components/schemas/{name}"
@@ -87,15 +93,16 @@ _PAGE: dict[str, dict[str, Any]] = {"limit": _LIMIT, "after": _TEXT, "order": _O
 
 #: By method and path.
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation(CompletionRequest, replies.Completion, streams=True),
-    ("POST", "/v1/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
-    ("POST", "/v1/messages"): Operation(MessagesRequest, streams=True),
-    ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest),
-    ("POST", "/v1/responses"): Operation(ResponseRequest, streams=True),
-    ("POST", "/responses"): Operation(ResponseRequest, streams=True),
+    ("POST", "/v1/completions"): Operation(CompletionRequest, Completion, streams=True),
+    ("POST", "/v1/chat/completions"): Operation(ChatRequest, ChatCompletion, streams=True),
+    ("POST", "/v1/messages"): Operation(MessagesRequest, MessageReply, streams=True),
+    ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest, TokenCount),
+    ("POST", "/v1/responses"): Operation(ResponseRequest, Response, streams=True),
+    ("POST", "/responses"): Operation(ResponseRequest, Response, streams=True),
     ("POST", "/v1/responses/input_tokens"): Operation(ResponseRequest, replies.InputTokens),
     ("GET", "/v1/responses/{id}/input_items"): Operation(reply=replies.Page, query=_PAGE),
     ("GET", "/v1/responses/{id}"): Operation(
+        reply=Response,
         streams=True,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     ),
@@ -108,14 +115,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/conversations/{id}/items/{item_id}"): Operation(),
     ("DELETE", "/v1/conversations/{id}/items/{item_id}"): Operation(reply=replies.Conversation),
     ("GET", "/v1/chat/completions"): Operation(reply=replies.Page, query=_PAGE | {"model": _TEXT}),
-    ("GET", "/v1/chat/completions/{id}"): Operation(reply=replies.ChatCompletion),
-    ("POST", "/v1/chat/completions/{id}"): Operation(UpdateObject, replies.ChatCompletion),
+    ("GET", "/v1/chat/completions/{id}"): Operation(reply=ChatCompletion),
+    ("POST", "/v1/chat/completions/{id}"): Operation(UpdateObject, ChatCompletion),
     ("DELETE", "/v1/chat/completions/{id}"): Operation(),
     ("GET", "/v1/chat/completions/{id}/messages"): Operation(reply=replies.Page, query=_PAGE),
     ("DELETE", "/v1/responses/{id}"): Operation(),
-    ("POST", "/v1/responses/{id}/cancel"): Operation(),
-    ("POST", "/api/chat"): Operation(OllamaChat, streams=True, stream_type=_LINES),
-    ("POST", "/api/generate"): Operation(OllamaGenerate, streams=True, stream_type=_LINES),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(reply=Response),
+    ("POST", "/api/chat"): Operation(OllamaChat, Line, streams=True, stream_type=_LINES),
+    ("POST", "/api/generate"): Operation(OllamaGenerate, Line, streams=True, stream_type=_LINES),
     ("POST", "/api/show"): Operation(ShowRequest),
     ("GET", "/api/tags"): Operation(),
     ("GET", "/api/ps"): Operation(),
@@ -130,7 +137,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/rerank"): Operation(RerankRequest, _Reranked),
     ("POST", "/v1/rerank"): Operation(RerankRequest, _Reranked),
     ("POST", "/v2/rerank"): Operation(RerankRequest, _Reranked),
-    ("POST", "/chat/completions"): Operation(ChatRequest, replies.ChatCompletion, streams=True),
+    ("POST", "/chat/completions"): Operation(ChatRequest, ChatCompletion, streams=True),
     ("POST", "/completion"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/completions"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/infill"): Operation(InfillRequest, _LlamaReplies, streams=True),

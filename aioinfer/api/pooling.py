@@ -19,6 +19,7 @@ from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.embedding_formats import numbers_json, to_base64
 from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.generation import Generation
 from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
@@ -254,7 +255,8 @@ async def _pool(
     with renamed({"prompt": param}):
         if kind == ALL_TOKENS:
             request.app[FRONTEND].check_states(sum(map(len, prompts)))
-        async with submitted(request, prompts, params, name=name, priority=body.priority) as found:
+        generation = Generation(name, prompts, params, priority=body.priority)
+        async with submitted(request, generation) as found:
             await collect(found)
             states = [output.pooled for output in found]
     whole = [state for state in states if state is not None]

@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 
 from aioinfer.api.logprobs import LOWEST, completion_logprobs, token_name
+from aioinfer.api.sse import encode
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.sampling_params import MAX_LOGPROBS
 
@@ -32,7 +33,7 @@ async def echoed_logprobs(
     scores: PromptScores,
     num_top: int,
     generated: Sequence[TokenLogprob],
-) -> dict[str, orjson.Fragment]:
+) -> dict[str, msgspec.Raw]:
     """Returns the `logprobs` of a completion's choice that begins with its prompt, and how its
     first token has neither a log-probability nor alternatives.
 
@@ -43,12 +44,12 @@ async def echoed_logprobs(
         generated: the tokens behind the prompt.
     """
 
-    def make() -> dict[str, orjson.Fragment]:
+    def make() -> dict[str, msgspec.Raw]:
         first = token_name(tokenizer, scores.tokens[0])
         parts: dict[str, list[bytes]] = {
             "text_offset": [b"0"],
             "token_logprobs": [b"null"],
-            "tokens": [orjson.dumps(first)],
+            "tokens": [encode(first)],
             "top_logprobs": [b"null"],
         }
         offset = len(first)
@@ -56,18 +57,16 @@ async def echoed_logprobs(
             found = completion_logprobs(tokenizer, piece, offset)
             offset = found["text_offset"][-1] + len(found["tokens"][-1])
             for name, values in found.items():
-                parts[name].append(orjson.dumps(values)[1:-1])
+                parts[name].append(encode(values)[1:-1])
         return {name: _as_list(found) for name, found in parts.items()}
 
     return await _in_thread(make, len(scores.tokens) + len(generated), num_top)
 
 
-async def prompt_logprobs(
-    tokenizer: Tokenizer | None, scores: PromptScores, num_top: int
-) -> orjson.Fragment:
-    """Returns vLLM's `prompt_logprobs`: null for the first token, and for every other one an object
-    of the token itself and the `num_top` likeliest ones by id, each with its log-probability, its
-    rank and its text."""
+async def prompt_logprobs(tokenizer: Tokenizer | None, scores: PromptScores, num_top: int) -> Any:
+    """Returns vLLM's `prompt_logprobs` as JSON: null for the first token, and for every other one
+    an object of the token itself and the `num_top` likeliest ones by id, each with its
+    log-probability, its rank and its text."""
 
     def entry(token: TokenLogprob, rank: int) -> dict[str, Any]:
         ranked = [(rank, token.token_id, token.logprob)]
@@ -81,12 +80,12 @@ async def prompt_logprobs(
             for place, token_id, logprob in ranked
         }
 
-    def make() -> orjson.Fragment:
+    def make() -> msgspec.Raw:
         ranks = iter(scores.ranks.tolist())
         parts = [b"null"]
         for piece in _pieces(list(_scored(scores, num_top))):
             entries = [entry(token, next(ranks)) for token in piece]
-            parts.append(orjson.dumps(entries)[1:-1])
+            parts.append(encode(entries)[1:-1])
         return _as_list(parts)
 
     return await _in_thread(make, len(scores.tokens), num_top)
@@ -114,8 +113,8 @@ def _pieces(tokens: Sequence[TokenLogprob]) -> Iterator[Sequence[TokenLogprob]]:
         yield tokens[start : start + _PIECE]
 
 
-def _as_list(parts: Sequence[bytes]) -> orjson.Fragment:
-    return orjson.Fragment(b"[" + b",".join(parts) + b"]")
+def _as_list(parts: Sequence[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 async def _in_thread(make: Callable[[], Any], num_tokens: int, num_top: int) -> Any:

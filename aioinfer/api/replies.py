@@ -69,84 +69,6 @@ class ModelList(Struct, kw_only=True):
     data: list[Model]
 
 
-class PromptTokensDetails(Struct, kw_only=True):
-    """The number of the prompt's tokens that were in the prefix cache."""
-
-    cached_tokens: int | None
-
-
-class CompletionTokensDetails(Struct, kw_only=True):
-    """The number of generated tokens that are reasoning, with its markers."""
-
-    reasoning_tokens: int
-
-
-class Usage(Struct, kw_only=True):
-    """Tokens of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType | None = UNSET
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-
-class CompletionChoice(Struct, kw_only=True):
-    """One completion."""
-
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
-    features: dict[str, Any] | UnsetType = UNSET
-
-
-class Completion(Struct, kw_only=True):
-    """The reply of `/v1/completions`. A stream is a sequence of these as server-sent events."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage | None
-
-
-class AssistantMessage(Struct, kw_only=True):
-    """The model's message."""
-
-    role: Literal["assistant"]
-    content: str | None
-
-
-class ChatChoice(Struct, kw_only=True):
-    """One answer."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | UnsetType | None = UNSET
-    features: dict[str, Any] | UnsetType = UNSET
-
-
-class ChatCompletion(Struct, kw_only=True):
-    """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
-    `message`, as server-sent events."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage | None
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
-
-
 class Conversation(Struct, kw_only=True):
     """A conversation without its items."""
 
@@ -184,18 +106,6 @@ class DetokenizeReply(Struct, kw_only=True):
 
     prompt: str
     content: str | UnsetType = UNSET
-
-
-class LlamaCompletionReply(Struct, kw_only=True):
-    """The reply of `/completion` and `/infill`; with `response_fields` only these members. A stream
-    is a sequence of these as server-sent events."""
-
-    content: str | UnsetType = UNSET
-    tokens: list[int] | UnsetType = UNSET
-    stop: bool | UnsetType = UNSET
-    stop_type: Literal["none", "eos", "limit", "word"] | UnsetType = UNSET
-    timings: dict[str, float] | UnsetType = UNSET
-    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class LlamaEmbeddingReply(Struct, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from aiohttp import web
 
 from aioinfer.api.object_store import OBJECT_STORE, owner_of
@@ -14,6 +15,7 @@ from aioinfer.api.responses_body import ResponseRequest, input_items, to_message
 from aioinfer.engine.chat_turn import encode_turn
 
 if TYPE_CHECKING:
+    from aioinfer.api.response_events import Response
     from aioinfer.engine.frontend import Frontend
 
 #: Tokens of a prompt before `truncation` drops items of it.
@@ -77,12 +79,13 @@ class ResponseContext:
         self,
         request: web.Request,
         body: ResponseRequest,
-        ended: dict[str, Any],
+        response: Response,
         events: Sequence[bytes] = (),
     ) -> None:
         """Stores a response that has ended, unless `store` is false, and adds it to its
         conversation if it is complete and that is still stored."""
         store, owner = request.app[OBJECT_STORE], owner_of(request)
+        ended = msgspec.structs.asdict(response)
         if body.store is not False:
             store.add(owner, ended, self.items, events)
         if self.conversation is None or ended["status"] not in ("completed", "incomplete"):

@@ -10,22 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from aioinfer.api.admission import bounded
 from aioinfer.api.delivery import submitted
 from aioinfer.api.event_stream import StreamState
+from aioinfer.api.generation import Generation
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.object_store import MAX_STORED, ObjectStore, json_size
 from aioinfer.api.record import RECORD, RequestRecord
 from aioinfer.api.response_context import ResponseContext
-from aioinfer.api.response_events import Reply, ResponseEvents
+from aioinfer.api.response_events import Response, ResponseDialect
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.config import ChatConfig
-from aioinfer.engine.chat_turn import Turn, make_parser
+from aioinfer.engine.chat_turn import Turn
 from aioinfer.errors import OverloadedError
 from aioinfer.scheduler.request import RequestStatus
 
@@ -54,12 +55,9 @@ class ResponseRun:
         """`state` has the key of its ids."""
         self.context = context
         self.events: list[bytes] = []
-        self.ended: dict[str, Any] | None = None
+        self.ended: Response | None = None
         self._body, self._turn = body, turn
-        self._reply = Reply(frontend, body, turn, state)
-        self._makes = ResponseEvents(
-            self._reply, make_parser(frontend, turn), self._end, frontend.tokenizer
-        )
+        self._dialect = ResponseDialect(frontend, body, turn, state, self._end)
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
         self.num_bytes = json_size(context.items)
@@ -67,24 +65,24 @@ class ResponseRun:
     @property
     def id(self) -> str:
         """The id of the response."""
-        return self._reply.id
+        return self._dialect.id
 
     @property
     def is_stream(self) -> bool:
         """Whether its events are kept."""
         return bool(self._body.stream)
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Response:
         """Returns the response as it stands."""
         if self.ended is not None:
             return self.ended
-        blocks = self._makes.blocks.all
         is_running = self._output is not None and self._output.sequences[0].request.status in (
             RequestStatus.RUNNING,
             RequestStatus.FINISHED,
         )
-        waits = not blocks and not is_running  # one that was preempted is in progress
-        return self._reply.body(blocks, unfinished="queued" if waits else "in_progress")
+        # one that was preempted is in progress
+        waits = not self._dialect.blocks.all and not is_running
+        return self._dialect.response(unfinished="queued" if waits else "in_progress")
 
     def keep(self, request: web.Request) -> None:
         """Stores the response, if it has ended."""
@@ -96,38 +94,39 @@ class ResponseRun:
         if self._output is not None:
             self._output.abort()
 
-    async def generate(self, request: web.Request, queued: asyncio.Future[dict[str, Any]]) -> None:
+    async def generate(self, request: web.Request, queued: asyncio.Future[Response]) -> None:
         """Generates the response for a request, beyond its reply. `queued` becomes the response
         when it is in the queue, or the error that kept it out."""
         request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
+        generation = Generation(
+            self.id,
+            [self._turn.prompt],
+            self._turn.params,
+            priority=self._body.priority,
+            cache_salt=self._body.cache_salt,
+        )
         try:
             async with (
                 bounded(request, self._body.timeout_s),
-                submitted(
-                    request,
-                    [self._turn.prompt],
-                    self._turn.params,
-                    name=self.id,
-                    priority=self._body.priority,
-                    cache_salt=self._body.cache_salt,
-                ) as outputs,
+                submitted(request, generation) as outputs,
             ):
-                self._reply.output = self._output = outputs[0]
+                self._output = outputs[0]
+                writer = self._dialect.choice(outputs[0], 0, 0)
                 queued.set_result(self.body())
                 async for delta in outputs[0]:
-                    make = partial(self._makes.events, delta)
+                    make = partial(writer.events, delta)
                     self._note(await formatted(delta.logprobs or (), make))
         except Exception as error:
             if not queued.done():
                 queued.set_exception(error)
                 return
-            self._end(self._makes.failed(error))
-            self._note(self._makes.failure(error))
+            self._end(self._dialect.failed(error))
+            self._note(self._dialect.failure(error))
         if self.ended is None:
-            self.ended = self._reply.body(self._makes.blocks.all, unfinished="cancelled")
+            self.ended = self._dialect.response(unfinished="cancelled")
         self._note(b"")
 
-    def _end(self, ended: dict[str, Any]) -> None:
+    def _end(self, ended: Response) -> None:
         self.ended = ended
 
     def _note(self, events: bytes) -> None:
@@ -164,7 +163,7 @@ class ResponseRuns:
         """Returns a response of an API key that has not ended; None where there is none."""
         return self._runs.get((owner, id))
 
-    async def begin(self, request: web.Request, run: ResponseRun) -> dict[str, Any]:
+    async def begin(self, request: web.Request, run: ResponseRun) -> Response:
         """Begins a response for a request, and returns it when it is in the queue.
 
         Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
@@ -177,7 +176,7 @@ class ResponseRuns:
                 f"{len(self._tasks)} responses are in the background, one more is too many; try "
                 "again later"
             )
-        queued: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._run(request, run, queued))
         self._tasks[run] = task
         task.add_done_callback(partial(self._forget, run))
@@ -200,7 +199,7 @@ class ResponseRuns:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(
-        self, request: web.Request, run: ResponseRun, queued: asyncio.Future[dict[str, Any]]
+        self, request: web.Request, run: ResponseRun, queued: asyncio.Future[Response]
     ) -> None:
         account = request[ACCOUNT]
         place = (account.key.name, run.id)

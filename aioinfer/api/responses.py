@@ -10,19 +10,19 @@ from aiohttp import web
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import stream_state
+from aioinfer.api.generation import Generation
 from aioinfer.api.object_store import OBJECT_STORE, owner_of
 from aioinfer.api.paging import page_of
 from aioinfer.api.prompts import with_token_ids
 from aioinfer.api.response_context import ResponseContext
-from aioinfer.api.response_events import Reply, ResponseEvents
+from aioinfer.api.response_events import ResponseDialect
 from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRun
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.sse import STREAM_HEADERS
-from aioinfer.api.turn_stream import read_blocks, stream_blocks
-from aioinfer.engine.chat_turn import Turn, make_parser, make_turn
+from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -53,26 +53,17 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             run = ResponseRun(frontend, body, turn, context, stream_state(request))
             queued = await request.app[RESPONSE_RUNS].begin(request, run)
             return await _send(request, run.follow(0)) if body.stream else json_response(queued)
-        reply = Reply(frontend, body, turn, stream_state(request))
-        async with submitted(
-            request,
+        keep = partial(context.keep, request, body)
+        dialect = ResponseDialect(frontend, body, turn, stream_state(request), keep)
+        generation = Generation(
+            dialect.id,
             [turn.prompt],
             turn.params,
-            name=reply.id,
+            streams=bool(body.stream),
             priority=body.priority,
             cache_salt=body.cache_salt,
-        ) as outputs:
-            reply.output = outputs[0]
-            keep = partial(context.keep, request, body)
-            if body.stream:
-                parser = make_parser(frontend, turn)
-                events = ResponseEvents(reply, parser, keep, frontend.tokenizer)
-                return await stream_blocks(request, outputs[0], events)
-            (delta,) = (await collect(outputs)).choices
-    blocks = (await read_blocks(frontend, turn, delta, reply.new_id)).all
-    ended = reply.body(blocks, delta.finish_reason or "stop", len(delta.token_ids))
-    keep(ended)
-    return json_response(ended)
+        )
+        return await deliver(request, generation, dialect)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:

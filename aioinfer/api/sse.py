@@ -1,4 +1,4 @@
-"""Server-sent events of a stream, as bytes. `delivery` sends them.
+"""Server-sent events of a stream, as bytes. Dialects make them, and `delivery` sends them.
 
 All chunks of a choice are the same but for their text. `ChunkTemplate` makes the constant bytes
 around it once, so that a token costs the JSON escape of its text and one join.
@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
+from msgspec import UNSET, Struct, UnsetType
+
+#: Makes JSON of anything that a reply holds. `orjson` does so for texts, which it escapes faster.
+encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 #: Headers of every reply that is a stream of events.
@@ -19,6 +24,28 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would collect events otherwise
 }
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    """The number of the prompt's tokens that were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, kw_only=True):
+    """The number of generated tokens that are reasoning, with its markers."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct, kw_only=True):
+    """Tokens of a request. Each prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +83,11 @@ class Envelope:
         """Returns the end of an event, from behind the choices."""
         return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
-    def usage_event(
-        self, usage: Mapping[str, Any], timings: Mapping[str, float] | None = None
-    ) -> bytes:
+    def usage_event(self, usage: Usage, timings: Mapping[str, float] | None = None) -> bytes:
         """Returns the event with empty choices that reports the usage, and llama.cpp's `timings`
         where they are given."""
         more = b"" if timings is None else b',"timings":' + orjson.dumps(timings)
-        return self.head() + b'],"usage":' + orjson.dumps(usage) + more + b"}\n\n"
+        return self.head() + b'],"usage":' + encode(usage) + more + b"}\n\n"
 
     def progress_event(self, index: int, progress: Mapping[str, float]) -> bytes:
         """Returns the event of choice `index` that has llama.cpp's `prompt_progress` alone."""
@@ -80,6 +105,7 @@ class ChunkTemplate:
         "_after_text",
         "_before_text",
         "_fixed_len",
+        "_head",
         "_no_logprobs",
         "_tail",
         "_without_text",
@@ -95,7 +121,7 @@ class ChunkTemplate:
     ):
         """Takes the JSON around a choice's text, and the whole of it in a chunk that has no
         text."""
-        head = envelope.head() + b'{"index":%d,' % index
+        self._head = head = envelope.head() + b'{"index":%d,' % index
         self._before_text = head + before_text
         self._after_text = after_text + b',"logprobs":'
         self._tail = b"}" + envelope.tail()
@@ -135,7 +161,7 @@ class ChunkTemplate:
                 self._before_text,
                 orjson.dumps(text),
                 self._after_text,
-                orjson.dumps(logprobs),
+                encode(logprobs),
                 self._after_logprobs,
             )
         )
@@ -157,9 +183,23 @@ class ChunkTemplate:
                 self._before_text,
                 orjson.dumps(text),
                 self._after_text,
-                orjson.dumps(logprobs),
+                encode(logprobs),
                 b",",
                 orjson.dumps(ids)[1:-1],
+                self._after_logprobs,
+            )
+        )
+
+    def chunk_with_delta(self, delta: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
+        """Returns the event of a chat that appends `delta` to the message. `fields` are further
+        ones of the choice, such as the log-probabilities of the tokens."""
+        return b"".join(
+            (
+                self._head,
+                b'"delta":',
+                encode(delta),
+                b",",
+                encode({"logprobs": None, **fields})[1:-1],
                 self._after_logprobs,
             )
         )
@@ -180,10 +220,10 @@ class ChunkTemplate:
         )
 
 
-def with_usage(events: bytes, usage: Mapping[str, Any]) -> bytes:
+def with_usage(events: bytes, usage: Usage) -> bytes:
     """Returns events of an envelope with `include_usage`, with this usage in place of null."""
     # no text can hold the end of an event: JSON escapes line ends
-    return events.replace(b'],"usage":null}\n\n', b'],"usage":' + orjson.dumps(usage) + b"}\n\n")
+    return events.replace(b'],"usage":null}\n\n', b'],"usage":' + encode(usage) + b"}\n\n")
 
 
 def role_event(
@@ -204,3 +244,8 @@ def role_event(
 def error_event(body: Mapping[str, Any]) -> bytes:
     """Returns the event that reports that something failed; `DONE` follows it."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def named_event(fields: Mapping[str, Any]) -> bytes:
+    """Returns an event whose name is its `type`."""
+    return b"event: %b\ndata: %b\n\n" % (str(fields["type"]).encode(), encode(fields))

@@ -1,0 +1,117 @@
+"""What a body becomes in every API, and how its reply is written: `Generation` and `Dialect`.
+
+A handler decodes its body into a `Generation` and makes the `Dialect` of its API; `delivery` does
+the rest, the same way for all: it submits the prompts, then streams the deltas of the sequences, or
+collects them. A reply has one choice for each sequence of each prompt, numbered through: choice
+number = prompt number · n + number of the sequence. OpenAI calls them choices; the other APIs have
+one, and call it a message, or have numbered replies.
+
+The words of an API are three: a `ChoiceWriter` turns what comes of a choice into bytes, `Dialect`
+has the bytes between and behind the choices, and `Dialect.whole` is a reply in one piece. It is a
+msgspec struct, so that `/openapi.json` describes what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Prompts that are to be continued, and for whom.
+
+    Attributes:
+        name: the id of the reply, with which the ids of the engine's requests begin.
+        prompts: token ids of each; an engine request is made for each prompt.
+        params: the sampling parameters, of all prompts.
+        streams: whether the client reads the output while it comes.
+        priority: the one that the body names.
+        cache_salt: divides the prefix cache; None is for everyone.
+    """
+
+    name: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    streams: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class ChoiceWriter:
+    """Writes one choice of a stream as its tokens come.
+
+    Attributes:
+        num_tokens: tokens that have come.
+    """
+
+    num_tokens = 0
+
+    async def open(self) -> None:
+        """Prepares what is known with the first log-probabilities, before they are written."""
+
+    def write(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] | None,
+        reason: str | None,
+        stop_reason: int | str | None,
+    ) -> bytes:
+        """Returns the events of a delta, whose fields these are; empty bytes where its text is held
+        back."""
+        raise NotImplementedError
+
+    def events(self, delta: Delta) -> bytes:
+        """Returns the events of a delta."""
+        return self.write(
+            delta.text, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason
+        )
+
+    def frame(
+        self, text: str, token: int, reason: str | None, stop_reason: int | str | None
+    ) -> bytes:
+        """Returns the events of one token without log-probabilities, in a frame of HTTP's chunked
+        coding (RFC 9112, 7.1)."""
+        data = self.write(text, (token,), None, reason, stop_reason)
+        # a frame without data would end the body
+        return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+class Dialect:
+    """The words of an API for one reply.
+
+    Attributes:
+        content_type: of a stream.
+    """
+
+    content_type = STREAM_HEADERS["Content-Type"]
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+        """Returns the writer of choice `index`, which is this sequence of an output."""
+        raise NotImplementedError
+
+    def progress(self, output: RequestOutput, index: int, news: Mapping[str, float]) -> bytes:
+        """Returns the event that reports the progress of a prompt (`ProgressReader`), whose first
+        choice has this number; only for APIs that let a request ask for it."""
+        raise NotImplementedError
+
+    async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Returns the events behind all choices. The client does not know yet that it has all."""
+        return b""
+
+    def failure(self, error: Exception) -> bytes:
+        """Returns the events that end a stream in which something failed."""
+        raise NotImplementedError
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
+        """Returns the reply in one piece: `choices` has all of each choice in one delta."""
+        raise NotImplementedError
