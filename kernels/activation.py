@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import wait_for_kernel
 
 BLOCK = 1024
 #: Neighbouring rows of one projection in the interleaved weight. The gate of output n is row
@@ -41,22 +41,13 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_up,
-    out,
-    width,
-    in_stride,
-    out_stride,
-    BLOCK: tl.constexpr,
-    RUN: tl.constexpr,
-    KIND: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, out, width, in_stride, out_stride,
+    BLOCK: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     place = gate_up + row * in_stride + columns + columns // RUN * RUN
     gate = tl.load(place, mask, 0.0).to(tl.float32)
     up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
@@ -103,16 +94,7 @@ def gated_activation(
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
         _gated_activation_kernel[grid](
-            gate_up,
-            out,
-            width,
-            gate_up.stride(0),
-            out.stride(0),
-            BLOCK=BLOCK,
-            RUN=GATE_RUN,
-            KIND=kind,
-            PDL=pdl,
-            num_warps=4,
-            launch_pdl=pdl,
-        )
+            gate_up, out, width, gate_up.stride(0), out.stride(0),
+            BLOCK=BLOCK, RUN=GATE_RUN, KIND=kind, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
     return out

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.quantize import (
     GROUP,
     MAXIMA,
@@ -36,7 +37,6 @@ from aioinfer.kernels.quantize import (
     empty_inputs,
 )
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: The maximum number of rows that two ranks all-reduce with `_push_kernel`, which moves twice
 #: the bytes of `_two_shot_kernel` at half its latency; more ranks take proportionally fewer rows.
@@ -340,9 +340,7 @@ def _begin(
     weight_words = tl.zeros([BLOCK], tl.int32)
     if HAS_NORM:
         weight_words = tl.load(weight + columns, mask, 0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     return columns, mask, weight_words
 
 

@@ -33,6 +33,8 @@ from aioinfer.kernels.hopper_pipeline import (
     rows_are_aligned,
     tiles_of_item,
 )
+from aioinfer.kernels.launch import multiprocessors
+from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP as BLOCK
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_hopper import supports as supports_hopper
@@ -421,8 +423,7 @@ def select_config(
         return None
     if not all(t is None or (t.stride(0) and rows_are_aligned(t)) for t in (residual, out)):
         return None
-    programs = torch.cuda.get_device_properties(x.values.device).multi_processor_count
-    lines, inputs = weight.values.shape
+    programs, (lines, inputs) = multiprocessors(x.values.device), weight.values.shape
     return hopper_config(
         len(x), lines, inputs, programs, gated=gated, grouped=weight.is_grouped,
         blocks=supports(x, weight, dtype),
@@ -445,23 +446,18 @@ def block_product(
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
     """
+    out = product_output(x.values, weight.values.shape, out, gated=gated, dtype=dtype)
     (rows, inputs), lines = x.values.shape, len(weight.values)
-    if weight.values.shape[1] != inputs or not supports(x, weight, dtype):
-        raise ValueError(
-            f"x must be [T, K] and weight [N, K] that supports() accepts, not "
-            f"{tuple(x.values.shape)} and {tuple(weight.values.shape)}"
-        )
-    features = lines // 2 if gated else lines
-    out = x.values.new_empty((rows, features), dtype=dtype) if out is None else out
+    if not supports(x, weight, dtype):
+        raise ValueError(f"supports() rejects x {tuple(x.values.shape)} with this weight")
     if not rows:
         return out
-    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     config = config or BLOCK_CONFIGS[0]
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.lines)
     items = token_tiles * weight_tiles
     tile = [HALF, config.part_lines // 2 if gated else config.part_lines]
     target = descriptor(out, tile)
-    _product_kernel[(min(items, programs),)](
+    _product_kernel[(min(items, multiprocessors(out.device)),)](
         descriptor(x.values, [HALF, STEP]), descriptor(weight.values, [config.part_lines, STEP]),
         target, target if residual is None else descriptor(residual, tile), x.scales,
         weight.scales, rows, lines, x.scales.stride(1), weight.scales.shape[1], items, token_tiles,

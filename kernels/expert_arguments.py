@@ -7,7 +7,7 @@ Called by `expert_product`, `expert_vector`, `expert_matrix` and `expert_sum`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from aioinfer.kernels.activation import GATE_RUN
@@ -19,6 +19,7 @@ from aioinfer.kernels.expert_weights import (
     ScaledExperts,
     values_and_scales,
 )
+from aioinfer.kernels.grouped_weight import TILE
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
 
 
@@ -34,6 +35,53 @@ class Activation:
 SILU = Activation()
 
 
+#: Formats of weights, as `ExpertSpec.format` has them.
+PLAIN, SCALED, INTEGERS, FLOATS = 0, 1, 2, 3
+
+
+class ExpertSpec(NamedTuple):
+    """What the kernels of a product of experts are compiled for.
+
+    Attributes:
+        features, inputs: weight rows of an expert, and their length.
+        experts, top_k: experts that there are weights of; experts of a token.
+        lines, step: weight rows of a tile or program; inputs of a stage.
+        gated: whether this is the first product; `alpha` and `limit` are its activation's.
+        partial: whether there are other experts than those that there are weights of.
+        has_bias: whether a bias is added.
+        format: of weights: `PLAIN`, `SCALED`, `INTEGERS` or `FLOATS`.
+        grouped, rows_per_scale: of scales of weights in one byte; see `ScaledExperts`.
+        x_scales: 0 for activations of 16 or 32 bits, 1 for scales of rows, 2 of rows and groups.
+        words, group, has_zeros, has_factor: of weights in four bits: inputs of a run and of a
+            scale, whether there are zero points, and whether sums are multiplied by a factor.
+        tma: whether weights are loaded by TMA.
+        run, tile: rows of a run of the gate, and of a tile of packed weights.
+    """
+
+    features: int
+    inputs: int
+    experts: int
+    top_k: int
+    lines: int
+    step: int
+    gated: bool
+    partial: bool = False
+    has_bias: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
+    format: int = PLAIN
+    grouped: bool = False
+    rows_per_scale: int = 1
+    x_scales: int = 0
+    words: int = 1
+    group: int = GROUP
+    has_zeros: bool = False
+    has_factor: bool = False
+    tma: bool = False
+    run: int = GATE_RUN
+    tile: int = TILE
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertArguments:
     """The arguments of `expert_product` that both kernels take."""
@@ -46,21 +94,30 @@ class ExpertArguments:
     norm_weight: torch.Tensor | None
     pdl: bool
 
-    def constants(self) -> dict[str, Any]:
-        """Returns the compile-time constants of both kernels."""
-        experts, lines, inputs = self.weight.shape
-        weight, activation = self.weight, self.activation
-        return {
-            "FEATURES": lines, "INPUTS": inputs, "EXPERTS": experts, "GATED": self.gated,
-            "RUN": GATE_RUN, "HAS_BIAS": self.bias is not None, "ALPHA": activation.alpha,
-            "LIMIT": activation.limit, "PARTIAL": self.routed.local is not None, "GROUP": GROUP,
-            "ROWS_PER_SCALE": weight.rows_per_scale if isinstance(weight, ScaledExperts) else 1,
-            "PDL": self.pdl,
-        }  # fmt: skip
+    def spec(self, lines: int, step: int, *, tma: bool = False, x_scales: int = 0) -> ExpertSpec:
+        """Returns what a kernel is compiled for whose tiles have `lines` weight rows."""
+        weight, (experts, features, inputs) = self.weight, self.weight.shape
+        packed: dict[str, Any] = {}
+        if isinstance(weight, PackedExperts):
+            packed = {
+                "format": FLOATS if weight.is_float else INTEGERS, "words": weight.run,
+                "group": weight.group, "has_zeros": weight.has_zeros,
+                "has_factor": weight.shift != 0,
+            }  # fmt: skip
+        elif isinstance(weight, ScaledExperts):
+            packed = {
+                "format": SCALED, "grouped": weight.is_grouped,
+                "rows_per_scale": weight.rows_per_scale,
+            }  # fmt: skip
+        return ExpertSpec(
+            features, inputs, experts, self.routed.experts.shape[1], lines, step, self.gated,
+            self.routed.local is not None, self.bias is not None, self.activation.alpha,
+            self.activation.limit, tma=tma, x_scales=x_scales, **packed,
+        )  # fmt: skip
 
 
 def scaling(x: torch.Tensor | ScaledInputs) -> int:
-    """Returns X_SCALES of `expert_tiles.multiply`: 0 for activations that are not quantized, 1 for
+    """Returns `ExpertSpec.x_scales`: 0 for activations that are not quantized, 1 for
     a scale for each row, 2 for scales of groups."""
     if isinstance(x, torch.Tensor):
         return 0

@@ -20,33 +20,29 @@ the weights of the few experts in flight, are in the L2 cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.expert_arguments import ExpertArguments, first_expert, scaling
 from aioinfer.kernels.expert_configs import ExpertConfig
-from aioinfer.kernels.expert_tiles import FLOATS, INTEGERS, PLAIN, SCALED, multiply
+from aioinfer.kernels.expert_tiles import multiply
 from aioinfer.kernels.expert_weights import (
-    ExpertWeights,
     PackedExperts,
     ScaledExperts,
     values_and_scales,
 )
-from aioinfer.kernels.grouped_weight import TILE
+from aioinfer.kernels.launch import multiprocessors, wait_for_kernel
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
 def _ends(
-    counts, tokens, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr
+    counts, tokens, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
     """Returns how many tiles, times 2 ** 32, and rows there are up to each expert, inclusive."""
     number = tl.arange(0, EXPERTS_PAD)
-    sizes = tl.minimum(tl.load(counts + number, number < EXPERTS, 0), tokens)
+    sizes = tl.minimum(tl.load(counts + number, number < S.experts, 0), tokens)
     tiles = (sizes + ROWS - 1) // ROWS
     return tl.cumsum((tiles.to(tl.int64) << 32) + sizes, 0)
 
@@ -83,13 +79,7 @@ def _pairs_like(
 @triton.jit
 def _multiply_bucket(
     x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, bucket, left, first,
-    x_stride, factor,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
-    TMA: tl.constexpr, TMA_ROWS: tl.constexpr, FORMAT: tl.constexpr, X_SCALES: tl.constexpr,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    x_stride, factor, ROWS: tl.constexpr, TMA_ROWS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile for the first ROWS, or the `left`, pairs of a bucket."""
     place = tl.arange(0, ROWS)
@@ -97,9 +87,7 @@ def _multiply_bucket(
     pair = tl.load(bucket + place, is_row, 0)
     multiply(
         x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, first + place,
-        first, is_row, x_stride, factor, FEATURES, INPUTS, LINES, ROWS, STEP, TOP_K, GATED, RUN,
-        TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED, ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE,
-        HAS_BIAS, ALPHA, LIMIT, HAS_FACTOR,
+        first, is_row, x_stride, factor, ROWS, TMA_ROWS, S,
     )  # fmt: skip
 
 
@@ -107,78 +95,55 @@ def _multiply_bucket(
 def _expert_kernel(
     x, row_tiles, weight, x_scales, w_scales, bias, factors, experts, counts, buckets, out, tokens,
     first_expert, x_stride, factor,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    PAIRS_PAD: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, TMA: tl.constexpr,
-    TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, FORMAT: tl.constexpr, X_SCALES: tl.constexpr,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr, PARTIAL: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, TMA_ROWS: tl.constexpr, TAIL: tl.constexpr, EXPERTS_PAD: tl.constexpr,
+    PAIRS_PAD: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Computes a product by tiles of rows. FEATURES are weight rows of an expert; PAIRS_PAD is 0
-    with buckets. `row_tiles` is a descriptor of x with TMA_ROWS. There are weights of EXPERTS
-    experts from `first_expert` on; with PARTIAL there are others."""
-    LINE_TILES: tl.constexpr = (FEATURES + LINES - 1) // LINES
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Computes a product by tiles of ROWS rows. PAIRS_PAD is 0 with buckets. `row_tiles` is a
+    descriptor of x with TMA_ROWS. There are weights of S.experts experts from `first_expert` on;
+    with S.partial there are others."""
+    LINE_TILES: tl.constexpr = (S.features + S.lines - 1) // S.lines
+    wait_for_kernel(PDL)
     if PAIRS_PAD > 0:
         item, line_tile = tl.program_id(0) // LINE_TILES, tl.program_id(0) % LINE_TILES
-        expert, first_pair, pair, size = _pairs_like(experts, item, tokens * TOP_K, PAIRS_PAD, ROWS)
+        expert, first_pair, pair, size = _pairs_like(
+            experts, item, tokens * S.top_k, PAIRS_PAD, ROWS
+        )  # fmt: skip
         is_mine = first_pair == item
-        if PARTIAL:
+        if S.partial:
             expert -= first_expert
-            is_mine = is_mine & (expert >= 0) & (expert < EXPERTS)
+            is_mine = is_mine & (expert >= 0) & (expert < S.experts)
         if is_mine:
             multiply(
                 x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, pair, 0,
-                tl.arange(0, ROWS) < size, x_stride, factor, FEATURES, INPUTS, LINES, ROWS, STEP,
-                TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED, ROWS_PER_SCALE, WORDS,
-                GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT, HAS_FACTOR,
+                tl.arange(0, ROWS) < size, x_stride, factor, ROWS, TMA_ROWS, S,
             )  # fmt: skip
     else:
-        if PARTIAL:
+        if S.partial:
             counts += first_expert
             buckets += first_expert * tokens
-        ends = _ends(counts, tokens, EXPERTS, EXPERTS_PAD, ROWS)
+        ends = _ends(counts, tokens, EXPERTS_PAD, ROWS, S)
         tiles = (tl.max(ends, 0) >> 32).to(tl.int32) * LINE_TILES
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             item, line_tile = tile // LINE_TILES, tile % LINE_TILES
             expert, begin, size, before = _expert_of_tile(ends, counts, item, tokens, ROWS)
             bucket, left = buckets + expert * tokens + begin, size - begin
-            if TAIL == 0:
+            if TAIL > 0 and left <= TAIL:
                 _multiply_bucket(
-                    row_tiles, weight, x_scales, w_scales, bias, factors, out, expert, line_tile,
-                    bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS, LINES, ROWS,
-                    STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES, GROUPED,
-                    ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT,
-                    HAS_FACTOR,
+                    x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, bucket,
+                    left, before + begin, x_stride, factor, TAIL, False, S,
                 )  # fmt: skip
             else:
-                if left <= TAIL:
-                    _multiply_bucket(
-                        x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile,
-                        bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS, LINES,
-                        TAIL, STEP, TOP_K, GATED, RUN, TMA, False, FORMAT, X_SCALES, GROUPED,
-                        ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA, LIMIT,
-                        HAS_FACTOR,
-                    )  # fmt: skip
-                else:
-                    _multiply_bucket(
-                        row_tiles, weight, x_scales, w_scales, bias, factors, out, expert,
-                        line_tile, bucket, left, before + begin, x_stride, factor, FEATURES, INPUTS,
-                        LINES, ROWS, STEP, TOP_K, GATED, RUN, TMA, TMA_ROWS, FORMAT, X_SCALES,
-                        GROUPED, ROWS_PER_SCALE, WORDS, GROUP, HAS_ZEROS, TILE, HAS_BIAS, ALPHA,
-                        LIMIT, HAS_FACTOR,
-                    )  # fmt: skip
+                _multiply_bucket(
+                    row_tiles, weight, x_scales, w_scales, bias, factors, out, expert, line_tile,
+                    bucket, left, before + begin, x_stride, factor, ROWS, TMA_ROWS, S,
+                )  # fmt: skip
 
 
 def launch_tiles(
     x: torch.Tensor | ScaledInputs, given: ExpertArguments, out: torch.Tensor, config: ExpertConfig
 ) -> None:
     """Launches the product of tiles."""
-    weight, routed, gated = given.weight, given.routed, given.gated
+    weight, routed = given.weight, given.routed
     (tokens, top_k), (num_local, lines, inputs) = routed.experts.shape, weight.shape
     rows = x if isinstance(x, torch.Tensor) else x.values
     values, scales = values_and_scales(weight)
@@ -187,13 +152,12 @@ def launch_tiles(
     items = tokens * top_k if is_scanned else max_tiles(tokens, top_k, num_local, config.rows)
     step = GROUP if is_grouped else config.step
     by_tma = config.tma and not is_packed and inputs * values.element_size() % 16 == 0
-    rows_by_tma = by_tma and not gated and not is_scanned
+    rows_by_tma = by_tma and not given.gated and not is_scanned
     flat = values if is_packed else values.view(-1, inputs)
     grid = items * triton.cdiv(lines, config.lines)
     if config.programs and not is_scanned:
-        grid = min(grid, config.programs * _multiprocessors(rows.device))
+        grid = min(grid, config.programs * multiprocessors(rows.device))
     x_scales = rows if isinstance(x, torch.Tensor) else x.scales
-    constants = given.constants() | _packing(weight)
     _expert_kernel[(grid,)](
         rows, TensorDescriptor.from_tensor(rows, [config.rows, step]) if rows_by_tma else rows,
         TensorDescriptor.from_tensor(flat, [config.lines, step]) if by_tma else flat,
@@ -202,31 +166,12 @@ def launch_tiles(
         routed.experts if routed.rows is None else routed.rows, out, tokens, first_expert(routed),
         x_scales.stride(1) if scaling(x) == 2 else len(rows),
         2.0**weight.shift if isinstance(weight, PackedExperts) else 1.0,
-        LINES=config.lines, ROWS=config.rows, STEP=step, TOP_K=top_k,
+        ROWS=config.rows, TMA_ROWS=rows_by_tma, TAIL=config.tail,
         EXPERTS_PAD=triton.next_power_of_2(num_local),
-        PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, TMA=by_tma,
-        TMA_ROWS=rows_by_tma, TAIL=config.tail, X_SCALES=scaling(x), GROUPED=is_grouped,
+        PAIRS_PAD=scanned_pairs(config, top_k) if is_scanned else 0, PDL=given.pdl,
+        S=given.spec(config.lines, step, tma=by_tma, x_scales=scaling(x)),
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=given.pdl,
-        **constants,
     )  # fmt: skip
-
-
-def _packing(weight: ExpertWeights) -> dict[str, Any]:
-    """Returns the compile-time constants of a kernel of tiles for a format of weights."""
-    if isinstance(weight, PackedExperts):
-        return {
-            "FORMAT": FLOATS if weight.is_float else INTEGERS, "WORDS": weight.run,
-            "GROUP": weight.group, "HAS_ZEROS": weight.has_zeros, "TILE": TILE,
-            "HAS_FACTOR": weight.shift != 0,
-        }  # fmt: skip
-    format = PLAIN if isinstance(weight, torch.Tensor) else SCALED
-    return {"FORMAT": format, "WORDS": 1, "HAS_ZEROS": False, "TILE": TILE, "HAS_FACTOR": False}
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def max_tiles(tokens: int, top_k: int, num_experts: int, rows: int) -> int:

@@ -41,8 +41,8 @@ from aioinfer.kernels.expert_weights import (
     format_name,
     values_and_scales,
 )
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.quantize import ScaledInputs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 #: Output features of a program of `sum_pairs`.
 SUM_BLOCK = 512
@@ -128,9 +128,7 @@ def _sum_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         is_there = mask

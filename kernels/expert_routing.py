@@ -25,13 +25,13 @@ with NaN among its scores gets distinct experts and weights of NaN: it spoils no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.expert_selection import FewTokensConfig, best_by_keys, few_logits
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import is_last_of, wait_for_kernel
 
 #: Below every score of an expert that may be taken, above -inf for those that are taken already.
 _LOWEST = -1e38
@@ -119,6 +119,29 @@ class RoutingConfig:
     by_keys: bool = False
 
 
+class RoutingSpec(NamedTuple):
+    """What the kernels are compiled for beside their tiles, from a `RoutingRule` and the arguments
+    of `route`. `padded` are the columns of logits, `k_padded` is a power of two of at least
+    `top_k`, and `copies` the width of `CopyTable.places`, 0 without."""
+
+    experts: int
+    padded: int
+    top_k: int
+    k_padded: int
+    is_sigmoid: bool
+    is_normalized: bool
+    has_bias: bool
+    has_logit_bias: bool
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    buckets: bool = True
+    copies: int = 0
+    counted: bool = False
+    smallest: float = SMALLEST
+    lowest: float = _LOWEST
+
+
 def routing_config(
     tokens: int, num_experts: int, itemsize: int = 2
 ) -> RoutingConfig | FewTokensConfig:
@@ -153,19 +176,17 @@ def tile_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConf
 
 
 @triton.jit
-def _of_best_groups(
-    scores, TOKENS: tl.constexpr, EXPERTS_PAD: tl.constexpr, SIZE: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
-    """Returns scores [TOKENS, EXPERTS_PAD], set to `LOWEST` for experts outside the best groups of
-    SIZE. Groups beyond the last, whose scores are `LOWEST`, come after all others."""
-    GROUPS: tl.constexpr = EXPERTS_PAD // SIZE
-    grouped = tl.reshape(scores, [TOKENS, GROUPS, SIZE])
+def _of_best_groups(scores, TOKENS: tl.constexpr, S: tl.constexpr):
+    """Returns scores [TOKENS, S.padded], set to S.lowest for experts outside the best groups.
+    Groups beyond the last, whose scores are S.lowest, come after all others."""
+    SIZE: tl.constexpr = S.experts // S.num_groups
+    TOP_GROUPS: tl.constexpr = S.top_groups
+    grouped = tl.reshape(scores, [TOKENS, S.padded // SIZE, SIZE])
     total, place = tl.max(grouped, 2, return_indices=True, return_indices_tie_break_left=True)
-    if GROUP_BEST == 2:
+    if S.group_best == 2:
         is_best = tl.arange(0, SIZE)[None, None, :] == place[:, :, None]
         total += tl.max(tl.where(is_best, float("-inf"), grouped), 2)
-    number = tl.arange(0, GROUPS)[None, :]
+    number = tl.arange(0, S.padded // SIZE)[None, :]
     is_in = number < 0
     for _ in tl.static_range(TOP_GROUPS):
         _, group = tl.max(
@@ -173,49 +194,37 @@ def _of_best_groups(
             return_indices=True, return_indices_tie_break_left=True,
         )  # fmt: skip
         is_in = is_in | (number == group[:, None])
-    return tl.reshape(tl.where(is_in[:, :, None], grouped, LOWEST), [TOKENS, EXPERTS_PAD])
+    return tl.reshape(tl.where(is_in[:, :, None], grouped, S.lowest), [TOKENS, S.padded])
 
 
 @triton.jit
-def _select(
-    logits, bias, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr,
-    TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr, SMALLEST: tl.constexpr, LOWEST: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Returns the weights (not yet scaled) and the experts [TOKENS, K_PAD] for logits
-    [TOKENS, EXPERTS_PAD]."""
-    expert = tl.arange(0, EXPERTS_PAD)[None, :]
-    is_expert = expert < EXPERTS
-    if SIGMOID:
+def _select(logits, bias, TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.constexpr):
+    """Returns the weights (not yet scaled) and the experts [TOKENS, S.k_padded] for logits
+    [TOKENS, S.padded]."""
+    TOP_K: tl.constexpr = S.top_k
+    K_PAD: tl.constexpr = S.k_padded
+    expert = tl.arange(0, S.padded)[None, :]
+    is_expert = expert < S.experts
+    if S.is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         logits = tl.where(is_expert, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, 1)[:, None])
         scores = powers / tl.sum(powers, 1)[:, None]
     preferred = scores
-    if HAS_BIAS:
+    if S.has_bias:
         preferred += tl.load(bias + expert, is_expert, 0.0).to(tl.float32)
-    preferred = tl.where((preferred > LOWEST) & is_expert, preferred, LOWEST)  # NaN is not above
-    if TOP_GROUPS < GROUPS:
-        preferred = _of_best_groups(
-            preferred,
-            TOKENS,
-            EXPERTS_PAD,
-            EXPERTS // GROUPS,
-            TOP_GROUPS,
-            GROUP_BEST,
-            LOWEST,
-        )
+    preferred = tl.where(
+        (preferred > S.lowest) & is_expert, preferred, S.lowest
+    )  # NaN is not above
+    if S.top_groups < S.num_groups:
+        preferred = _of_best_groups(preferred, TOKENS, S)
     preferred = tl.where(is_expert, preferred, float("-inf"))
     place = tl.arange(0, K_PAD)[None, :]
     experts = tl.zeros([TOKENS, K_PAD], tl.int32)
     weights = tl.zeros([TOKENS, K_PAD], tl.float32)
     if BY_KEYS:
-        weights, experts = best_by_keys(
-            preferred, scores, TOKENS, EXPERTS_PAD, TOP_K, K_PAD, not HAS_BIAS, LOWEST
-        )
+        weights, experts = best_by_keys(preferred, scores, TOKENS, S)
     for j in tl.static_range(0 if BY_KEYS else TOP_K):
         _, best = tl.max(preferred, 1, return_indices=True, return_indices_tie_break_left=True)
         is_best = expert == best[:, None]
@@ -223,34 +232,37 @@ def _select(
         preferred = tl.where(is_best, float("-inf"), preferred)
         experts = tl.where(place == j, best[:, None], experts)
         weights = tl.where(place == j, weight[:, None], weights)
-    if NORMALIZED:
-        weights = weights / (tl.sum(weights, 1)[:, None] + SMALLEST)
+    if S.is_normalized:
+        weights = weights / (tl.sum(weights, 1)[:, None] + S.smallest)
     return weights, experts
 
 
 @triton.jit
-def _write(
-    weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
-    chosen_weights, chosen, token, tokens, scale, slot_stride,
-    TOP_K: tl.constexpr, K_PAD: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr,
-    COUNTED: tl.constexpr,
+def _finish(
+    found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts, place_totals,
+    slot_mapping, token, tokens, scale, slot_stride,
+    TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Writes the selected experts and weights of tokens [TOKENS], enters the pairs into their
-    buckets, and counts them. COPIES is the width of `copy_places`, 0 without."""
-    j = tl.arange(0, K_PAD)[None, :]
-    pair = token[:, None] * TOP_K + j
+    """Selects the experts of tokens [TOKENS] by logits `found` [TOKENS, S.padded], writes them and
+    their weights, enters the pairs into their buckets, and counts them."""
+    if S.has_logit_bias:
+        every = tl.arange(0, S.padded)[None, :]
+        found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)
+    chosen_weights, chosen = _select(found, bias, TOKENS, BY_KEYS, S)
+    j = tl.arange(0, S.k_padded)[None, :]
+    pair = token[:, None] * S.top_k + j
     is_token = token < tokens
-    mask = is_token[:, None] & (j < TOP_K)
+    mask = is_token[:, None] & (j < S.top_k)
     tl.store(weights + pair, chosen_weights * scale, mask)
-    if COPIES > 0:
+    if S.copies > 0:
         number = token[:, None] % tl.load(copy_counts + chosen, mask, 1)
-        chosen = tl.load(copy_places + chosen * COPIES + number, mask, 0)
+        chosen = tl.load(copy_places + chosen * S.copies + number, mask, 0)
     tl.store(experts + pair, chosen, mask)
-    if BUCKETS:
+    if S.buckets:
         rank = tl.atomic_add(counts + chosen, 1, mask, sem="relaxed")
         # after a step that failed between two launches, counters are too high
         tl.store(rows + chosen * tokens + rank, pair, mask & (rank < tokens))
-    if COUNTED:
+    if S.counted:
         is_real = tl.load(slot_mapping + token * slot_stride, is_token, -1) >= 0
         tl.atomic_add(place_totals + chosen, 1, mask & is_real[:, None], sem="relaxed")
 
@@ -260,33 +272,21 @@ def _few_tokens_kernel(
     x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
     copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride, norm,
     norm_factors, eps,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LOGIT_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
-    BUCKETS: tl.constexpr, COPIES: tl.constexpr, COUNTED: tl.constexpr, SMALLEST: tl.constexpr,
-    LOWEST: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """See `expert_selection`."""
-    PARTS: tl.constexpr = EXPERTS_PAD // PART
     is_last = few_logits(
-        x, weight, norm, logits, norm_factors, tickets, x_stride, eps, HIDDEN, EXPERTS,
-        EXPERTS_PAD, PART, STEP, PARTS, HAS_NORM, EARLY, PDL,
+        x, weight, norm, logits, norm_factors, tickets, x_stride, eps, HIDDEN, PART, STEP, HAS_NORM,
+        EARLY, PDL, S,
     )  # fmt: skip
     if is_last:
         token = tl.program_id(1) + tl.arange(0, 1)
-        every = tl.arange(0, EXPERTS_PAD)[None, :]
-        found = tl.load(logits + token[:, None] * EXPERTS_PAD + every)
-        if HAS_LOGIT_BIAS:
-            found += tl.load(logit_bias + every, every < EXPERTS, 0.0).to(tl.float32)
-        chosen_weights, chosen = _select(
-            found, bias, 1, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
-            GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, True,
-        )  # fmt: skip
-        _write(
-            weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
-            chosen_weights, chosen, token, tokens, scale, slot_stride, TOP_K, K_PAD, BUCKETS,
-            COPIES, COUNTED,
+        every = tl.arange(0, S.padded)[None, :]
+        found = tl.load(logits + token[:, None] * S.padded + every)
+        _finish(
+            found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts,
+            place_totals, slot_mapping, token, tokens, scale, slot_stride, 1, True, S,
         )  # fmt: skip
 
 
@@ -294,25 +294,18 @@ def _few_tokens_kernel(
 def _routing_kernel(
     x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
     copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOKENS: tl.constexpr,
-    PART: tl.constexpr, STEP: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LOGIT_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr, COUNTED: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    SMALLEST: tl.constexpr, LOWEST: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
+    BY_KEYS: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = EXPERTS_PAD // PART
+    PARTS: tl.constexpr = S.padded // PART
     part, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     expert = part * PART + tl.arange(0, PART)
     k = tl.arange(0, STEP)
-    is_token, is_expert = token < tokens, expert < EXPERTS
+    is_token, is_expert = token < tokens, expert < S.experts
     row_place = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_place = weight + expert[:, None] * HIDDEN + k[None, :]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     totals = tl.zeros([TOKENS, PART], tl.float32)
     for begin in range(0, HIDDEN, STEP):
         inside = (begin + k < HIDDEN)[None, :]
@@ -322,25 +315,14 @@ def _routing_kernel(
     if PARTS == 1:
         found = totals
     else:
-        place = logits + token[:, None] * EXPERTS_PAD
+        place = logits + token[:, None] * S.padded
         tl.store(place + expert[None, :], totals, is_token[:, None])
-        # every thread has written its logits before one thread counts them
-        tl.debug_barrier()
-        if tl.atomic_add(tickets + tile, 1, sem="acq_rel") != PARTS - 1:
+        if not is_last_of(tickets + tile, PARTS):
             return
-        tl.store(tickets + tile, 0)
-        found = tl.load(place + tl.arange(0, EXPERTS_PAD)[None, :], is_token[:, None], 0.0)
-    if HAS_LOGIT_BIAS:
-        every = tl.arange(0, EXPERTS_PAD)
-        found += tl.load(logit_bias + every, every < EXPERTS, 0.0).to(tl.float32)[None, :]
-    chosen_weights, chosen = _select(
-        found, bias, TOKENS, EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, SIGMOID, NORMALIZED, HAS_BIAS,
-        GROUPS, TOP_GROUPS, GROUP_BEST, SMALLEST, LOWEST, BY_KEYS,
-    )  # fmt: skip
-    _write(
-        weights, experts, counts, rows, copy_places, copy_counts, place_totals, slot_mapping,
-        chosen_weights, chosen, token, tokens, scale, slot_stride, TOP_K, K_PAD, BUCKETS, COPIES,
-        COUNTED,
+        found = tl.load(place + tl.arange(0, S.padded)[None, :], is_token[:, None], 0.0)
+    _finish(
+        found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts,
+        place_totals, slot_mapping, token, tokens, scale, slot_stride, TOKENS, BY_KEYS, S,
     )  # fmt: skip
 
 
@@ -413,7 +395,13 @@ def route(
     rows = torch.empty(len(counts) if buckets else 0, tokens, dtype=torch.int32, **like)
     # of tokens without slots one stands for all: two tickets, which are never negative
     slot_mapping = tickets[:2].view(torch.int64) if slots is None else slots
-    constants = _constants(rule, bias, logit_bias) | _configured(config)
+    constants = _configured(config)
+    spec = RoutingSpec(
+        experts, padded, rule.top_k, triton.next_power_of_2(rule.top_k), rule.is_sigmoid,
+        rule.is_normalized, bias is not None, logit_bias is not None, rule.num_groups,
+        rule.top_groups, rule.group_best, buckets,
+        0 if copies is None else copies.places.shape[1], totals is not None,
+    )  # fmt: skip
     norm_factors, norm = None, ()
     if norm_weight is not None:
         norm_factors = torch.empty(tokens, dtype=torch.float32, **like)
@@ -427,26 +415,10 @@ def route(
         *((counts, counts) if copies is None else (copies.places, copies.counts)),
         counts if totals is None else totals, slot_mapping, tokens, x.stride(0), rule.scale,
         0 if slots is None else 1, *norm,
-        HIDDEN=hidden, EXPERTS_PAD=padded, BUCKETS=buckets,
-        COPIES=0 if copies is None else copies.places.shape[1], COUNTED=totals is not None,
-        PDL=pdl, launch_pdl=pdl, **constants,
+        HIDDEN=hidden, PDL=pdl, S=spec, launch_pdl=pdl, **constants,
     )  # fmt: skip
     filled = (counts, rows) if buckets else (None, None)
     return RoutedTokens(weights, chosen, *filled, local, norm_factors)
-
-
-def _constants(
-    rule: RoutingRule, bias: torch.Tensor | None, logit_bias: torch.Tensor | None
-) -> dict[str, Any]:
-    """Returns the compile-time constants of the kernels for a rule."""
-    return {
-        "EXPERTS": rule.num_experts, "TOP_K": rule.top_k,
-        "K_PAD": triton.next_power_of_2(rule.top_k), "SIGMOID": rule.is_sigmoid,
-        "NORMALIZED": rule.is_normalized, "HAS_BIAS": bias is not None,
-        "HAS_LOGIT_BIAS": logit_bias is not None, "GROUPS": rule.num_groups,
-        "TOP_GROUPS": rule.top_groups, "GROUP_BEST": rule.group_best, "SMALLEST": SMALLEST,
-        "LOWEST": _LOWEST,
-    }  # fmt: skip
 
 
 def _configured(config: RoutingConfig | FewTokensConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ the products are one memory round trip instead of eight steps of a pipeline. The
 token selects its experts, with a warp's reductions and no barriers. The RMSNorm before the router
 may be part of it: the logits are scaled by the norm's factor, which is left for the products.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals)
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import is_last_of, wait_for_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,13 @@ def _ordered(values):
 
 
 @triton.jit
-def best_by_keys(
-    preferred, scores, TOKENS: tl.constexpr, EXPERTS_PAD: tl.constexpr, TOP_K: tl.constexpr,
-    K_PAD: tl.constexpr, IS_SCORE: tl.constexpr, LOWEST: tl.constexpr,
-):  # fmt: skip
-    """Returns the scores and the numbers [TOKENS, K_PAD] of the TOP_K experts with the largest
-    `preferred` [TOKENS, EXPERTS_PAD], which are `scores` themselves with IS_SCORE. `preferred` is
-    not NaN, but LOWEST instead, and -inf where there is no expert."""
-    expert = tl.arange(0, EXPERTS_PAD)[None, :]
+def best_by_keys(preferred, scores, TOKENS: tl.constexpr, S: tl.constexpr):
+    """Returns the scores and the numbers [TOKENS, S.k_padded] of the S.top_k experts with the
+    largest `preferred` [TOKENS, S.padded], which are `scores` themselves without a bias.
+    `preferred` is not NaN, but S.lowest instead, and -inf where there is no expert."""
+    TOP_K: tl.constexpr = S.top_k
+    K_PAD: tl.constexpr = S.k_padded
+    expert = tl.arange(0, S.padded)[None, :]
     place = tl.arange(0, K_PAD)[None, :]
     # below all others, where an expert is taken
     taken: tl.constexpr = -(2**31)
@@ -63,12 +62,12 @@ def best_by_keys(
     weights = tl.zeros([TOKENS, K_PAD], tl.float32)
     for j in tl.static_range(TOP_K):
         largest = tl.max(keys, 1)
-        best = tl.min(tl.where(keys == largest[:, None], expert, EXPERTS_PAD), 1)
+        best = tl.min(tl.where(keys == largest[:, None], expert, S.padded), 1)
         is_best = expert == best[:, None]
-        if IS_SCORE:
+        if not S.has_bias:
             bits = largest ^ ((largest >> 31) & 0x7FFFFFFF)
             weight = bits.to(tl.float32, bitcast=True)
-            weight = tl.where(weight > LOWEST, weight, float("nan"))
+            weight = tl.where(weight > S.lowest, weight, float("nan"))
         else:
             weight = tl.sum(tl.where(is_best, scores, 0.0), 1)
         keys = tl.where(is_best, taken, keys)
@@ -80,9 +79,8 @@ def best_by_keys(
 @triton.jit
 def few_logits(
     x, weight, norm, logits, norm_factors, tickets, x_stride, eps,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PART: tl.constexpr,
-    STEP: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Writes the logits of token `program_id(1)` for PART experts, and with HAS_NORM its norm's
     factor; returns whether the logits of all experts are there."""
@@ -90,14 +88,12 @@ def few_logits(
     expert = tl.program_id(0) * PART + tl.arange(0, PART)
     k = tl.arange(0, STEP)
     place = weight + expert[:, None] * HIDDEN + k[None, :]
-    is_expert = (expert < EXPERTS)[:, None]
+    is_expert = (expert < S.experts)[:, None]
     if EARLY:
         w = tl.load(place, is_expert & (k < HIDDEN)[None, :], 0.0)
         if HAS_NORM:
             norm_w = tl.load(norm + k, k < HIDDEN, 0.0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     if not EARLY:
         w = tl.load(place, is_expert & (k < HIDDEN)[None, :], 0.0)
         if HAS_NORM:
@@ -122,10 +118,6 @@ def few_logits(
         total *= factor
         if tl.program_id(0) == 0:
             tl.store(norm_factors + token, factor)
-    tl.store(logits + token * EXPERTS_PAD + expert, total)
-    # every thread has written its logits before one thread counts them
-    tl.debug_barrier()
-    is_last = tl.atomic_add(tickets + token, 1, sem="acq_rel") == PARTS - 1
-    if is_last:
-        tl.store(tickets + token, 0)
-    return is_last
+    tl.store(logits + token * S.padded + expert, total)
+    PARTS: tl.constexpr = S.padded // PART
+    return is_last_of(tickets + token, PARTS)

@@ -22,7 +22,7 @@ from aioinfer.kernels.expert_weights import (
     ScaledExperts,
     values_and_scales,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import wait_for_kernel
 
 #: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on
 #: an H200 for 8 of 128 experts of 2048 x 768 (docs/notes/experts.md).
@@ -50,9 +50,7 @@ def _sum_vector_kernel(
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, STEP)
     is_line = n < FEATURES
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     products = tl.zeros([OUTPUTS, STEP], tl.float32)
     total = tl.zeros([OUTPUTS], tl.float32)
     for j in tl.static_range(TOP_K):

@@ -2,9 +2,9 @@
 weights, and the epilogue: scales, bias, activation, routing weight.
 
 Called by the kernel of `expert_matrix`, which finds the rows of a tile; `expert_vector` has the
-activation from here. FORMAT is one of `PLAIN`, `SCALED`, `INTEGERS` and `FLOATS`. Weights in four
-bits are dequantized in registers, as the left operand of the tensor cores: two 16-bit words become
-eight numbers, without a shuffle.
+activation from here. What they are compiled for is an `expert_arguments.ExpertSpec`. Weights in
+four bits are dequantized in registers, as the left operand of the tensor cores: two 16-bit words
+become eight numbers, without a shuffle.
 
 A number of MXFP4 (a bit of sign s, two of exponent, one of mantissa) becomes bfloat16 by writing
 its sign and its magnitude where bfloat16 has the sign, the lowest two bits of the exponent and the
@@ -21,104 +21,70 @@ import triton.language as tl
 from aioinfer.kernels.grouped_product import _load_unit
 from aioinfer.kernels.grouped_weight import split_zero
 
-#: Formats of weights.
-PLAIN, SCALED, INTEGERS, FLOATS = 0, 1, 2, 3
-
 
 @triton.jit
-def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Returns silu(gate) * up; with an ALPHA gpt-oss's activation (`layers.experts`)."""
-    if ALPHA == 0.0:
+def activate(gate, up, S: tl.constexpr):
+    """Returns silu(gate) * up; with S.alpha gpt-oss's activation (`layers.experts`)."""
+    if S.alpha == 0.0:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        result = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+        gate = tl.minimum(gate, S.limit)
+        up = tl.minimum(tl.maximum(up, -S.limit), S.limit)
+        result = gate / (1.0 + tl.exp(-S.alpha * gate)) * (up + 1.0)
     return result
 
 
 @triton.jit
-def _gate(
-    totals, LINES: tl.constexpr, ROWS: tl.constexpr, RUN: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Returns the activations [LINES / 2, ROWS] of interleaved rows [LINES, ROWS]."""
-    runs = tl.reshape(totals, [LINES // (2 * RUN), 2, RUN, ROWS])
+def _gate(totals, ROWS: tl.constexpr, S: tl.constexpr):
+    """Returns the activations [S.lines / 2, ROWS] of interleaved rows [S.lines, ROWS]."""
+    runs = tl.reshape(totals, [S.lines // (2 * S.run), 2, S.run, ROWS])
     gate, up = tl.split(tl.permute(runs, [0, 2, 3, 1]))
-    return tl.reshape(activate(gate, up, ALPHA, LIMIT), [LINES // 2, ROWS])
+    return tl.reshape(activate(gate, up, S), [S.lines // 2, ROWS])
 
 
 @triton.jit
-def _plain_totals(
-    x, weight, expert, line_tile, source, first, is_row,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Returns the sums [LINES, ROWS] with weights as they are."""
-    line = line_tile * LINES + tl.arange(0, LINES)
-    first_line = expert * FEATURES + line_tile * LINES
-    k = tl.arange(0, STEP)
-    row_place = source.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    line_place = (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
-    totals = tl.zeros([LINES, ROWS], tl.float32)
-    for step in range((INPUTS + STEP - 1) // STEP):
-        inside = (step * STEP + k < INPUTS)[None, :]
-        if TMA:
-            w = weight.load([first_line, step * STEP])
-        else:
-            is_line = (line < FEATURES)[:, None]
-            w = tl.load(weight + line_place + step * STEP, is_line & inside, 0.0)
-        if TMA_ROWS:
-            value = x.load([first, step * STEP])
-        else:
-            value = tl.load(x + row_place + step * STEP, is_row[:, None] & inside, 0.0)
-        totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee")
-    return totals
-
-
-@triton.jit
-def _scaled_totals(
+def _byte_totals(
     x, weight, x_scales, w_scales, x_stride, expert, line_tile, source, first, is_row,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TMA: tl.constexpr, TMA_ROWS: tl.constexpr, X_SCALES: tl.constexpr,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, TMA_ROWS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums [LINES, ROWS] with float8 weights, scaled. X_SCALES is 0 for activations of
-    16 or 32 bits, 1 for scales of rows, and 2 for scales of rows and groups, `x_stride` apart.
-    With GROUPED a STEP is a group."""
+    """Returns the sums [S.lines, ROWS] with weights as they are, or in one byte and scaled. Scales
+    of rows and groups are `x_stride` apart; with S.grouped an S.step is a group."""
+    LINES: tl.constexpr = S.lines
     line = line_tile * LINES + tl.arange(0, LINES)
-    first_line = expert * FEATURES + line_tile * LINES
-    is_line = line < FEATURES
-    k = tl.arange(0, STEP)
-    row_place = source.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    line_place = (expert * FEATURES + line).to(tl.int64)[:, None] * INPUTS + k[None, :]
-    GROUPS: tl.constexpr = (INPUTS + STEP - 1) // STEP if GROUPED else 1
-    SCALE_ROWS: tl.constexpr = (FEATURES + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE
-    scale_place = w_scales + (expert * SCALE_ROWS + line // ROWS_PER_SCALE) * GROUPS
+    first_line = expert * S.features + line_tile * LINES
+    is_line = line < S.features
+    k = tl.arange(0, S.step)
+    row_place = source.to(tl.int64)[:, None] * S.inputs + k[None, :]
+    line_place = (expert * S.features + line).to(tl.int64)[:, None] * S.inputs + k[None, :]
+    STEPS: tl.constexpr = (S.inputs + S.step - 1) // S.step
+    if S.format == 1:
+        SCALE_ROWS: tl.constexpr = (S.features + S.rows_per_scale - 1) // S.rows_per_scale
+        scale_row = expert * SCALE_ROWS + line // S.rows_per_scale
+        scale_place = w_scales + scale_row * (STEPS if S.grouped else 1)
     totals = tl.zeros([LINES, ROWS], tl.float32)
-    for step in range((INPUTS + STEP - 1) // STEP):
-        inside = (step * STEP + k < INPUTS)[None, :]
-        if TMA:
-            w = weight.load([first_line, step * STEP])
+    for step in range(STEPS):
+        inside = (step * S.step + k < S.inputs)[None, :]
+        if S.tma:
+            w = weight.load([first_line, step * S.step])
         else:
-            w = tl.load(weight + line_place + step * STEP, is_line[:, None] & inside, 0.0)
+            w = tl.load(weight + line_place + step * S.step, is_line[:, None] & inside, 0.0)
         if TMA_ROWS:
-            value = x.load([first, step * STEP])
+            value = x.load([first, step * S.step])
         else:
-            value = tl.load(x + row_place + step * STEP, is_row[:, None] & inside, 0.0)
-        if X_SCALES == 0:
+            value = tl.load(x + row_place + step * S.step, is_row[:, None] & inside, 0.0)
+        if S.x_scales == 0:
             w = w.to(value.dtype)
-        if GROUPED:
+        if S.grouped:
             part = tl.dot(w, tl.trans(value), input_precision="ieee", out_dtype=tl.float32)
             part *= tl.load(scale_place + step, is_line, 0.0)[:, None]
-            if X_SCALES == 2:
+            if S.x_scales == 2:
                 part *= tl.load(x_scales + step * x_stride + source, is_row, 0.0)[None, :]
             totals += part
         else:
             totals = tl.dot(w, tl.trans(value), totals, input_precision="ieee")
-    if not GROUPED:
+    if S.format == 1 and not S.grouped:
         totals *= tl.load(scale_place, is_line, 0.0)[:, None]
-    if X_SCALES == 1:
+    if S.x_scales == 1:
         totals *= tl.load(x_scales + source, is_row, 0.0)[None, :]
     return totals
 
@@ -184,45 +150,47 @@ def _expand_floats(words, kept, dtype: tl.constexpr):
 
 @triton.jit
 def _packed_totals(
-    x, words, scales, expert, line_tile, source, is_row,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    FORMAT: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    TILE: tl.constexpr,
+    x, words, scales, expert, line_tile, source, is_row, ROWS: tl.constexpr, S: tl.constexpr
 ):  # fmt: skip
-    """Returns the sums [LINES, ROWS] with weights in four bits, runs of which have WORDS inputs;
+    """Returns the sums [S.lines, ROWS] with weights in four bits, in runs of S.words inputs;
     `source` are the rows of x."""
     dtype: tl.constexpr = x.dtype.element_ty
+    LINES: tl.constexpr = S.lines
+    WORDS: tl.constexpr = S.words
+    GROUP: tl.constexpr = S.group
+    HAS_ZEROS: tl.constexpr = S.has_zeros
     OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024 if dtype == tl.float16 else 0
-    UNITS: tl.constexpr = (INPUTS + 4 * WORDS - 1) // (4 * WORDS)
-    WIDTH: tl.constexpr = (FEATURES + TILE - 1) // TILE * TILE
+    UNITS: tl.constexpr = (S.inputs + 4 * WORDS - 1) // (4 * WORDS)
+    WIDTH: tl.constexpr = (S.features + S.tile - 1) // S.tile * S.tile
     line = line_tile * LINES + tl.arange(0, LINES)
     word = tl.arange(0, WORDS)
     is_line = line < WIDTH
-    place = words + (expert * (WIDTH // TILE) + line // TILE).to(tl.int64)[:, None] * (
-        UNITS * TILE * WORDS
+    place = words + (expert * (WIDTH // S.tile) + line // S.tile).to(tl.int64)[:, None] * (
+        UNITS * S.tile * WORDS
     )
-    place += (line % TILE)[:, None] * WORDS + word[None, :]
-    SCALES: tl.constexpr = UNITS if FORMAT == 3 else (UNITS * 4 * WORDS + GROUP - 1) // GROUP
+    place += (line % S.tile)[:, None] * WORDS + word[None, :]
+    GROUPS: tl.constexpr = (UNITS * 4 * WORDS + GROUP - 1) // GROUP
+    SCALES: tl.constexpr = UNITS if S.format == 3 else GROUPS
     scales += expert.to(tl.int64) * (SCALES * WIDTH)
-    x_place = x + source[None, :].to(tl.int64) * INPUTS
+    x_place = x + source[None, :].to(tl.int64) * S.inputs
     totals = tl.zeros([LINES, ROWS], tl.float32)
     for unit in range(UNITS):
-        if FORMAT == 3:
-            found = tl.load(place + unit * (TILE * WORDS), is_line[:, None], 0)
+        if S.format == 3:
+            found = tl.load(place + unit * (S.tile * WORDS), is_line[:, None], 0)
             runs = _expand_floats(found, tl.load(scales + unit * WIDTH + line, is_line, 0), dtype)
         else:
             runs, kept = _load_unit(
-                place + unit * (TILE * WORDS), scales, unit, line, WIDTH, is_line, WORDS, GROUP, 4,
-                OFFSET, HAS_ZEROS, dtype,
+                place + unit * (S.tile * WORDS), scales, unit, line, WIDTH, is_line, WORDS,
+                GROUP, 4, OFFSET, HAS_ZEROS, dtype,
             )  # fmt: skip
             product = tl.zeros([LINES, ROWS], tl.float32)
         for part in tl.static_range(4):
             k = ((unit * 4 + part) * WORDS + word)[:, None]
             is_there = is_row[None, :]
-            if UNITS * 4 * WORDS != INPUTS:
-                is_there = is_there & (k < INPUTS)
+            if S.inputs != UNITS * 4 * WORDS:
+                is_there = is_there & (k < S.inputs)
             value = tl.load(x_place + k, is_there, 0.0)
-            if FORMAT == 3:
+            if S.format == 3:
                 totals = tl.dot(runs[part], value, totals, input_precision="ieee")
             else:
                 product = tl.dot(runs[part], value, product, input_precision="ieee")
@@ -234,65 +202,36 @@ def _packed_totals(
 
 
 @triton.jit
-def finish(
-    totals, bias, factors, out, expert, line_tile, target, pair, is_row, factor,
-    FEATURES: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    RUN: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
+def multiply(
+    x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, packed, first,
+    is_row, x_stride, factor, ROWS: tl.constexpr, TMA_ROWS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias to sums [LINES, ROWS], applies the activation or the routing weights, and
-    writes rows `target`."""
-    line = line_tile * LINES + tl.arange(0, LINES)
-    if HAS_FACTOR:
+    """Computes a tile: S.lines weight rows of an expert for the pairs [ROWS], which are, or become,
+    rows `packed`, from `first` on, of the tensor between the products; adds the bias, applies the
+    activation or the routing weights. S is an `expert_arguments.ExpertSpec`."""
+    source = pair // S.top_k if S.gated else packed
+    if S.format < 2:
+        totals = _byte_totals(
+            x, weight, x_scales, w_scales, x_stride, expert, line_tile, source, first, is_row, ROWS,
+            TMA_ROWS, S,
+        )  # fmt: skip
+    else:
+        totals = _packed_totals(x, weight, w_scales, expert, line_tile, source, is_row, ROWS, S)
+    line = line_tile * S.lines + tl.arange(0, S.lines)
+    if S.has_factor:
         totals *= factor
-    if HAS_BIAS:
-        added = tl.load(bias + expert * FEATURES + line, line < FEATURES, 0.0)
+    if S.has_bias:
+        added = tl.load(bias + expert * S.features + line, line < S.features, 0.0)
         totals += added.to(tl.float32)[:, None]
-    if GATED:
-        totals = _gate(totals, LINES, ROWS, RUN, ALPHA, LIMIT)
-        OUTPUTS: tl.constexpr = LINES // 2
-        WIDTH: tl.constexpr = FEATURES // 2
+    if S.gated:
+        totals = _gate(totals, ROWS, S)
     else:
         totals *= tl.load(factors + pair, is_row, 0.0)[None, :]
-        OUTPUTS: tl.constexpr = LINES
-        WIDTH: tl.constexpr = FEATURES
+    HALVES: tl.constexpr = 2 if S.gated else 1
+    OUTPUTS: tl.constexpr = S.lines // HALVES
+    WIDTH: tl.constexpr = S.features // HALVES
+    target = packed if S.gated else pair
     column = line_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     out_place = out + target.to(tl.int64)[None, :] * WIDTH + column[:, None]
     mask = (column < WIDTH)[:, None] & is_row[None, :]
     tl.store(out_place, totals.to(out.dtype.element_ty), mask)
-
-
-@triton.jit
-def multiply(
-    x, weight, x_scales, w_scales, bias, factors, out, expert, line_tile, pair, packed, first,
-    is_row, x_stride, factor,
-    FEATURES: tl.constexpr, INPUTS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr,
-    TMA: tl.constexpr, TMA_ROWS: tl.constexpr, FORMAT: tl.constexpr, X_SCALES: tl.constexpr,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_FACTOR: tl.constexpr,
-):  # fmt: skip
-    """Computes a tile: LINES weight rows of an expert for the pairs [ROWS], which are, or become,
-    rows `packed`, from `first` on, of the tensor between the products."""
-    source = pair // TOP_K if GATED else packed
-    if FORMAT == 0:
-        totals = _plain_totals(
-            x, weight, expert, line_tile, source, first, is_row, FEATURES, INPUTS, LINES, ROWS,
-            STEP, TMA, TMA_ROWS,
-        )  # fmt: skip
-    elif FORMAT == 1:
-        totals = _scaled_totals(
-            x, weight, x_scales, w_scales, x_stride, expert, line_tile, source, first, is_row,
-            FEATURES, INPUTS, LINES, ROWS, STEP, TMA, TMA_ROWS, X_SCALES, GROUPED, ROWS_PER_SCALE,
-        )  # fmt: skip
-    else:
-        totals = _packed_totals(
-            x, weight, w_scales, expert, line_tile, source, is_row, FEATURES, INPUTS, LINES, ROWS,
-            FORMAT, WORDS, GROUP, HAS_ZEROS, TILE,
-        )  # fmt: skip
-    target = packed if GATED else pair
-    finish(
-        totals, bias, factors, out, expert, line_tile, target, pair, is_row, factor, FEATURES,
-        LINES, ROWS, GATED, RUN, HAS_BIAS, ALPHA, LIMIT, HAS_FACTOR,
-    )  # fmt: skip

@@ -20,14 +20,18 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.product_arguments import check_product
+from aioinfer.kernels.products import product_output
+from aioinfer.kernels.quantize import GROUP
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_ROWS = 16
 #: With fewer bytes of weights the following kernel may be launched as soon as this one has started;
 #: with more it would only take bandwidth from this one.
 EARLY_TRIGGER_BYTES = 16 * 2**20
+#: Inputs of a thread's 16 bytes, in one byte each: their sum is scaled at once.
+RUN_OF_INPUTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +97,30 @@ def other_configs(
 
 
 @triton.jit
+def row_sums(
+    products, scales, lines, begin, inside, groups,
+    FEATURES: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
+    RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Returns the sums [FEATURES] of `products` [FEATURES, STEP]; with scales of blocks, the scaled
+    sums."""
+    if GROUPED:
+        runs: tl.constexpr = STEP // RUN_OF_INPUTS
+        group = (begin + RUN_OF_INPUTS * tl.arange(0, runs)) // GROUP
+        place = scales + (lines // ROWS_PER_SCALE * groups)[:, None] + group[None, :]
+        scale = tl.load(place, inside[:, None] & (group < groups)[None, :], 0.0)
+        parts = tl.sum(tl.reshape(products, [FEATURES, runs, RUN_OF_INPUTS]), axis=2)
+        sums = tl.sum(parts * scale, axis=1)
+    else:
+        sums = tl.sum(products, axis=1)
+    return sums
+
+
+@triton.jit
 def _finish(
-    total,
-    out,
-    residual,
-    rows,
-    columns,
-    mask,
-    out_stride,
-    residual_stride,
+    total, out, residual, rows, columns, mask, out_stride, residual_stride,
     HAS_RESIDUAL: tl.constexpr,
-):
+):  # fmt: skip
     """Adds the residual and writes; `rows` and `columns` broadcast to total's shape."""
     if HAS_RESIDUAL:
         total += tl.load(residual + rows * residual_stride + columns, mask, 0.0).to(tl.float32)
@@ -112,17 +129,20 @@ def _finish(
 
 @triton.jit
 def _vector_kernel(
-    x, weight, norm, residual, out, features, weight_stride, eps,
+    x, weight, scales, norm, residual, out, features, groups, eps,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
-    line = n + n // RUN * RUN if GATED else n
-    place = weight + line.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    up_place = place + RUN * weight_stride
-    mask = (n < features)[:, None] & (k < INPUTS)[None, :]
+    inside = n < features
+    lines = n + n // RUN * RUN if GATED else n
+    place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    up_place = place + RUN * INPUTS
+    mask = inside[:, None] & (k < INPUTS)[None, :]
     w = tl.load(place, mask, 0.0)
     if GATED:
         up_w = tl.load(up_place, mask, 0.0)
@@ -135,7 +155,7 @@ def _vector_kernel(
     square = 0.0
     for begin in tl.static_range(0, INPUTS, STEP):
         if begin > 0:
-            mask = (n < features)[:, None] & (begin + k < INPUTS)[None, :]
+            mask = inside[:, None] & (begin + k < INPUTS)[None, :]
             w = tl.load(place + begin, mask, 0.0)
             if GATED:
                 up_w = tl.load(up_place + begin, mask, 0.0)
@@ -143,63 +163,135 @@ def _vector_kernel(
         if HAS_NORM:
             square += tl.sum(value * value)
             value = value * tl.load(norm + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
-        total += tl.sum(w.to(tl.float32) * value[None, :], axis=1)
+        total += row_sums(
+            w.to(tl.float32) * value[None, :], scales, lines, begin, inside, groups,
+            FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
+        )  # fmt: skip
         if GATED:
-            up_total += tl.sum(up_w.to(tl.float32) * value[None, :], axis=1)
+            up_total += row_sums(
+                up_w.to(tl.float32) * value[None, :], scales, lines + RUN, begin, inside, groups,
+                FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
+            )  # fmt: skip
     if PDL and not EARLY_TRIGGER:
         gdc_launch_dependents()
+    if SCALED and not GROUPED:
+        total *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)
+        if GATED:
+            up_total *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)
     if HAS_NORM:
-        scale = tl.rsqrt(square / INPUTS + eps)
-        total *= scale
-        up_total *= scale
+        factor = tl.rsqrt(square / INPUTS + eps)
+        total *= factor
+        up_total *= factor
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * up_total
-    _finish(total, out, residual, 0, n, n < features, 0, 0, HAS_RESIDUAL)
+    _finish(total, out, residual, 0, n, inside, 0, 0, HAS_RESIDUAL)
+
+
+@triton.jit
+def _add_step(
+    totals, w, value, scales, lines, group, inside, groups,
+    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Returns totals [FEATURES, ROWS] plus the product of one step, scaled where steps are
+    blocks."""
+    if GROUPED:
+        scale = tl.load(scales + lines // ROWS_PER_SCALE * groups + group, inside, 0.0)
+        totals += tl.dot(w, value, input_precision="ieee") * scale[:, None]
+    else:
+        totals = tl.dot(w, value, totals, input_precision="ieee")
+    return totals
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _tensor_kernel(
-    x, weight, residual, out, rows, features, x_stride, weight_stride, residual_stride, out_stride,
+    x, weight, scales, residual, out, rows, features, groups, x_stride, residual_stride, out_stride,
     ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, PDL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
     row = tl.arange(0, ROWS_PAD)
-    line = n + n // RUN * RUN if GATED else n
-    place = weight + line.to(tl.int64)[:, None] * weight_stride + k[None, :]
-    up_place = place + RUN * weight_stride
-    in_features = (n < features)[:, None]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    inside = n < features
+    lines = n + n // RUN * RUN if GATED else n
+    place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
+    up_place = place + RUN * INPUTS
+    wait_for_kernel(PDL)
     totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
     up_totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
     for begin in range(0, INPUTS, STEP):
-        inside = begin + k < INPUTS
-        w = tl.load(place + begin, in_features & inside[None, :], 0.0)
+        there = begin + k < INPUTS
+        mask = inside[:, None] & there[None, :]
+        w = tl.load(place + begin, mask, 0.0)
         value = tl.load(
             x + row[None, :] * x_stride + (begin + k)[:, None],
-            (row < rows)[None, :] & inside[:, None],
+            (row < rows)[None, :] & there[:, None],
             0.0,
         )
-        totals = tl.dot(w, value, totals, input_precision="ieee")
+        totals = _add_step(
+            totals, w.to(value.dtype), value, scales, lines, begin // GROUP, inside, groups,
+            GROUPED, ROWS_PER_SCALE,
+        )  # fmt: skip
         if GATED:
-            up_w = tl.load(up_place + begin, in_features & inside[None, :], 0.0)
-            up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
+            up_w = tl.load(up_place + begin, mask, 0.0)
+            up_totals = _add_step(
+                up_totals, up_w.to(value.dtype), value, scales, lines + RUN, begin // GROUP,
+                inside, groups, GROUPED, ROWS_PER_SCALE,
+            )  # fmt: skip
+    if SCALED and not GROUPED:
+        totals *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)[:, None]
+        if GATED:
+            up_totals *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)[:, None]
     if GATED:
         totals = totals / (1.0 + tl.exp(-totals)) * up_totals
     _finish(
-        totals,
-        out,
-        residual,
-        row[None, :],
-        n[:, None],
-        in_features & (row < rows)[None, :],
-        out_stride,
-        residual_stride,
-        HAS_RESIDUAL,
-    )
+        totals, out, residual, row[None, :], n[:, None], inside[:, None] & (row < rows)[None, :],
+        out_stride, residual_stride, HAS_RESIDUAL,
+    )  # fmt: skip
+
+
+def launch_few_rows(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows_per_scale: int,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    gated: bool,
+    out: torch.Tensor,
+    pdl: bool,
+    config: FewRowsConfig,
+) -> None:
+    """Writes a product of a weight as it is, or of one byte with scales, to `out`; the arguments
+    are those of `few_rows_dense` and `few_rows_scaled.ScaledMatrix`."""
+    (rows, inputs), features = x.shape, out.shape[1]
+    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
+        x = rms_norm(x, norm_weight, eps, pdl=pdl)
+    groups = 1 if scales is None else scales.shape[1]
+    given = x, values, x if scales is None else scales
+    added = x if residual is None else residual
+    constants = {
+        "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
+        "HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN,
+        "SCALED": scales is not None, "GROUPED": groups > 1, "GROUP": GROUP,
+        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl,
+    }  # fmt: skip
+    grid = (triton.cdiv(features, config.features),)
+    if rows == 1:
+        _vector_kernel[grid](
+            *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
+            **constants, HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
+            EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
+            launch_pdl=pdl,
+        )  # fmt: skip
+    else:
+        _tensor_kernel[grid](
+            *given, added, out, rows, features, groups, x.stride(0), added.stride(0), out.stride(0),
+            **constants, ROWS_PAD=8 if rows <= 8 else 16, num_warps=config.num_warps,
+            num_stages=config.num_stages, launch_pdl=pdl,
+        )  # fmt: skip
 
 
 def few_rows_dense(
@@ -236,37 +328,12 @@ def few_rows_dense(
         ValueError: the shapes do not fit, or there are more than 16 rows.
     """
     rows, inputs = x.shape
-    features = check_product(
-        x, (weight.shape[0], weight.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(weight,)
-    )
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
-        x = rms_norm(x, norm_weight, eps, pdl=pdl)
-    added = x if residual is None else residual
+    out = product_output(
+        x, weight.shape, out, gated=gated, max_rows=MAX_ROWS, stored=(weight,)
+    )  # fmt: skip
     config = config or few_rows_dense_config(
-        rows,
-        features,
-        inputs,
-        normed=norm_weight is not None,
-        gated=gated,
+        rows, out.shape[1], inputs, normed=norm_weight is not None, gated=gated,
         itemsize=weight.element_size(),
-    )
-    flags = {"HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN, "PDL": pdl}
-    grid = (triton.cdiv(features, config.features),)
-    if rows == 1:
-        norm = weight if norm_weight is None else norm_weight
-        _vector_kernel[grid](
-            x, weight, norm, added, out, features, inputs, eps, INPUTS=inputs,
-            FEATURES=config.features, STEP=config.step, **flags,
-            HAS_NORM=norm_weight is not None, EARLY_TRIGGER=weight.nbytes < EARLY_TRIGGER_BYTES,
-            num_warps=config.num_warps, launch_pdl=pdl,
-        )  # fmt: skip
-    else:
-        _tensor_kernel[grid](
-            x, weight, added, out, rows, features, x.stride(0), inputs, added.stride(0),
-            out.stride(0),
-            ROWS_PAD=8 if rows <= 8 else 16, INPUTS=inputs, FEATURES=config.features,
-            STEP=config.step, **flags,
-            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
-        )  # fmt: skip
+    )  # fmt: skip
+    launch_few_rows(x, weight, None, 1, norm_weight, eps, residual, gated, out, pdl, config)
     return out

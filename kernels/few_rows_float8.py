@@ -25,7 +25,8 @@ import triton
 from aioinfer.kernels.few_rows_dense import EARLY_TRIGGER_BYTES
 from aioinfer.kernels.few_rows_inputs import CHUNK, allocate_x, load_row, stage_x
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
-from aioinfer.kernels.product_arguments import check_product
+from aioinfer.kernels.launch import is_hopper, multiprocessors
+from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -338,8 +339,7 @@ def supports(x: torch.Tensor, weight: ScaledMatrix) -> bool:
     fp16, the weight in float8_e4m3, K and N multiples of 16, and x fitting into shared memory."""
     rows, inputs = x.shape
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        is_hopper(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.values.dtype == torch.float8_e4m3fn
         and weight.values.shape[0] % TILE == 0
@@ -388,18 +388,16 @@ def few_rows_float8(
     """
     rows, inputs = x.shape
     values, lines = weight.values, weight.values.shape[0]
-    features = check_product(
-        x, (lines, values.shape[1]), gated=gated, max_rows=MAX_ROWS, stored=(values, weight.scales)
-    )
+    out = product_output(
+        x, values.shape, out, gated=gated, max_rows=MAX_ROWS, stored=(values, weight.scales)
+    )  # fmt: skip
     config = config or few_rows_float8_config(rows, lines, inputs, grouped=weight.is_grouped)
     if not supports(x, weight) or lines % config.features:
         raise ValueError(f"no kernel for x {tuple(x.shape)} and weight {tuple(values.shape)}")
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     norm = x if norm_weight is None else norm_weight
     added = x if residual is None else residual
     tiles = lines // config.features
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    _few_rows_kernel[(min(tiles, processors * config.programs),)](
+    _few_rows_kernel[(min(tiles, multiprocessors(x.device) * config.programs),)](
         x, values, weight.scales, norm, added, out, rows, tiles,
         x.stride(0) if rows > 1 else 0, added.stride(0), out.stride(0), eps,
         **constants(config, rows, inputs), HAS_NORM=norm_weight is not None,

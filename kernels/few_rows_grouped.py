@@ -28,8 +28,9 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.grouped_weight import TILE, PackedGroups
+from aioinfer.kernels.launch import is_hopper, multiprocessors
 from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.product_arguments import check_product
+from aioinfer.kernels.products import product_output
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -88,8 +89,7 @@ def supports(x: torch.Tensor, weight: PackedGroups) -> bool:
     The rows of x must be contiguous and begin at multiples of 16 bytes.
     """
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        is_hopper(x.device)
         and 1 <= len(x) <= MAX_ROWS
         and x.dtype in OFFSETS
         and weight.bits == 4
@@ -451,18 +451,17 @@ def few_rows_grouped(
         ValueError: the shapes do not fit, or `supports` returns false.
     """
     rows, inputs = x.shape
-    features = check_product(x, (weight.features, weight.inputs), gated=gated, max_rows=MAX_ROWS)
+    shape = weight.features, weight.inputs
+    out = product_output(x, shape, out, gated=gated, max_rows=MAX_ROWS)
     if not supports(x, weight):
         raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
     config = config or few_rows_grouped_config(weight)
     if norm_weight is not None and not fuses_norm(rows, weight, x.dtype, config):
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     added = out if residual is None else residual
-    _kernel[(min(weight.width // TILE, config.programs * processors),)](
+    _kernel[(min(weight.width // TILE, config.programs * multiprocessors(x.device)),)](
         x, weight.integers, weight.scales, x if norm_weight is None else norm_weight, added, out,
-        rows, features, x.stride(0) // 8, added.stride(0), out.stride(0), eps,
+        rows, out.shape[1], x.stride(0) // 8, added.stride(0), out.stride(0), eps,
         INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, WIDTH=weight.width,
         WARPS=config.warps, DEPTH=config.depth, OFFSET=OFFSETS[x.dtype],
         HAS_ZEROS=weight.has_zeros, HAS_NORM=norm_weight is not None,

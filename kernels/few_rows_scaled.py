@@ -7,7 +7,6 @@ scale of an output feature is applied to its sum; scales of blocks are applied t
 inputs, the ones that a thread has, or of one tensor-core step. More rows are left to
 `scaled_product`.
 """
-# ruff: noqa: N803  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -15,16 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN
-from aioinfer.kernels.few_rows_dense import EARLY_TRIGGER_BYTES, MAX_ROWS, FewRowsConfig, _finish
-from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.product_arguments import check_product
+from aioinfer.kernels.few_rows_dense import MAX_ROWS, FewRowsConfig, launch_few_rows
+from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-#: Inputs of a thread's 16 bytes: their sum is scaled at once.
-RUN_OF_INPUTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,150 +75,6 @@ def few_rows_scaled_config(
     return FewRowsConfig(8 if grouped else 4, step, 4)
 
 
-@triton.jit
-def row_sums(
-    products, scales, lines, begin, inside, groups,
-    FEATURES: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr,
-    RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Returns the sums [FEATURES] of `products` [FEATURES, STEP]; with scales of blocks, the scaled
-    sums."""
-    if GROUPED:
-        runs: tl.constexpr = STEP // RUN_OF_INPUTS
-        group = (begin + RUN_OF_INPUTS * tl.arange(0, runs)) // GROUP
-        place = scales + (lines // ROWS_PER_SCALE * groups)[:, None] + group[None, :]
-        scale = tl.load(place, inside[:, None] & (group < groups)[None, :], 0.0)
-        parts = tl.sum(tl.reshape(products, [FEATURES, runs, RUN_OF_INPUTS]), axis=2)
-        sums = tl.sum(parts * scale, axis=1)
-    else:
-        sums = tl.sum(products, axis=1)
-    return sums
-
-
-@triton.jit
-def _vector_kernel(
-    x, weight, scales, norm, residual, out, features, groups, eps,
-    INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, GROUPED: tl.constexpr,
-    GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    k = tl.arange(0, STEP)
-    inside = n < features
-    lines = n + n // RUN * RUN if GATED else n
-    place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    up_place = place + RUN * INPUTS
-    mask = inside[:, None] & (k < INPUTS)[None, :]
-    w = tl.load(place, mask, 0.0)
-    if GATED:
-        up_w = tl.load(up_place, mask, 0.0)
-    if PDL:
-        gdc_wait()
-        if EARLY_TRIGGER:
-            gdc_launch_dependents()
-    total = tl.zeros([FEATURES], tl.float32)
-    up_total = tl.zeros([FEATURES], tl.float32)
-    square = 0.0
-    for begin in tl.static_range(0, INPUTS, STEP):
-        if begin > 0:
-            mask = inside[:, None] & (begin + k < INPUTS)[None, :]
-            w = tl.load(place + begin, mask, 0.0)
-            if GATED:
-                up_w = tl.load(up_place + begin, mask, 0.0)
-        value = tl.load(x + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
-        if HAS_NORM:
-            square += tl.sum(value * value)
-            value = value * tl.load(norm + begin + k, begin + k < INPUTS, 0.0).to(tl.float32)
-        total += row_sums(
-            w.to(tl.float32) * value[None, :], scales, lines, begin, inside, groups,
-            FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-        )  # fmt: skip
-        if GATED:
-            up_total += row_sums(
-                up_w.to(tl.float32) * value[None, :], scales, lines + RUN, begin, inside, groups,
-                FEATURES, STEP, GROUPED, GROUP, RUN_OF_INPUTS, ROWS_PER_SCALE,
-            )  # fmt: skip
-    if PDL and not EARLY_TRIGGER:
-        gdc_launch_dependents()
-    if not GROUPED:
-        total *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)
-        if GATED:
-            up_total *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)
-    if HAS_NORM:
-        factor = tl.rsqrt(square / INPUTS + eps)
-        total *= factor
-        up_total *= factor
-    if GATED:
-        total = total / (1.0 + tl.exp(-total)) * up_total
-    _finish(total, out, residual, 0, n, inside, 0, 0, HAS_RESIDUAL)
-
-
-@triton.jit
-def _add_step(
-    totals, w, value, scales, lines, group, inside, groups,
-    GROUPED: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Returns totals [FEATURES, ROWS] plus the product of one step, scaled where steps are
-    blocks."""
-    if GROUPED:
-        scale = tl.load(scales + lines // ROWS_PER_SCALE * groups + group, inside, 0.0)
-        totals += tl.dot(w, value, input_precision="ieee") * scale[:, None]
-    else:
-        totals = tl.dot(w, value, totals, input_precision="ieee")
-    return totals
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _tensor_kernel(
-    x, weight, scales, residual, out, rows, features, groups, x_stride, residual_stride, out_stride,
-    ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, GROUPED: tl.constexpr,
-    GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    k = tl.arange(0, STEP)
-    row = tl.arange(0, ROWS_PAD)
-    inside = n < features
-    lines = n + n // RUN * RUN if GATED else n
-    place = weight + lines.to(tl.int64)[:, None] * INPUTS + k[None, :]
-    up_place = place + RUN * INPUTS
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
-    up_totals = tl.zeros([FEATURES, ROWS_PAD], tl.float32)
-    for begin in range(0, INPUTS, STEP):
-        there = begin + k < INPUTS
-        mask = inside[:, None] & there[None, :]
-        w = tl.load(place + begin, mask, 0.0)
-        value = tl.load(
-            x + row[None, :] * x_stride + (begin + k)[:, None],
-            (row < rows)[None, :] & there[:, None],
-            0.0,
-        )
-        totals = _add_step(
-            totals, w.to(value.dtype), value, scales, lines, begin // GROUP, inside, groups,
-            GROUPED, ROWS_PER_SCALE,
-        )  # fmt: skip
-        if GATED:
-            up_w = tl.load(up_place + begin, mask, 0.0)
-            up_totals = _add_step(
-                up_totals, up_w.to(value.dtype), value, scales, lines + RUN, begin // GROUP,
-                inside, groups, GROUPED, ROWS_PER_SCALE,
-            )  # fmt: skip
-    if not GROUPED:
-        totals *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)[:, None]
-        if GATED:
-            up_totals *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)[:, None]
-    if GATED:
-        totals = totals / (1.0 + tl.exp(-totals)) * up_totals
-    _finish(
-        totals, out, residual, row[None, :], n[:, None], inside[:, None] & (row < rows)[None, :],
-        out_stride, residual_stride, HAS_RESIDUAL,
-    )  # fmt: skip
-
-
 def few_rows_scaled(
     x: torch.Tensor,
     weight: ScaledMatrix,
@@ -259,46 +107,18 @@ def few_rows_scaled(
     Raises:
         ValueError: the shapes do not fit, or there are more than 16 rows.
     """
-    rows, inputs = x.shape
-    values, scales = weight.values, weight.scales
-    features = check_product(
-        x,
-        (values.shape[0], values.shape[1]),
-        gated=gated,
-        max_rows=MAX_ROWS,
-        stored=(values, scales),
-    )
-    grouped = weight.is_grouped
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
-    if norm_weight is not None and rows > 1:  # fused, every program would repeat it
-        x = rms_norm(x, norm_weight, eps, pdl=pdl)
-    added = x if residual is None else residual
+    (rows, inputs), values, grouped = x.shape, weight.values, weight.is_grouped
+    out = product_output(
+        x, values.shape, out, gated=gated, max_rows=MAX_ROWS, stored=(values, weight.scales)
+    )  # fmt: skip
     config = config or few_rows_scaled_config(
-        rows, features, inputs, normed=norm_weight is not None, gated=gated, grouped=grouped,
+        rows, out.shape[1], inputs, normed=norm_weight is not None, gated=gated, grouped=grouped,
         itemsize=x.element_size(),
     )  # fmt: skip
     if grouped and (config.step != GROUP if rows > 1 else config.step % GROUP):
         raise ValueError(f"steps must be of {GROUP} inputs, not of {config.step}")
-    flags = {
-        "HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN, "GROUPED": grouped,
-        "GROUP": GROUP, "ROWS_PER_SCALE": weight.rows_per_scale, "PDL": pdl,
-    }  # fmt: skip
-    grid, groups = (triton.cdiv(features, config.features),), weight.scales.shape[1]
-    if rows == 1:
-        norm = x if norm_weight is None else norm_weight
-        _vector_kernel[grid](
-            x, weight.values, weight.scales, norm, added, out, features, groups, eps,
-            INPUTS=inputs, FEATURES=config.features, STEP=config.step, **flags,
-            HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
-            EARLY_TRIGGER=weight.values.nbytes < EARLY_TRIGGER_BYTES,
-            num_warps=config.num_warps, launch_pdl=pdl,
-        )  # fmt: skip
-    else:
-        _tensor_kernel[grid](
-            x, weight.values, weight.scales, added, out, rows, features, groups, x.stride(0),
-            added.stride(0), out.stride(0),
-            ROWS_PAD=8 if rows <= 8 else 16, INPUTS=inputs, FEATURES=config.features,
-            STEP=config.step, **flags,
-            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
-        )  # fmt: skip
+    launch_few_rows(
+        x, values, weight.scales, weight.rows_per_scale, norm_weight, eps, residual, gated, out,
+        pdl, config,
+    )  # fmt: skip
     return out

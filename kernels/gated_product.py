@@ -40,6 +40,8 @@ from aioinfer.kernels.hopper_pipeline import (
     supports_product,
     tiles_of_item,
 )
+from aioinfer.kernels.launch import multiprocessors
+from aioinfer.kernels.products import product_output
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -279,13 +281,10 @@ def gated_product(
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
     """
+    out = product_output(x, weight.shape, out, gated=True)
     (rows, inputs), features = x.shape, weight.shape[0] // 2
-    if weight.shape[1] != inputs or not supports(x, weight):
-        raise ValueError(
-            f"x must be [T, K] and weight [2 * N, K] that supports() accepts, not "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    if not supports(x, weight):
+        raise ValueError(f"supports() rejects x {tuple(x.shape)} of {x.dtype} with this weight")
     if out.shape != (rows, features) or out.dtype != x.dtype or not rows_are_aligned(out):
         raise ValueError(
             f"out must be [{rows}, {features}] of {x.dtype} with aligned rows, not "
@@ -293,7 +292,7 @@ def gated_product(
         )
     if not rows:
         return out
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = multiprocessors(x.device)
     config = config or gated_config(rows, features, programs)
     items, token_tiles = _count_tiles(rows, features, config), -(-rows // config.tokens)
     waves = -(-items // programs)

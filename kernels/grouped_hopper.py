@@ -47,7 +47,8 @@ from aioinfer.kernels.hopper_pipeline import (
     scale_layout,
     tiles_of_item,
 )
-from aioinfer.kernels.product_arguments import check_product
+from aioinfer.kernels.launch import is_hopper, multiprocessors
+from aioinfer.kernels.products import product_output
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -369,8 +370,7 @@ def supports(
     """
     outputs = weight.features // 2 if gated else weight.features
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        is_hopper(x.device)
         and x.dtype in TORCH_DTYPES
         and weight.bits == 4
         and weight.run == MAX_RUN
@@ -424,8 +424,7 @@ def grouped_hopper(
         ValueError: the shapes do not fit, or `supports` returns false.
     """
     rows = len(x)
-    features = check_product(x, (weight.features, weight.inputs), gated=gated)
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    out = product_output(x, (weight.features, weight.inputs), out, gated=gated)
     if not supports(x, weight, residual=residual, gated=gated, out=out):
         raise ValueError(
             f"supports() rejects x {tuple(x.shape)} of {x.dtype}, {weight.bits} bits in groups of "
@@ -433,7 +432,7 @@ def grouped_hopper(
         )
     if not rows:
         return out
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = multiprocessors(x.device)
     config = config or grouped_hopper_config(rows, weight, programs, gated=gated)
     token_tiles, weight_tiles = -(-rows // config.tokens), weight_tiles_of(weight)
     items = token_tiles * weight_tiles * config.splits

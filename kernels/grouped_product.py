@@ -31,8 +31,8 @@ from aioinfer.kernels.grouped_weight import (
     PackedGroups,
     split_zero,
 )
-from aioinfer.kernels.product_arguments import check_product
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import is_last_of, wait_for_kernel
+from aioinfer.kernels.products import product_output
 
 #: Up to so many rows the weight is read as it is; above, arithmetic is the bound, and cuBLAS with
 #: the dequantized weight is faster.
@@ -184,16 +184,6 @@ def _finish(
 
 
 @triton.jit
-def _is_last(counters, tile, SPLITS: tl.constexpr):
-    """Whether all other programs of a tile have written their parts; the counter is then reset."""
-    tl.debug_barrier()
-    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
-    if last:
-        tl.store(counters + tile, 0)
-    return last
-
-
-@triton.jit
 def _load_unit(
     place, scales, unit, n, width, there, RUN: tl.constexpr, GROUP: tl.constexpr,
     BITS: tl.constexpr, OFFSET: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
@@ -242,9 +232,7 @@ def _kernel(
     place += (n % TILE)[:, None] * RUN + word[None, :]
     x_place = x + row[None, :].to(tl.int64) * x_stride
     there, is_row = n < width, (row < rows)[None, :]
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     totals = tl.zeros([FEATURES, ROWS], tl.float32)
     end = min(split * SHARE + SHARE, UNITS)
     for unit in tl.range(split * SHARE, end, num_stages=STAGES):
@@ -268,7 +256,7 @@ def _kernel(
         part = partials + index * (SPLITS * size)
         place = tl.arange(0, FEATURES)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(part + split * size + place, totals)
-        if not _is_last(counters, index, SPLITS):
+        if not is_last_of(counters + index, SPLITS):
             return
         totals = tl.zeros([FEATURES, ROWS], tl.float32)
         for other in range(SPLITS):
@@ -309,8 +297,7 @@ def grouped_product(
         ValueError: the shapes do not fit.
     """
     rows, inputs = x.shape
-    features = check_product(x, (weight.features, weight.inputs), gated=gated)
-    out = torch.empty((rows, features), dtype=x.dtype, device=x.device) if out is None else out
+    out = product_output(x, (weight.features, weight.inputs), out, gated=gated)
     if not rows:
         return out
     config = config or grouped_config(rows, weight, x.element_size())
@@ -323,8 +310,8 @@ def grouped_product(
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     added = out if residual is None else residual
     _kernel[(tiles, row_tiles, config.splits)](
-        x, weight.integers, weight.scales, added, out, partials, weight.counters, rows, features,
-        weight.width, x.stride(0), added.stride(0), out.stride(0),
+        x, weight.integers, weight.scales, added, out, partials, weight.counters, rows,
+        out.shape[1], weight.width, x.stride(0), added.stride(0), out.stride(0),
         INPUTS=inputs, UNITS=weight.units, RUN=weight.run, GROUP=weight.group, BITS=weight.bits,
         TILE=TILE, FEATURES=config.features, ROWS=config.rows, SPLITS=config.splits,
         STAGES=config.num_stages, OFFSET=_offset(x, weight), HAS_ZEROS=weight.has_zeros,

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import wait_for_kernel
 
 #: Output features whose bytes of a unit are contiguous.
 TILE = 16
@@ -158,9 +158,7 @@ def _dequantize_kernel(
     row, word = tl.arange(0, TILE), tl.arange(0, RUN)
     n = tile * TILE + row
     words = tl.load(packed + ((tile * units + unit) * TILE + row[:, None]) * RUN + word[None, :])
-    if PDL:
-        gdc_wait()  # a product with the weight that was here before may still be running
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)  # a product with the weight that was here before may still be running
     for part in tl.static_range(16 // BITS):
         begin = (unit * (16 // BITS) + part) * RUN
         kept = tl.load(scales + begin // GROUP * width + n)

@@ -11,6 +11,7 @@ tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019).
 from __future__ import annotations
 
 import torch
+from aioinfer.kernels.launch import is_hopper
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -215,8 +216,7 @@ def supports_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     TMA needs the rows of x to be contiguous and to begin at multiples of 16 bytes.
     """
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        is_hopper(x.device)
         and x.dtype in TORCH_DTYPES
         and weight.dtype == x.dtype
         and x.shape[1] % STEP == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import wait_for_kernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_HIDDEN = 16384  # one program keeps a whole row in its registers
@@ -24,9 +25,7 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     w = tl.load(weight + columns, mask, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + columns

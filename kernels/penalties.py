@@ -71,31 +71,17 @@ def add_occurrences(
     if len(sampled):
         grid = (triton.cdiv(len(sampled), 128),)
         _add_kernel[grid](
-            sampled,
-            slot_ids,
-            row_of_slot,
-            occurrences,
-            len(sampled),
-            occurrences.stride(0),
-            BLOCK=128,
-            num_warps=1,
-        )
+            sampled, slot_ids, row_of_slot, occurrences, len(sampled), occurrences.stride(0),
+            BLOCK=128, num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_ids"])
 def _penalty_kernel(
-    logits,
-    slot_ids,
-    row_of_slot,
-    occurrences,
-    repetition,
-    presence,
-    frequency,
-    vocab,
-    stride,
+    logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, stride,
     occurrences_stride,
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     slot = tl.load(slot_ids + row)
     counts = tl.load(row_of_slot + slot).to(tl.int64)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from aioinfer.kernels.launch import wait_for_kernel
 
 #: Channels that share a scale in blocks.
 GROUP = 128
@@ -75,9 +75,7 @@ def _quantize_kernel(
     mask = columns < width
     if HAS_NORM:
         factors = tl.load(norm + columns, mask, 0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     value = tl.load(x + row * in_stride + columns, mask, 0.0).to(tl.float32)
     factor = 1.0  # of the norm, for the token: scales are multiplied by it instead of each value
     if HAS_NORM:

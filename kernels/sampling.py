@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.symmetric_memory import (
     LLBuffers,
     all_gather,
@@ -40,7 +41,6 @@ from aioinfer.kernels.symmetric_memory import (
     open_ll_buffer,
     sum_of_ranks,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 2048
 GATHERED = 4  # chunks that the program of a row loads at a time
@@ -130,9 +130,7 @@ def _chunk_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     chunk = tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row.to(tl.int64) * stride + columns, columns < vocab, float("-inf")).to(
         tl.float32
@@ -384,9 +382,7 @@ def _sample_kernel(
     SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     slot = tl.load(slot_ids + row)
     logits += row.to(tl.int64) * stride
     c = tl.arange(0, CHUNKS_PAD)

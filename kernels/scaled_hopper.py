@@ -32,6 +32,8 @@ from aioinfer.kernels.hopper_pipeline import (
     scale_layout,
     tiles_of_item,
 )
+from aioinfer.kernels.launch import is_hopper, multiprocessors
+from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import ScaledInputs
 from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.experimental import gluon
@@ -295,8 +297,7 @@ def supports(x: ScaledInputs, weight: ScaledMatrix, dtype: torch.dtype) -> bool:
     of blocks on both sides; a result in bf16 or fp16; K a multiple of 128."""
     values = x.values
     return (
-        values.is_cuda
-        and torch.cuda.get_device_capability(values.device)[0] == 9
+        is_hopper(values.device)
         and values.dtype == weight.values.dtype == torch.float8_e4m3fn
         and dtype in TORCH_DTYPES
         and values.shape[1] % STEP == 0
@@ -326,17 +327,12 @@ def hopper_product(
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
     """
+    out = product_output(x.values, weight.values.shape, out, gated=gated, dtype=dtype)
     (rows, inputs), lines = x.values.shape, len(weight.values)
-    if weight.values.shape[1] != inputs or not supports(x, weight, dtype):
-        raise ValueError(
-            f"x must be [T, K] and weight [N, K] that supports() accepts, not "
-            f"{tuple(x.values.shape)} and {tuple(weight.values.shape)}"
-        )
-    features = lines // 2 if gated else lines
-    out = x.values.new_empty((rows, features), dtype=dtype) if out is None else out
+    if not supports(x, weight, dtype):
+        raise ValueError(f"supports() rejects x {tuple(x.values.shape)} with this weight")
     if not rows:
         return out
-    programs = torch.cuda.get_device_properties(out.device).multi_processor_count
     grouped = weight.is_grouped
     config = config or CONFIGS[gated, grouped][0]
     token_tiles = -(-rows // config.tokens)
@@ -345,7 +341,7 @@ def hopper_product(
     tile = [config.tokens, WEIGHT_ROWS // 2 if gated else WEIGHT_ROWS]
     target = descriptor(out, tile)
     scales = x.scales.t() if grouped else weight.scales.view(1, -1)
-    _product_kernel[(min(items, programs),)](
+    _product_kernel[(min(items, multiprocessors(out.device)),)](
         descriptor(x.values, [config.tokens, STEP]),
         descriptor(weight.values, [WEIGHT_ROWS, STEP]),
         _scale_descriptor(scales, config.tokens), target,

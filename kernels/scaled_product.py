@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.activation import GATE_RUN
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
+from aioinfer.kernels.launch import is_last_of, wait_for_kernel
+from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Inputs = torch.Tensor | ScaledInputs
@@ -156,10 +156,8 @@ def _sum_of_parts(totals, partials, counters, SPLITS: tl.constexpr):
     place = partials + index * (SPLITS * size) + rows * totals.shape[1]
     place += tl.arange(0, totals.shape[1])[None, :]
     tl.store(place + split * size, totals)
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counters + index, 1, sem="acq_rel") == SPLITS - 1
+    is_last = is_last_of(counters + index, SPLITS)
     if is_last:
-        tl.store(counters + index, 0)
         totals = tl.load(place)
         for other in range(1, SPLITS):
             totals += tl.load(place + other * size)
@@ -181,9 +179,7 @@ def _product_kernel(
     tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
     lines = weight_tile * FEATURES + tl.arange(0, FEATURES)
     is_token, is_line = tokens < rows, lines < features
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel(PDL)
     totals = tl.zeros([FEATURES, TOKENS], SUM)
     STEPS: tl.constexpr = (INPUTS + STEP - 1) // STEP
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
@@ -254,15 +250,23 @@ def scaled_product(
     """
     values, x_scales, scaling = _parts(x)
     assert x_scales is None or len(x_scales) == 0 or x_scales.stride(0) == 1
-    (rows, inputs), lines = values.shape, len(weight.values)
-    features = lines // 2 if gated else lines
-    grouped = weight.is_grouped
-    _check(values, weight, scaling, gated)
-    out = torch.empty((rows, features), dtype=dtype, device=values.device) if out is None else out
+    (rows, inputs), lines, grouped = values.shape, len(weight.values), weight.is_grouped
+    out = product_output(
+        values, weight.values.shape, out, gated=gated, stored=(weight.values,), dtype=dtype
+    )  # fmt: skip
+    if inputs * weight.values.element_size() % ALIGNMENT:
+        raise ValueError(f"K must be a multiple of {ALIGNMENT}, not {inputs}")
+    if scaling == 2 and not grouped:
+        raise ValueError("x has scales of groups, and the weight has none")
     if not rows:
         return out
     if config is None:
-        config = _config_for(values, scaling, weight)
+        if values.element_size() > 2:
+            config = WIDE_CONFIG
+        elif scaling == 0:
+            config = PLAIN_CONFIG
+        else:
+            config = product_config(rows, lines, inputs, grouped=grouped)
     step = GROUP if grouped else config.step
     token_tiles, weight_tiles = -(-rows // config.tokens), -(-lines // config.features)
     added = out if residual is None else residual
@@ -289,15 +293,6 @@ def scaled_product(
     return out
 
 
-def _config_for(values: torch.Tensor, scaling: int, weight: ScaledMatrix) -> ProductConfig:
-    if values.element_size() > 2:
-        return WIDE_CONFIG
-    if scaling == 0:
-        return PLAIN_CONFIG
-    lines, inputs = weight.values.shape
-    return product_config(len(values), lines, inputs, grouped=weight.is_grouped)
-
-
 def _num_splits(config: ProductConfig, weight: ScaledMatrix, tiles: int, steps: int) -> int:
     """Returns how many programs share the inputs of a tile: as many as the configuration has, where
     there are counters for all tiles and steps for all programs."""
@@ -311,20 +306,6 @@ def _parts(x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     if isinstance(x, torch.Tensor):
         return x, None, 0
     return x.values, x.scales, 2 if x.scales.shape[1] > 1 else 1
-
-
-def _check(values: torch.Tensor, weight: ScaledMatrix, scaling: int, gated: bool) -> None:
-    lines, inputs = weight.values.shape
-    fits = values.shape[1] == inputs and inputs * weight.values.element_size() % ALIGNMENT == 0
-    if not fits or values.stride(1) != 1 or not weight.values.is_contiguous():
-        raise ValueError(
-            f"x must be [M, K] and weight [N, K], contiguous, K a multiple of {ALIGNMENT}, not "
-            f"{tuple(values.shape)} and {tuple(weight.values.shape)}"
-        )
-    if scaling == 2 and not weight.is_grouped:
-        raise ValueError("x has scales of groups, and the weight has none")
-    if gated and lines % (2 * GATE_RUN):
-        raise ValueError(f"a gated weight must have 2 * N rows, N a multiple of 8, not {lines}")
 
 
 def use_cublas(

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from aioinfer.kernels import expert_matrix, expert_routing, expert_sum, expert_vector
+from aioinfer.kernels.expert_arguments import FLOATS, INTEGERS, PLAIN, SCALED, ExpertSpec
 from aioinfer.kernels.expert_configs import (
     CONFIGS,
     SCANNED_CONFIGS,
@@ -23,7 +24,7 @@ from aioinfer.kernels.expert_configs import (
     vector_config,
 )
 from aioinfer.kernels.expert_matrix import scanned_pairs
-from aioinfer.kernels.expert_routing import RoutingConfig, tile_config
+from aioinfer.kernels.expert_routing import RoutingConfig, RoutingSpec, tile_config
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
@@ -33,25 +34,20 @@ from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
 HIDDEN, CHANNELS, EXPERTS, TOP_K = 2048, 768, 128, 8
 
 
-#: What both kernels are compiled for with unquantized weights.
-PLAIN = {
-    "FORMAT": 0, "X_SCALES": 0, "GROUPED": False, "ROWS_PER_SCALE": 1, "WORDS": 1, "GROUP": 128,
-    "HAS_ZEROS": False, "TILE": 16, "HAS_BIAS": False, "ALPHA": 0.0, "LIMIT": 0.0,
-    "HAS_FACTOR": False,
-}  # fmt: skip
-#: By the name of a format in `expert_configs.TABLES`.
+#: What the products are compiled for beside their shapes, by the name of a format in
+#: `expert_configs.TABLES`.
 QUANTIZED: dict[str, dict[str, Any]] = {
-    "scaled": PLAIN | {"FORMAT": 1, "X_SCALES": 1},
-    "blocks": PLAIN | {"FORMAT": 1, "X_SCALES": 2, "GROUPED": True, "ROWS_PER_SCALE": 8},
-    "weights alone": PLAIN | {"FORMAT": 1},
-    "blocks, weights alone": PLAIN | {"FORMAT": 1, "GROUPED": True, "ROWS_PER_SCALE": 8},
-    "int8, weights alone": PLAIN | {"FORMAT": 1},
-    "integers": PLAIN | {"FORMAT": 2, "WORDS": 64},
-    "integers with zeros": PLAIN | {"FORMAT": 2, "WORDS": 64, "HAS_ZEROS": True},
-    "integers in short runs": PLAIN | {"FORMAT": 2, "WORDS": 32},
-    "integers in groups of 32": PLAIN | {"FORMAT": 2, "WORDS": 32, "GROUP": 32},
-    "mxfp4": PLAIN | {"FORMAT": 3, "WORDS": 32, "GROUP": 32, "HAS_BIAS": True, "ALPHA": 1.702,
-                      "LIMIT": 7.0},
+    "scaled": {"format": SCALED, "x_scales": 1},
+    "blocks": {"format": SCALED, "x_scales": 2, "grouped": True, "rows_per_scale": 8},
+    "weights alone": {"format": SCALED},
+    "blocks, weights alone": {"format": SCALED, "grouped": True, "rows_per_scale": 8},
+    "int8, weights alone": {"format": SCALED},
+    "integers": {"format": INTEGERS, "words": 64},
+    "integers with zeros": {"format": INTEGERS, "words": 64, "has_zeros": True},
+    "integers in short runs": {"format": INTEGERS, "words": 32},
+    "integers in groups of 32": {"format": INTEGERS, "words": 32, "group": 32},
+    "mxfp4": {"format": FLOATS, "words": 32, "group": 32, "has_bias": True, "alpha": 1.702,
+              "limit": 7.0},
 }  # fmt: skip
 #: Hidden size, channels, experts and experts of a token.
 QWEN = (HIDDEN, CHANNELS, EXPERTS, TOP_K)
@@ -64,28 +60,29 @@ def product(
     """Compiles what `expert_product` launches with a configuration."""
     rows_by_tma = config.tma and not gated and not scanned
     hidden, channels, experts, top_k = GPT_OSS if format == "mxfp4" else QWEN
-    values = QUANTIZED.get(format, PLAIN)
-    kind = {0: "bf16", 1: "i8" if "int8" in format else "fp8e4nv"}.get(values["FORMAT"], "i16")
-    x_kind = "fp8e4nv" if values["X_SCALES"] else "bf16"
-    step = 128 if values["GROUPED"] else config.step
+    values = dict(QUANTIZED.get(format, {}))
+    if values.get("grouped") and not gated:
+        values["rows_per_scale"] = 128
+    spec = ExpertSpec(
+        2 * channels if gated else hidden, hidden if gated else channels, experts, top_k,
+        config.lines, 128 if values.get("grouped") else config.step, gated, partial,
+        tma=config.tma, **values,
+    )  # fmt: skip
+    one_byte = "i8" if "int8" in format else "fp8e4nv"
+    kind = {PLAIN: "bf16", SCALED: one_byte}.get(spec.format, "i16")
+    x_kind = "fp8e4nv" if spec.x_scales else "bf16"
     types = {
         "x": f"*{x_kind}",
-        "row_tiles": f"tensordesc<{x_kind}[{config.rows}, {step}]>" if rows_by_tma
+        "row_tiles": f"tensordesc<{x_kind}[{config.rows}, {spec.step}]>" if rows_by_tma
         else f"*{x_kind}",
-        "weight": f"tensordesc<{kind}[{config.lines}, {step}]>" if config.tma else f"*{kind}",
-        "w_scales": "*i32" if values["FORMAT"] > 1 else "*fp32", "x_scales": "*fp32",
+        "weight": f"tensordesc<{kind}[{config.lines}, {spec.step}]>" if config.tma else f"*{kind}",
+        "w_scales": "*i32" if spec.format > SCALED else "*fp32", "x_scales": "*fp32",
         "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "counts": "*i32",
         "buckets": "*i32", "out": "*bf16", "factor": "fp32",
     }  # fmt: skip
-    if values["ROWS_PER_SCALE"] > 1 and not gated:
-        values = values | {"ROWS_PER_SCALE": 128}
-    constants = values | {
-        "FEATURES": 2 * channels if gated else hidden, "INPUTS": hidden if gated else channels,
-        "LINES": config.lines, "ROWS": config.rows, "STEP": step, "TOP_K": top_k,
-        "EXPERTS": experts, "EXPERTS_PAD": experts,
-        "PAIRS_PAD": scanned_pairs(config, top_k) if scanned else 0, "GATED": gated, "RUN": 8,
-        "TMA": config.tma, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "PARTIAL": partial,
-        "PDL": True,
+    constants = {
+        "ROWS": config.rows, "TMA_ROWS": rows_by_tma, "TAIL": config.tail, "EXPERTS_PAD": experts,
+        "PAIRS_PAD": scanned_pairs(config, top_k) if scanned else 0, "PDL": True, "S": spec,
     }  # fmt: skip
     return compile_kernel(expert_matrix._expert_kernel, types, constants, config)
 
@@ -154,15 +151,12 @@ def test_products_of_one_token(
         "bias": "*bf16", "factors": "*fp32", "experts": "*i32", "out": "*bf16", "norm": "*bf16",
         "norm_factors": "*fp32",
     }  # fmt: skip
-    inputs = HIDDEN if gated else CHANNELS
-    constants = {
-        "SCALED": bool(format), "GROUPS": inputs // 128 if format == "blocks" else 1, "GROUP": 128,
-        "RUN_OF_INPUTS": 16, "ROWS_PER_SCALE": 8 if format == "blocks" else 1, "HAS_BIAS": False,
-        "ALPHA": 0.0, "LIMIT": 0.0,
-        "FEATURES": 2 * CHANNELS if gated else HIDDEN, "INPUTS": HIDDEN if gated else CHANNELS,
-        "OUTPUTS": config.features, "STEP": config.step, "EXPERTS": EXPERTS, "GATED": gated,
-        "RUN": 8, "PARTIAL": partial, "PDL": True, "HAS_NORM": normed,
-    }  # fmt: skip
+    spec = ExpertSpec(
+        2 * CHANNELS if gated else HIDDEN, HIDDEN if gated else CHANNELS, EXPERTS, TOP_K,
+        config.features, config.step, gated, partial, format=SCALED if format else PLAIN,
+        grouped=format == "blocks", rows_per_scale=8 if format == "blocks" else 1,
+    )  # fmt: skip
+    constants = {"RUN_OF_INPUTS": 16, "HAS_NORM": normed, "PDL": True, "S": spec}
     kernel = compile_kernel(expert_vector._vector_kernel, types, constants, config)
     assert spilled(kernel, tmp_path) == 0
     bytes_of = config.features * config.step * (1 if format else 2)
@@ -218,12 +212,12 @@ def routing(
         "copy_places": "*i32", "copy_counts": "*i32", "place_totals": "*i32",
         "slot_mapping": "*i64", "norm": "*bf16", "norm_factors": "*fp32", "eps": "fp32",
     }  # fmt: skip
+    spec = RoutingSpec(
+        experts, expert_routing.padded_experts(experts), TOP_K, TOP_K, sigmoid, True, sigmoid,
+        not sigmoid, groups, max(1, groups // 2), 2, buckets, copies, counted=True,
+    )  # fmt: skip
     constants = {
-        "HIDDEN": HIDDEN, "EXPERTS": experts, "PART": config.experts, "STEP": config.step,
-        "EXPERTS_PAD": expert_routing.padded_experts(experts), "TOP_K": TOP_K, "K_PAD": TOP_K,
-        "SIGMOID": sigmoid, "NORMALIZED": True, "HAS_BIAS": sigmoid, "HAS_LOGIT_BIAS": not sigmoid,
-        "GROUPS": groups, "TOP_GROUPS": max(1, groups // 2), "GROUP_BEST": 2, "BUCKETS": buckets,
-        "COPIES": copies, "COUNTED": True, "SMALLEST": 1e-20, "LOWEST": -1e38, "PDL": True,
+        "HIDDEN": HIDDEN, "PART": config.experts, "STEP": config.step, "PDL": True, "S": spec,
     }  # fmt: skip
     if isinstance(config, FewTokensConfig):
         kernel, own = expert_routing._few_tokens_kernel, {"EARLY": config.early_weights}

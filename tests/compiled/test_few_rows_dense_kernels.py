@@ -31,7 +31,9 @@ PRODUCTS = [
     (1, 5120, 25600, False, False),
     (1, 4608, 3584, True, False),  # of 512
 ]
-TYPES = names_to_types({"*bf16": ("x", "weight", "norm", "residual", "out"), "fp32": ("eps",)})
+TYPES = names_to_types(
+    {"*bf16": ("x", "weight", "scales", "norm", "residual", "out"), "fp32": ("eps",)}
+)
 
 
 @pytest.mark.parametrize(("rows", "features", "inputs", "normed", "gated"), PRODUCTS)
@@ -45,10 +47,11 @@ def test_they_fit(
         assert isinstance(config, FewRowsConfig)
         fixed = {
             "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
-            "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "PDL": True,
+            "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "SCALED": False,
+            "GROUPED": False, "GROUP": 128, "ROWS_PER_SCALE": 1, "PDL": True,
         }  # fmt: skip
         if rows == 1:
-            fixed |= {"HAS_NORM": normed, "EARLY_TRIGGER": False}
+            fixed |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False}
         else:
             fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16}
         kernel = _vector_kernel if rows == 1 else _tensor_kernel

@@ -169,5 +169,5 @@ def test_candidates_differ_in_weight_rows_where_reading_the_weight_is_the_bound(
 def test_tensors_on_a_cpu_are_rejected() -> None:
     x, weight = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
     assert not supports(x, weight)
-    with pytest.raises(ValueError, match="x must be"):
+    with pytest.raises(ValueError, match="supports"):
         gated_product(x, weight)

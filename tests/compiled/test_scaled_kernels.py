@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton.language as tl
-from aioinfer.kernels import few_rows_scaled, quantize, scaled_product
+from aioinfer.kernels import few_rows_dense, quantize, scaled_product
 from aioinfer.kernels.few_rows_scaled import few_rows_scaled_config
 from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, PLAIN_CONFIG, ProductConfig
 from triton.compiler import CompiledKernel
@@ -88,8 +88,8 @@ def test_products_of_few_rows(
     )
     constants = {
         "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
-        "HAS_RESIDUAL": not gated, "GATED": gated, "RUN": 8, "GROUPED": grouped, "GROUP": GROUP,
-        "ROWS_PER_SCALE": run, "PDL": True,
+        "HAS_RESIDUAL": not gated, "GATED": gated, "RUN": 8, "SCALED": True, "GROUPED": grouped,
+        "GROUP": GROUP, "ROWS_PER_SCALE": run, "PDL": True,
     }  # fmt: skip
     if rows == 1:
         constants |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False}
@@ -99,7 +99,7 @@ def test_products_of_few_rows(
         "x": "*bf16", "weight": f"*{kind}", "scales": "*fp32", "norm": "*bf16",
         "residual": "*bf16", "out": "*bf16", "eps": "fp32",
     }  # fmt: skip
-    source = few_rows_scaled._vector_kernel if rows == 1 else few_rows_scaled._tensor_kernel
+    source = few_rows_dense._vector_kernel if rows == 1 else few_rows_dense._tensor_kernel
     kernel = compile_kernel(source, types, constants, config)
     ptx = kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) == 0
