@@ -236,7 +236,7 @@ class ModelRunner:
         else:
             has_others = late is None or len(late) < len(logits)
         if has_others:
-            # a feature reads the logits afterwards
+            # logits that a feature reads afterwards stay as they are
             sampling, in_place = self.device.sampled_rows(slot_ids, positions), not calls
             self.sampler.sample(
                 logits, sampling, flags, late=late, adjust=adjust, in_place=in_place

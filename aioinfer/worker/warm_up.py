@@ -1,5 +1,6 @@
-"""Warm-up: dummy steps, executed on a worker's runner so that the first request is not slower, and
-the compilation of Triton kernels: all before the first request, on all cores; none while serving.
+"""Warm-up: dummy steps, executed on a worker's runner so that the first request is not slower; on a
+GPU also the launches that CUDA graphs are captured from, and the compilation of Triton kernels: all
+before the first request, on all cores; none while serving.
 
 Dummy steps serve to measure memory and the scales of the KV cache, too. The worker compiles its
 kernels by going through its steps within `compile_only`, and then watches with a `CompilationWatch`
