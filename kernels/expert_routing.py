@@ -239,15 +239,12 @@ def _select(logits, bias, TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.con
 
 @triton.jit
 def _finish(
-    found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts, place_totals,
+    found, bias, weights, experts, counts, rows, copy_places, copy_counts, place_totals,
     slot_mapping, token, tokens, scale, slot_stride,
     TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Selects the experts of tokens [TOKENS] by logits `found` [TOKENS, S.padded], writes them and
     their weights, enters the pairs into their buckets, and counts them."""
-    if S.has_logit_bias:
-        every = tl.arange(0, S.padded)[None, :]
-        found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)
     chosen_weights, chosen = _select(found, bias, TOKENS, BY_KEYS, S)
     j = tl.arange(0, S.k_padded)[None, :]
     pair = token[:, None] * S.top_k + j
@@ -284,8 +281,10 @@ def _few_tokens_kernel(
         token = tl.program_id(1) + tl.arange(0, 1)
         every = tl.arange(0, S.padded)[None, :]
         found = tl.load(logits + token[:, None] * S.padded + every)
+        if S.has_logit_bias:
+            found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)
         _finish(
-            found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts,
+            found, bias, weights, experts, counts, rows, copy_places, copy_counts,
             place_totals, slot_mapping, token, tokens, scale, slot_stride, 1, True, S,
         )  # fmt: skip
 
@@ -320,8 +319,11 @@ def _routing_kernel(
         if not is_last_of(tickets + tile, PARTS):
             return
         found = tl.load(place + tl.arange(0, S.padded)[None, :], is_token[:, None], 0.0)
+    if S.has_logit_bias:  # of one dimension: else the selection takes its layout, across warps
+        every = tl.arange(0, S.padded)
+        found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)[None, :]
     _finish(
-        found, bias, logit_bias, weights, experts, counts, rows, copy_places, copy_counts,
+        found, bias, weights, experts, counts, rows, copy_places, copy_counts,
         place_totals, slot_mapping, token, tokens, scale, slot_stride, TOKENS, BY_KEYS, S,
     )  # fmt: skip
 
