@@ -9,9 +9,11 @@ import torch
 from aioinfer.kernels.cascade_attention import CascadeConfig
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.paged_attention import paged_attention
-from aioinfer.kernels.projection import Projection, Rotation
-from cases import Pair, cached, normal, poisoned, readable
+from aioinfer.kernels.projection import Projection
+from cases import Pair, RotationCase, cached, normal, poisoned, readable
 from references import paged_attention_reference, qk_norm_rope_cache_reference
+
+from aioinfer.layers.rotary import Sections
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class CascadeCase:
     projected: bool = False
     normed: bool = True
     rotary: int = 0
+    sections: Sections | None = None
     soft_cap: float = 0.0
     cache_dtype: torch.dtype | None = None
     config: DecodeConfig | None = None
@@ -89,11 +92,9 @@ def cascade_attention(case: CascadeCase) -> list[Pair]:
     qkv = normal(count, heads * case.head_size, dtype=dtype, device=device)
     width = case.q_heads * case.head_size
     queries = qkv[:, :width].reshape(count, case.q_heads, case.head_size)
-    weights: list[torch.Tensor | None] = [None, None]
-    if case.normed:
-        weights = [normal(case.head_size, dtype=dtype, device=device) for _ in range(2)]
-    angles = torch.rand(int(lens.max()) + 1, case.rotary // 2, device=device) * 6.3
-    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    rotation_case = RotationCase(case.rotary, case.normed, sections=case.sections)
+    rotation = rotation_case.make(case.head_size, dtype, device, max_pos=max(1000, int(lens.max())))
+    positions = rotation_case.positions(count, device)
     workspace = DecodeWorkspace.create(
         case.q_heads, caches[0], config=case.config, programs=case.programs,
         cascade_rows=case.max_rows or count, cascade_config=case.cascade,
@@ -108,7 +109,7 @@ def cascade_attention(case: CascadeCase) -> list[Pair]:
     out = paged_attention(
         queries, *caches, tables, starts, lens, num_decodes=count, workspace=workspace,
         soft_cap=case.soft_cap, scales=scales, sinks=sinks,
-        projection=Projection(qkv, Rotation(cos_sin, *weights)) if case.projected else None,
+        projection=Projection(qkv, rotation, positions) if case.projected else None,
         out=poisoned(*queries.shape, dtype=dtype, device=device),
     )  # fmt: skip
     assert not workspace.parts.counters.any()
@@ -119,9 +120,9 @@ def cascade_attention(case: CascadeCase) -> list[Pair]:
         slots = tables[row, last // size].long() * size + last % size
         slots[lens == 0] = -1
         wide_queries = qk_norm_rope_cache_reference(
-            qkv.double(), last, cos_sin, slots, *wide, num_q_heads=case.q_heads,
-            q_weight=None if weights[0] is None else weights[0].double(),
-            k_weight=None if weights[1] is None else weights[1].double(), scales=scales,
+            qkv.double(), last if positions is None else positions, slot_mapping=slots,
+            k_cache=wide[0], v_cache=wide[1], num_q_heads=case.q_heads, scales=scales,
+            **rotation_case.reference_options(rotation, device),
         )  # fmt: skip
     reference = paged_attention_reference(
         wide_queries, *wide, tables, starts, lens, soft_cap=case.soft_cap, sinks=sinks

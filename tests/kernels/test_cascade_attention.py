@@ -16,6 +16,7 @@ from cascade_cases import CascadeCase, cascade_attention, tables_of
 from cases import error
 
 from aioinfer.layers.kv_cache import FLOAT8
+from aioinfer.layers.rotary import Sections
 from tests.kernels.bound_model import BLOCK_SIZE, Bound, assert_close, last_tokens
 from tests.paged_model import make_step
 from tests.tiny_models import tiny_model
@@ -72,6 +73,14 @@ def test_queries_from_a_projection(normed: bool, rotary: int) -> None:
         OWN_ROWS, 6, 2, 64, 16, projected=True, normed=normed, rotary=rotary, expected=64,
         has_sinks=True,
     )  # fmt: skip
+    assert largest_error(problem) < 1e-5
+
+
+@pytest.mark.parametrize("sections", [Sections(16, 8, 8), Sections(12, 10, 10, True)])
+def test_queries_with_three_rotary_positions(sections: Sections) -> None:
+    problem = case(
+        OWN_ROWS, 6, 2, 64, 16, projected=True, rotary=64, sections=sections, expected=64
+    )
     assert largest_error(problem) < 1e-5
 
 
