@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from aioinfer.kernels.launch import first_bound
+
 #: Up to so many tokens programs look for their rows themselves, without buckets.
 SCANNED_TOKENS = 16
 
@@ -139,7 +141,7 @@ def expert_config(
     scanned, sorted_rows = TABLES[format]
     average = tokens * top_k / num_experts
     table, size = (scanned, tokens) if tokens <= SCANNED_TOKENS else (sorted_rows, average)
-    return next(config for bound, config in table if bound is None or size <= bound)
+    return first_bound(table, size)
 
 
 def vector_config(*, gated: bool, itemsize: int = 2) -> VectorConfig:

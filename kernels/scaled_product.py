@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
-from aioinfer.kernels.launch import is_last_of, wait_for_kernel
+from aioinfer.kernels.launch import first_bound, is_last_of, wait_for_kernel
 from aioinfer.kernels.products import product_output
 from aioinfer.kernels.quantize import GROUP, ScaledInputs
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,22 +64,22 @@ class ProductConfig:
 #: The rows up to which each pair is used: the second for `WIDE_LINES` weight rows and more.
 #: Measured on an H200 at the shapes of Qwen3-8B (docs/notes/quantized-products.md).
 CONFIGS = (
-    (16, ProductConfig(64, 16, 256, 4, 6), ProductConfig(64, 32, 128, 4, 6)),
-    (32, ProductConfig(64, 32, 256, 4, 5), ProductConfig(64, 32, 128, 4, 6)),
-    (64, ProductConfig(64, 64, 256, 4, 4, splits=2), ProductConfig(128, 64, 128, 4, 4)),
-    (128, ProductConfig(64, 128, 128, 4, 6, splits=2), ProductConfig(256, 128, 128, 8, 4)),
-    (256, ProductConfig(64, 128, 128, 4, 6), ProductConfig(128, 128, 128, 8, 6)),
-    (None, ProductConfig(128, 256, 128, 8, 3), ProductConfig(128, 256, 128, 8, 3)),
+    (16, (ProductConfig(64, 16, 256, 4, 6), ProductConfig(64, 32, 128, 4, 6))),
+    (32, (ProductConfig(64, 32, 256, 4, 5), ProductConfig(64, 32, 128, 4, 6))),
+    (64, (ProductConfig(64, 64, 256, 4, 4, splits=2), ProductConfig(128, 64, 128, 4, 4))),
+    (128, (ProductConfig(64, 128, 128, 4, 6, splits=2), ProductConfig(256, 128, 128, 8, 4))),
+    (256, (ProductConfig(64, 128, 128, 4, 6), ProductConfig(128, 128, 128, 8, 6))),
+    (None, (ProductConfig(128, 256, 128, 8, 3), ProductConfig(128, 256, 128, 8, 3))),
 )
 #: For scales of blocks: the sums of a block stand beside the total, for which the registers of the
 #: widest tile do not suffice. Two programs of four warps fit a multiprocessor: one can multiply
 #: while the other scales.
 BLOCK_CONFIGS = (
-    (16, ProductConfig(64, 16, 128, 4, 6, splits=4), ProductConfig(64, 16, 128, 4, 6)),
-    (32, ProductConfig(64, 32, 128, 4, 5, splits=4), ProductConfig(64, 32, 128, 4, 5)),
-    (64, ProductConfig(64, 64, 128, 4, 6, splits=4), ProductConfig(64, 64, 128, 4, 6)),
-    (128, ProductConfig(64, 128, 128, 4, 4, splits=4), ProductConfig(64, 128, 128, 4, 4)),
-    (None, ProductConfig(64, 128, 128, 4, 4), ProductConfig(64, 128, 128, 4, 4)),
+    (16, (ProductConfig(64, 16, 128, 4, 6, splits=4), ProductConfig(64, 16, 128, 4, 6))),
+    (32, (ProductConfig(64, 32, 128, 4, 5, splits=4), ProductConfig(64, 32, 128, 4, 5))),
+    (64, (ProductConfig(64, 64, 128, 4, 6, splits=4), ProductConfig(64, 64, 128, 4, 6))),
+    (128, (ProductConfig(64, 128, 128, 4, 4, splits=4), ProductConfig(64, 128, 128, 4, 4))),
+    (None, (ProductConfig(64, 128, 128, 4, 4), ProductConfig(64, 128, 128, 4, 4))),
 )
 WIDE_LINES = 8192
 #: Activations that are not quantized: the weight's tile goes through registers to be converted.
@@ -97,7 +97,7 @@ def product_config(rows: int, lines: int, inputs: int, *, grouped: bool) -> Prod
     """Returns the configuration for quantized activations [rows, inputs] and a weight of `lines`
     rows; `grouped` for scales of blocks."""
     table = BLOCK_CONFIGS if grouped else CONFIGS
-    _, narrow, wide = next(entry for entry in table if entry[0] is None or rows <= entry[0])
+    narrow, wide = first_bound(table, rows)
     config = wide if lines >= WIDE_LINES else narrow
     share = _MIN_BLOCK_SHARE if grouped else _MIN_SHARE
     tiles = -(-lines // config.features) * -(-rows // config.tokens)

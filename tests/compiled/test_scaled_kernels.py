@@ -49,11 +49,11 @@ WGMMA = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8", BF16: "f32.bf16.bf16"}
 
 @pytest.mark.parametrize(
     ("config", "kind", "scaling", "run", "gated"),
-    [(config, FP8, 1, 1, False) for _, *configs in CONFIGS for config in configs]
-    + [(config, FP8, 2, 128, False) for _, *configs in BLOCK_CONFIGS for config in configs]
-    + [(BLOCK_CONFIGS[-1][1], FP8, 2, 8, True)]
-    + [(replace(CONFIGS[2][1], exact_sums=True), FP8, 1, 1, False)]
-    + [(CONFIGS[-1][1], INT8, 1, 1, True), (PLAIN_CONFIG, BF16, 0, 1, False)],
+    [(config, FP8, 1, 1, False) for _, configs in CONFIGS for config in configs]
+    + [(config, FP8, 2, 128, False) for _, configs in BLOCK_CONFIGS for config in configs]
+    + [(BLOCK_CONFIGS[-1][1][0], FP8, 2, 8, True)]
+    + [(replace(CONFIGS[2][1][0], exact_sums=True), FP8, 1, 1, False)]
+    + [(CONFIGS[-1][1][0], INT8, 1, 1, True), (PLAIN_CONFIG, BF16, 0, 1, False)],
 )
 def test_products_of_many_rows(
     config: ProductConfig, kind: str, scaling: int, run: int, gated: bool, tmp_path: Path

@@ -87,7 +87,7 @@ def test_activations_that_are_not_quantized(kind: str) -> None:
 
 
 def tiles(table: tuple[Any, ...]) -> list[ProductConfig]:
-    return [config for _, *configs in table for config in configs]
+    return [config for _, pair in table for config in pair]
 
 
 @pytest.mark.parametrize(
