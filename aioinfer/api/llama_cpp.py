@@ -111,7 +111,9 @@ async def apply_template(request: web.Request) -> web.Response:
     tokenizer = frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     messages, options = await template_messages(body), template_options(body)
-    shown, tools = conversation_input(frontend, messages, body.tool_use(), options.pop("tools"))
+    shown, tools = await conversation_input(
+        frontend, messages, body.tool_use(), options.pop("tools")
+    )
     chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
     data = await asyncio.to_thread(lambda: orjson.dumps({"prompt": chat.text}))
     return web.Response(body=data, content_type="application/json")

@@ -67,11 +67,11 @@ async def encode_turn(
         tools: the same in OpenAI's shape, for the template; made of `use` if missing.
         options: further ones of `Frontend.encode_chat`.
     """
-    messages, shown = conversation_input(frontend, messages, use, tools)
+    messages, shown = await conversation_input(frontend, messages, use, tools)
     return await frontend.encode_chat(messages, tools=shown, **options)
 
 
-def conversation_input(
+async def conversation_input(
     frontend: Frontend,
     messages: Sequence[dict[str, Any]],
     use: ToolUse,
@@ -87,7 +87,8 @@ def conversation_input(
         else [{"type": "function", "function": _shown(t)} for t in use.tools]
     )
     if not frontend.message_format.knows_tools:
-        return show_tools(messages, shown), None
+        # in a thread: their descriptions may be megabytes
+        return await asyncio.to_thread(show_tools, messages, shown), None
     return messages, shown
 
 
