@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -18,7 +18,7 @@ from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.file_store import MAX_FILE_BYTES, FileStore, require_store
 from aioinfer.api.limits import ACCOUNT
 from aioinfer.api.paging import page_of
-from aioinfer.api.request_body import ReceivingRate
+from aioinfer.api.request_body import REQUEST_BODIES, receiving
 from aioinfer.errors import RequestError
 
 T = TypeVar("T")
@@ -78,27 +78,27 @@ async def _receive(
 
     Raises `RequestError`.
     """
-    rate = ReceivingRate()
     if request.headers.get("Expect"):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response itself has not begun
     name = purpose = None
     form = await _parsed(request.multipart())
-    while (part := await _parsed(rate.within(form.next()))) is not None:
-        if not isinstance(part, BodyPartReader):
-            raise RequestError("a form within the form is not understood")
-        if part.name == "file":
-            if name is not None:
-                raise RequestError("the form has two files", param="file")
-            name = shorten(part.filename or "file")
-            await _write(part, place, MAX_FILE_BYTES, rate)
-        elif part.name == "purpose":
-            purpose = (await _field(part, rate)).decode("utf-8", "replace")
-        else:
-            raise RequestError(
-                f"the form's field {shorten(part.name or '')!r} is not supported",
-                param=part.name,
-            )
+    async with receiving(request.app[REQUEST_BODIES].counts) as count:
+        while (part := await _parsed(form.next())) is not None:
+            if not isinstance(part, BodyPartReader):
+                raise RequestError("a form within the form is not understood")
+            if part.name == "file":
+                if name is not None:
+                    raise RequestError("the form has two files", param="file")
+                name = shorten(part.filename or "file")
+                await _write(part, place, MAX_FILE_BYTES, count)
+            elif part.name == "purpose":
+                purpose = (await _field(part)).decode("utf-8", "replace")
+            else:
+                raise RequestError(
+                    f"the form's field {shorten(part.name or '')!r} is not supported",
+                    param=part.name,
+                )
     return name, purpose
 
 
@@ -113,13 +113,16 @@ async def _parsed(step: Coroutine[Any, Any, T]) -> T:
         raise RequestError("the body is not a well-formed multipart form") from error
 
 
-async def _write(part: BodyPartReader, place: Path, limit: int, rate: ReceivingRate) -> None:
-    """Writes a part of a form to a file, in pieces. Raises `RequestError`."""
+async def _write(
+    part: BodyPartReader, place: Path, limit: int, count: Callable[[int], None]
+) -> None:
+    """Writes a part of a form to a file, in pieces, and counts the bytes. Raises
+    `RequestError`."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
     try:
         size, buffer = 0, bytearray()
-        while chunk := await _parsed(rate.within(part.read_chunk(2**16))):
-            rate.count(len(chunk))
+        while chunk := await _parsed(part.read_chunk(2**16)):
+            count(len(chunk))
             size += len(chunk)
             if size > limit:
                 raise web.HTTPRequestEntityTooLarge(limit, size)
@@ -133,9 +136,9 @@ async def _write(part: BodyPartReader, place: Path, limit: int, rate: ReceivingR
         await asyncio.to_thread(stream.close)
 
 
-async def _field(part: BodyPartReader, rate: ReceivingRate) -> bytes:
+async def _field(part: BodyPartReader) -> bytes:
     value = bytearray()
-    while chunk := await _parsed(rate.within(part.read_chunk(_MAX_FIELD_BYTES))):
+    while chunk := await _parsed(part.read_chunk(_MAX_FIELD_BYTES)):
         value += chunk
         if len(value) > _MAX_FIELD_BYTES:
             raise RequestError("a field of the form is too long", param=part.name)

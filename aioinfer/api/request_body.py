@@ -4,16 +4,15 @@ may take are bounded."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, TypeVar
 
 from aiohttp import HttpVersion11, web
 
 from aioinfer.api.http_counts import HttpCounts
 from aioinfer.errors import OverloadedError, RequestError
 
-T = TypeVar("T")
 #: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
 #: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
 #: never above `MAX_BYTES`, which are decoded without holding other requests up; see `large_bodies`.
@@ -36,30 +35,40 @@ _FREE_BYTES = 64 * 1024
 _PART = 64 * 1024
 
 
-class ReceivingRate:
-    """The minimum rate at which a client must deliver a body that is read in parts: `HeldBody` has
-    the same rule."""
+@asynccontextmanager
+async def receiving(counts: HttpCounts) -> AsyncIterator[Callable[[int], None]]:
+    """Bounds the time in which a client delivers the body that the block reads: `TIMEOUT_S` seconds
+    for all of it, or for the next part of it while `_MIN_RATE` was kept.
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + TIMEOUT_S
-        self._received = 0
+    Yields a function that counts the bytes that have come. Raises `RequestError` (408), which
+    `counts` has.
+    """
+    loop, received = asyncio.get_running_loop(), 0
+    timer: asyncio.TimerHandle
 
-    def count(self, size: int) -> None:
-        """Records that `size` bytes have come."""
-        self._received += size
+    def count(size: int) -> None:
+        nonlocal received
+        received += size
 
-    async def within(self, read: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of `read`. Raises `RequestError` (408) for a client that is too
-        slow."""
-        if self._loop.time() >= self._until and self._received >= TIMEOUT_S * _MIN_RATE:
-            self._until, self._received = self._loop.time() + TIMEOUT_S, 0
-        try:
-            async with asyncio.timeout_at(self._until):
-                return await read
-        except TimeoutError:
-            message = "the request's body came more slowly than it may"
-            raise RequestError(message, status=408, code="timeout") from None
+    def check() -> None:
+        nonlocal received, timer
+        if received < TIMEOUT_S * _MIN_RATE:
+            guard.reschedule(loop.time())
+        else:
+            received, timer = 0, loop.call_later(TIMEOUT_S, check)
+
+    timer = loop.call_later(TIMEOUT_S, check)
+    try:
+        async with asyncio.timeout(None) as guard:
+            yield count
+    except TimeoutError:
+        if not guard.expired():
+            raise
+        counts.timeouts["body"] += 1
+        message = "the request's body came more slowly than it may"
+        raise RequestError(message, status=408, code="timeout") from None
+    finally:
+        timer.cancel()
 
 
 def largest_body(max_model_len: int) -> int:
@@ -127,25 +136,12 @@ class HeldBody:
         if request.content.is_eof():  # all of it came with the head
             self._add(request.content.read_nowait(), limit)
         else:
-            while not await self._receive_some(request, limit):
-                pass
+            async with receiving(self._bodies.counts) as count:
+                while chunk := await request.content.readany():
+                    count(len(chunk))
+                    self._add(chunk, limit)
         self._parts.append(bytes(self._latest))
         return self._parts
-
-    async def _receive_some(self, request: web.Request, limit: int) -> bool:
-        """Receives for `TIMEOUT_S` seconds. Returns whether the body is complete."""
-        before = self._size
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                while chunk := await request.content.readany():
-                    self._add(chunk, limit)
-                return True
-        except TimeoutError:
-            if self._size - before < TIMEOUT_S * _MIN_RATE:
-                self._bodies.counts.timeouts["body"] += 1
-                message = "the request's body came more slowly than it may"
-                raise RequestError(message, status=408, code="timeout") from None
-            return False
 
     def _add(self, chunk: bytes, limit: int) -> None:
         size = self._size + len(chunk)
