@@ -35,6 +35,23 @@ SIZES = {
 }
 #: The windows are shorter than most prompts, and than a block of the KV cache or longer.
 MODELS: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "head_dim": 64,
+        "sliding_window": 50,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "falcon": {"head_dim": 64, "ffn_hidden_size": 1024},
+    "falcon with ALiBi": {
+        "head_dim": 64,
+        "ffn_hidden_size": 1024,
+        "alibi": True,
+        "new_decoder_architecture": False,
+        "multi_query": False,
+        "num_kv_heads": 8,
+        "parallel_attn": False,
+    },
+    "gpt2": {"head_dim": 64, "n_inner": 1024, "initializer_range": 0.1},
+    "hunyuan_v1_dense": {"head_dim": 64},
     "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 100},
     "gemma3": {
         "head_dim": 256,
@@ -49,6 +66,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 128, "sliding_window": 100},
     # embeddings as large as what the layers add, which is normed
     "olmo2": {"head_dim": 128, "initializer_range": 0.5},
+    "olmo3": {
+        "head_dim": 64,
+        "sliding_window": 100,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "initializer_range": 0.5,
+    },
+    "opt": {"head_dim": 64, "ffn_dim": 1024, "init_std": 0.1},
+    "phi": {"head_dim": 64},
     "phi3": {
         "head_dim": 128,
         "rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
@@ -56,6 +81,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3 of 96 channels": {"head_dim": 96, "sliding_window": 100},
     "qwen2": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
+    "stablelm side by side": {
+        "head_dim": 64,
+        "use_parallel_residual": True,
+        "qk_layernorm": True,
+    },
 }
 
 
