@@ -6,11 +6,14 @@ and `/reset_prefix_cache`.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.errors import json_response
-from aioinfer.api.info import READINESS
+from aioinfer.api.info import READINESS, Status
 from aioinfer.api.protocol import Body
 from aioinfer.errors import RequestError
 
@@ -23,6 +26,13 @@ class AbortRequest(Body, kw_only=True):
     request_id: str
 
 
+class AbortReply(Struct, kw_only=True):
+    """The number of aborted requests: one for each prompt of the body."""
+
+    status: Literal["aborted"] = "aborted"
+    count: int
+
+
 async def pause(request: web.Request) -> web.Response:
     """Lets all requests wait until `/resume`: no further step is planned. New requests are taken,
     and `/health/ready` is 503 meanwhile."""
@@ -30,7 +40,7 @@ async def pause(request: web.Request) -> web.Response:
     readiness = request.app[READINESS]
     if readiness.obstacle is None:
         readiness.obstacle = _PAUSED
-    return json_response({"status": "paused"})
+    return json_response(Status(status="paused"))
 
 
 async def resume(request: web.Request) -> web.Response:
@@ -39,7 +49,7 @@ async def resume(request: web.Request) -> web.Response:
     readiness = request.app[READINESS]
     if readiness.obstacle == _PAUSED:
         readiness.obstacle = None
-    return json_response({"status": "running"})
+    return json_response(Status(status="running"))
 
 
 async def abort(request: web.Request) -> web.Response:
@@ -63,11 +73,11 @@ async def abort(request: web.Request) -> web.Response:
             status=404,
             code="request_not_found",
         )
-    return json_response({"status": "aborted", "count": count})
+    return json_response(AbortReply(count=count))
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
     """Clears the prefix cache: the next prompts are computed from scratch. Running requests go
     on."""
     request.app[FRONTEND].reset_prefix_cache()
-    return json_response({"status": "reset"})
+    return json_response(Status(status="reset"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from aiohttp import web
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from aioinfer.api.context import read_body
 from aioinfer.api.errors import json_response
@@ -41,15 +42,24 @@ class CreateItems(Body, kw_only=True):
     items: _Items
 
 
+class Conversation(Struct, kw_only=True):
+    """A conversation without its items."""
+
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
 async def create_conversation(request: web.Request) -> web.Response:
     """Begins a conversation, with up to 20 items."""
     body = await read_body(request, CreateConversation)
-    created = {
-        "id": f"conv_{secrets.token_hex(24)}",
-        "object": "conversation",
-        "created_at": int(time.time()),
-        "metadata": body.metadata or {},
-    }
+    conversation = Conversation(
+        id=f"conv_{secrets.token_hex(24)}",
+        created_at=int(time.time()),
+        metadata=body.metadata or {},
+    )
+    created = msgspec.structs.asdict(conversation)
     items, store = input_items(body.items, place="items"), request.app[OBJECT_STORE]
     store.check_room(json_size(created) + json_size(items), "a conversation")
     store.add(owner_of(request), created, items)

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
@@ -18,6 +18,35 @@ from aioinfer.ipc.expert_placement import ExpertPlacement
 
 #: More copies or ranks than any server has: they bound the time that a reply takes.
 MAX_COPIES, MAX_RANKS = 4096, 1024
+
+
+class ExpertLayer(Struct, kw_only=True):
+    """The tokens of a layer's experts, and of the ranks that have experts of their own."""
+
+    layer: int
+    imbalance: float
+    tokens: list[int]
+    rank_imbalance: float | UnsetType = UNSET
+    rank_tokens: list[int] | UnsetType = UNSET
+
+
+class ExpertEngine(Struct, kw_only=True):
+    """The layers of an engine's model that have experts."""
+
+    layers: list[ExpertLayer]
+
+
+class ExpertLoads(Struct, kw_only=True):
+    """The load of the experts of each engine."""
+
+    engines: list[ExpertEngine]
+
+
+class Placement(Struct, kw_only=True):
+    """The content of a file for `parallel.expert_placement`: by layer, the experts of each rank."""
+
+    version: int
+    layers: dict[str, list[list[int]]]
 
 
 def expert_load(engine: Engine) -> ExpertLoad:
@@ -32,17 +61,19 @@ async def show_experts(request: web.Request) -> web.Response:
     Tokens of the last second may be missing. A model without experts has no layers.
     """
     loads = [expert_load(engine) for engine in request.app[FRONTEND].engines]
-    return json_response({"engines": [{"layers": _layers(load)} for load in loads]})
+    engines = [ExpertEngine(layers=_layers(load)) for load in loads]
+    return json_response(ExpertLoads(engines=engines))
 
 
-def _layers(load: ExpertLoad) -> list[dict[str, Any]]:
+def _layers(load: ExpertLoad) -> list[ExpertLayer]:
     experts, ranks = load.by_expert(load.totals), load.by_rank(load.totals)
     uneven, uneven_ranks = imbalance(experts).tolist(), imbalance(ranks).tolist()
-    found: list[dict[str, Any]] = []
+    found: list[ExpertLayer] = []
     for row, number in enumerate(load.layers):
-        layer = {"layer": number, "imbalance": uneven[row], "tokens": experts[row].tolist()}
+        layer = ExpertLayer(layer=number, imbalance=uneven[row], tokens=experts[row].tolist())
         if ranks.shape[1]:
-            layer |= {"rank_imbalance": uneven_ranks[row], "rank_tokens": ranks[row].tolist()}
+            layer.rank_imbalance = uneven_ranks[row]
+            layer.rank_tokens = ranks[row].tolist()
         found.append(layer)
     return found
 
@@ -72,7 +103,7 @@ async def make_placement(request: web.Request) -> web.Response:
             }
         )
     )
-    return json_response(placement.to_json())
+    return json_response(Placement(**placement.to_json()))
 
 
 def _number(request: web.Request, name: str, default: int, lowest: int, highest: int) -> int:

@@ -6,11 +6,11 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
-import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
 
 from aioinfer.api.batches import BATCHES
 from aioinfer.api.context import FRONTEND
@@ -26,6 +26,14 @@ T = TypeVar("T")
 _PIECE = 2**20
 #: The longest value of a form's field but the file.
 _MAX_FIELD_BYTES = 1024
+
+
+class Deleted(Struct, kw_only=True):
+    """Confirmation that a file is deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
 
 
 async def upload_file(request: web.Request) -> web.Response:
@@ -53,7 +61,7 @@ async def upload_file(request: web.Request) -> web.Response:
     finally:
         store.end_upload()
         await asyncio.to_thread(place.unlink, True)
-    return json_response(msgspec.to_builtins(file))
+    return json_response(file)
 
 
 def _check_origin(request: web.Request) -> None:
@@ -156,7 +164,7 @@ async def list_files(request: web.Request) -> web.Response:
 async def get_file(request: web.Request) -> web.Response:
     """Describes a file."""
     file = require_store(request).find(request.match_info["file_id"], request[ACCOUNT].key.name)
-    return json_response(msgspec.to_builtins(file))
+    return json_response(file)
 
 
 async def get_content(request: web.Request) -> web.StreamResponse:
@@ -178,4 +186,4 @@ async def delete_file(request: web.Request) -> web.Response:
         )
     store.forget(file.id)
     await asyncio.to_thread(store.remove, file.id)
-    return json_response({"id": file.id, "object": "file", "deleted": True})
+    return json_response(Deleted(id=file.id))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
@@ -66,15 +67,55 @@ def fingerprint(frontend: Frontend) -> str:
     return f"fp_{hashlib.sha256(known).hexdigest()[:10]}"
 
 
+class Status(Struct, kw_only=True):
+    """Confirmation that a check or an action has succeeded, with the state of each engine where not
+    all serve."""
+
+    status: str
+    engines: list[str] | UnsetType = UNSET
+
+
+class Model(Struct, kw_only=True):
+    """A name under which the model is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "aioinfer"
+    root: str | None
+    parent: str | None = None
+    max_model_len: int | None
+    permission: list[dict[str, Any]]
+
+
+class ModelList(Struct, kw_only=True):
+    """All names under which the model is served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Version(Struct, kw_only=True):
+    """The version of aioinfer."""
+
+    version: str
+
+
+class Load(Struct, kw_only=True):
+    """The numbers of queued and running requests."""
+
+    server_load: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    paused: bool
+
+
 async def list_models(request: web.Request) -> web.Response:
     """Lists the names under which the model is served."""
     frontend = request.app[FRONTEND]
-    return json_response(
-        {
-            "object": "list",
-            "data": [_card(request.app, name) for name in frontend.config.served_model_names],
-        }
-    )
+    names = frontend.config.served_model_names
+    return json_response(ModelList(data=[_card(request.app, name) for name in names]))
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -94,14 +135,14 @@ async def health(request: web.Request) -> web.Response:
         raise EngineDeadError(frontend.dead_reason)
     states = [engine.state for engine in frontend.engines]
     if all(state is EngineState.SERVING for state in states):
-        return json_response({"status": "ok"})
-    return json_response({"status": "degraded", "engines": [state.value for state in states]})
+        return json_response(Status(status="ok"))
+    return json_response(Status(status="degraded", engines=[state.value for state in states]))
 
 
 async def live(request: web.BaseRequest) -> web.Response:
     """Answers 200 as long as the process answers at all: while the model is being loaded, when
     requests end, and when the engine is dead."""
-    return json_response({"status": "ok"})
+    return json_response(Status(status="ok"))
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -117,22 +158,22 @@ async def ready(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """Returns the version of aioinfer."""
-    return json_response({"version": __version__})
+    return json_response(Version(version=__version__))
 
 
 async def show_load(request: web.Request) -> web.Response:
     """Returns the numbers of queued and running requests on all engines: `server_load`, as in vLLM,
     is their sum."""
     stats = request.app[FRONTEND].stats()
-    queued = stats["waiting"]
+    running, queued = int(stats["running"]), int(stats["waiting"])
     return json_response(
-        {
-            "server_load": stats["running"] + queued,
-            "running": stats["running"],
-            "waiting": queued,
-            "kv_cache_usage": stats["kv_cache_usage"],
-            "paused": request.app[FRONTEND].is_paused,
-        }
+        Load(
+            server_load=running + queued,
+            running=running,
+            waiting=queued,
+            kv_cache_usage=stats["kv_cache_usage"],
+            paused=request.app[FRONTEND].is_paused,
+        )
     )
 
 
@@ -182,16 +223,13 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     return json_response(described["special_tokens"] | described | sizes)
 
 
-def _card(app: web.Application, name: str) -> dict[str, Any]:
+def _card(app: web.Application, name: str) -> Model:
     frontend = app[FRONTEND]
     created = app[STARTED]
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "aioinfer",
-        "root": frontend.config.model.path,
-        "parent": None,
-        "max_model_len": frontend.max_model_len,
-        "permission": [_PERMISSION | {"id": f"modelperm-{name}", "created": created}],
-    }
+    return Model(
+        id=name,
+        created=created,
+        root=frontend.config.model.path,
+        max_model_len=frontend.max_model_len,
+        permission=[_PERMISSION | {"id": f"modelperm-{name}", "created": created}],
+    )

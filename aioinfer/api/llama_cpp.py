@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
-import orjson
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer import __version__
 from aioinfer.api.access import request_id
@@ -32,6 +33,7 @@ from aioinfer.api.llama_cpp_replies import LlamaDialect
 from aioinfer.api.mixed_prompts import encode_prompt
 from aioinfer.api.paths import local_path
 from aioinfer.api.protocol import ChatRequest, template_options
+from aioinfer.api.sse import encode
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import ALL_TOKENS, MAX_LOGIT_BIAS_VALUE, SamplingParams
@@ -41,6 +43,28 @@ if TYPE_CHECKING:
 
 #: llama.cpp's names for a project and a file that have no name.
 _PROJECT, _FILE = "project", "file"
+
+
+class LlamaVectors(Struct, kw_only=True):
+    """The vectors of an input of `/embedding`."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class TemplateReply(Struct, kw_only=True):
+    """The prompt that the chat template makes of a conversation."""
+
+    prompt: str
+
+
+class LlamaSlot(Struct, kw_only=True):
+    """A place for a request that runs."""
+
+    id: int
+    n_ctx: int
+    speculative: bool = False
+    is_processing: bool
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
@@ -98,8 +122,9 @@ async def embed(request: web.Request) -> web.StreamResponse:
         items = []
         for index, state in enumerate(states):
             vectors = numbers_json(frontend.pooling.embedding(np.atleast_2d(state), None, norm))
-            items.append(b'{"index":%d,"embedding":%b}' % (index, vectors))
-        return b"[" + b",".join(items) + b"]"
+            written: Any = msgspec.Raw(vectors)
+            items.append(LlamaVectors(index=index, embedding=written))
+        return encode(items)
 
     data = await asyncio.to_thread(make)
     return web.Response(body=data, content_type="application/json")
@@ -115,7 +140,7 @@ async def apply_template(request: web.Request) -> web.Response:
         frontend, messages, body.tool_use(), options.pop("tools")
     )
     chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
-    data = await asyncio.to_thread(lambda: orjson.dumps({"prompt": chat.text}))
+    data = await asyncio.to_thread(encode, TemplateReply(prompt=chat.text))
     return web.Response(body=data, content_type="application/json")
 
 
@@ -146,12 +171,7 @@ async def slots(request: web.Request) -> web.Response:
     """Lists the slots of all engines, and which of them serve a request now."""
     frontend = request.app[FRONTEND]
     listed = [
-        {
-            "id": number,
-            "n_ctx": frontend.max_model_len,
-            "speculative": False,
-            "is_processing": is_busy,
-        }
+        LlamaSlot(id=number, n_ctx=frontend.max_model_len, is_processing=is_busy)
         for number, is_busy in enumerate(_slots(frontend))
     ]
     return json_response(listed)

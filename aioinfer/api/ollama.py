@@ -21,6 +21,7 @@ from aioinfer.api.context import FRONTEND, STARTED, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import describe, json_response
 from aioinfer.api.generation import Generation
+from aioinfer.api.info import Version
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.ollama_body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.record import RECORD
@@ -176,7 +177,7 @@ async def show(request: web.Request) -> web.Response:
 
 async def version(request: web.Request) -> web.Response:
     """Returns the server's version."""
-    return json_response({"version": __version__})
+    return json_response(Version(version=__version__))
 
 
 #: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.

@@ -1,8 +1,8 @@
 """`/openapi.json`: a description of all endpoints (OpenAPI 3.1), and `/docs`, a page that shows it.
 
-Request bodies are described by the types that check them, so they cannot disagree with the server;
-replies by `replies`. `OPERATIONS` has an entry for every route (a test compares them), `EXAMPLES`
-a body for most types of bodies, with which the page lets its reader try a call.
+Request bodies are described by the types that check them, and replies by the types that are sent,
+so they cannot disagree with the server. `OPERATIONS` has an entry for every route (a test compares
+them), `EXAMPLES` a body for most types of bodies, with which the page lets its reader try a call.
 """
 
 from __future__ import annotations
@@ -17,27 +17,41 @@ from typing import Any
 import msgspec
 import orjson
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer import __version__
-from aioinfer.api import replies
 from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
-from aioinfer.api.admin import AbortRequest
+from aioinfer.api.admin import AbortReply, AbortRequest
 from aioinfer.api.anthropic import MessageReply, TokenCount
 from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import BatchObject, CreateBatch
 from aioinfer.api.chat import ChatCompletion
 from aioinfer.api.completions import Completion
 from aioinfer.api.context import FRONTEND
-from aioinfer.api.conversations import CreateConversation, CreateItems, UpdateObject
-from aioinfer.api.experts import MAX_COPIES, MAX_RANKS
+from aioinfer.api.conversations import Conversation, CreateConversation, CreateItems, UpdateObject
+from aioinfer.api.experts import MAX_COPIES, MAX_RANKS, ExpertLoads, Placement
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.file_store import FileObject
+from aioinfer.api.files import Deleted
+from aioinfer.api.info import Load, Model, ModelList, Status, Version
+from aioinfer.api.llama_cpp import LlamaSlot, LlamaVectors, TemplateReply
 from aioinfer.api.llama_cpp_body import InfillRequest, LlamaCompletion, LlamaEmbedding
 from aioinfer.api.llama_cpp_replies import LlamaReply
 from aioinfer.api.ollama import Line
 from aioinfer.api.ollama_body import OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.api.page import PAGE_PATHS
+from aioinfer.api.paging import Page
 from aioinfer.api.paths import PREFIX
+from aioinfer.api.pooling import (
+    Classes,
+    Embeddings,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    PoolingReply,
+    Reranked,
+    RerankedText,
+    Scores,
+)
 from aioinfer.api.pooling_bodies import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -56,12 +70,50 @@ from aioinfer.api.protocol import (
     TokenizeRequest,
 )
 from aioinfer.api.response_events import Response
+from aioinfer.api.responses import InputTokens
 from aioinfer.api.responses_body import ResponseRequest
+from aioinfer.api.tokenization import DetokenizeReply, TokenizeReply
+
+
+class ErrorDetail(Struct, kw_only=True):
+    """The details of an error; `param` names the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorReply(Struct, kw_only=True):
+    """The body of an error, but for the paths of other APIs."""
+
+    error: ErrorDetail
+
+
+class AnthropicDetail(Struct, kw_only=True):
+    """The details of an error, in the terms of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, kw_only=True):
+    """The body of an error below `/v1/messages`."""
+
+    type: str
+    error: AnthropicDetail
+
+
+class OllamaError(Struct, kw_only=True):
+    """The body of an error below `/api`."""
+
+    error: str
+
 
 #: llama.cpp's: one prompt has one reply, several have a list.
 _LlamaReplies = LlamaReply | list[LlamaReply]
 #: With `texts` the reply is a list.
-_Reranked = replies.Reranked | list[replies.RerankedText]
+_Reranked = Reranked | list[RerankedText]
 _REF = "#/components/schemas/{name}"
 
 
@@ -99,26 +151,26 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/messages/count_tokens"): Operation(CountTokensRequest, TokenCount),
     ("POST", "/v1/responses"): Operation(ResponseRequest, Response, streams=True),
     ("POST", "/responses"): Operation(ResponseRequest, Response, streams=True),
-    ("POST", "/v1/responses/input_tokens"): Operation(ResponseRequest, replies.InputTokens),
-    ("GET", "/v1/responses/{id}/input_items"): Operation(reply=replies.Page, query=_PAGE),
+    ("POST", "/v1/responses/input_tokens"): Operation(ResponseRequest, InputTokens),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(reply=Page, query=_PAGE),
     ("GET", "/v1/responses/{id}"): Operation(
         reply=Response,
         streams=True,
         query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
     ),
-    ("POST", "/v1/conversations"): Operation(CreateConversation, replies.Conversation),
-    ("GET", "/v1/conversations/{id}"): Operation(reply=replies.Conversation),
-    ("POST", "/v1/conversations/{id}"): Operation(UpdateObject, replies.Conversation),
+    ("POST", "/v1/conversations"): Operation(CreateConversation, Conversation),
+    ("GET", "/v1/conversations/{id}"): Operation(reply=Conversation),
+    ("POST", "/v1/conversations/{id}"): Operation(UpdateObject, Conversation),
     ("DELETE", "/v1/conversations/{id}"): Operation(),
-    ("POST", "/v1/conversations/{id}/items"): Operation(CreateItems, replies.Page),
-    ("GET", "/v1/conversations/{id}/items"): Operation(reply=replies.Page, query=_PAGE),
+    ("POST", "/v1/conversations/{id}/items"): Operation(CreateItems, Page),
+    ("GET", "/v1/conversations/{id}/items"): Operation(reply=Page, query=_PAGE),
     ("GET", "/v1/conversations/{id}/items/{item_id}"): Operation(),
-    ("DELETE", "/v1/conversations/{id}/items/{item_id}"): Operation(reply=replies.Conversation),
-    ("GET", "/v1/chat/completions"): Operation(reply=replies.Page, query=_PAGE | {"model": _TEXT}),
+    ("DELETE", "/v1/conversations/{id}/items/{item_id}"): Operation(reply=Conversation),
+    ("GET", "/v1/chat/completions"): Operation(reply=Page, query=_PAGE | {"model": _TEXT}),
     ("GET", "/v1/chat/completions/{id}"): Operation(reply=ChatCompletion),
     ("POST", "/v1/chat/completions/{id}"): Operation(UpdateObject, ChatCompletion),
     ("DELETE", "/v1/chat/completions/{id}"): Operation(),
-    ("GET", "/v1/chat/completions/{id}/messages"): Operation(reply=replies.Page, query=_PAGE),
+    ("GET", "/v1/chat/completions/{id}/messages"): Operation(reply=Page, query=_PAGE),
     ("DELETE", "/v1/responses/{id}"): Operation(),
     ("POST", "/v1/responses/{id}/cancel"): Operation(reply=Response),
     ("POST", "/api/chat"): Operation(OllamaChat, Line, streams=True, stream_type=_LINES),
@@ -126,14 +178,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/show"): Operation(ShowRequest),
     ("GET", "/api/tags"): Operation(),
     ("GET", "/api/ps"): Operation(),
-    ("GET", "/api/version"): Operation(reply=replies.Version),
-    ("POST", "/api/embed"): Operation(OllamaEmbedRequest, replies.OllamaEmbeddings),
-    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest, replies.OllamaEmbedding),
-    ("POST", "/v1/embeddings"): Operation(EmbeddingRequest, replies.Embeddings),
-    ("POST", "/pooling"): Operation(PoolingRequest, replies.PoolingReply),
-    ("POST", "/classify"): Operation(ClassifyRequest, replies.Classes),
-    ("POST", "/score"): Operation(ScoreRequest, replies.Scores),
-    ("POST", "/v1/score"): Operation(ScoreRequest, replies.Scores),
+    ("GET", "/api/version"): Operation(reply=Version),
+    ("POST", "/api/embed"): Operation(OllamaEmbedRequest, OllamaEmbeddings),
+    ("POST", "/api/embeddings"): Operation(OllamaEmbeddingsRequest, OllamaEmbedding),
+    ("POST", "/v1/embeddings"): Operation(EmbeddingRequest, Embeddings),
+    ("POST", "/pooling"): Operation(PoolingRequest, PoolingReply),
+    ("POST", "/classify"): Operation(ClassifyRequest, Classes),
+    ("POST", "/score"): Operation(ScoreRequest, Scores),
+    ("POST", "/v1/score"): Operation(ScoreRequest, Scores),
     ("POST", "/rerank"): Operation(RerankRequest, _Reranked),
     ("POST", "/v1/rerank"): Operation(RerankRequest, _Reranked),
     ("POST", "/v2/rerank"): Operation(RerankRequest, _Reranked),
@@ -141,41 +193,41 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/completion"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/completions"): Operation(LlamaCompletion, _LlamaReplies, streams=True),
     ("POST", "/infill"): Operation(InfillRequest, _LlamaReplies, streams=True),
-    ("POST", "/embedding"): Operation(LlamaEmbedding, list[replies.LlamaEmbeddingReply]),
-    ("POST", "/apply-template"): Operation(ChatRequest, replies.TemplateReply),
+    ("POST", "/embedding"): Operation(LlamaEmbedding, list[LlamaVectors]),
+    ("POST", "/apply-template"): Operation(ChatRequest, TemplateReply),
     ("GET", "/props"): Operation(),
-    ("GET", "/slots"): Operation(reply=list[replies.LlamaSlot]),
-    ("GET", "/models"): Operation(reply=replies.ModelList),
-    ("POST", "/tokenize"): Operation(TokenizeRequest, replies.TokenizeReply),
-    ("POST", "/detokenize"): Operation(DetokenizeRequest, replies.DetokenizeReply),
-    ("GET", "/v1/models"): Operation(reply=replies.ModelList),
-    ("GET", "/v1/models/{id}"): Operation(reply=replies.Model),
-    ("GET", "/health"): Operation(reply=replies.Status),
-    ("GET", "/health/live"): Operation(reply=replies.Status),
-    ("GET", "/health/ready"): Operation(reply=replies.Status),
-    ("GET", "/version"): Operation(reply=replies.Version),
-    ("GET", "/load"): Operation(reply=replies.Load),
+    ("GET", "/slots"): Operation(reply=list[LlamaSlot]),
+    ("GET", "/models"): Operation(reply=ModelList),
+    ("POST", "/tokenize"): Operation(TokenizeRequest, TokenizeReply),
+    ("POST", "/detokenize"): Operation(DetokenizeRequest, DetokenizeReply),
+    ("GET", "/v1/models"): Operation(reply=ModelList),
+    ("GET", "/v1/models/{id}"): Operation(reply=Model),
+    ("GET", "/health"): Operation(reply=Status),
+    ("GET", "/health/live"): Operation(reply=Status),
+    ("GET", "/health/ready"): Operation(reply=Status),
+    ("GET", "/version"): Operation(reply=Version),
+    ("GET", "/load"): Operation(reply=Load),
     ("GET", "/server_info"): Operation(),
     ("GET", "/tokenizer_info"): Operation(),
     ("GET", "/openapi.json"): Operation(),
     ("GET", "/page/info"): Operation(),
     ("GET", "/metrics"): Operation(content_type="text/plain"),
     ("GET", "/page/live"): Operation(content_type="text/event-stream"),
-    ("POST", "/pause"): Operation(reply=replies.Status),
-    ("POST", "/resume"): Operation(reply=replies.Status),
-    ("POST", "/reset_prefix_cache"): Operation(reply=replies.Status),
-    ("GET", "/experts"): Operation(reply=replies.ExpertLoads),
+    ("POST", "/pause"): Operation(reply=Status),
+    ("POST", "/resume"): Operation(reply=Status),
+    ("POST", "/reset_prefix_cache"): Operation(reply=Status),
+    ("GET", "/experts"): Operation(reply=ExpertLoads),
     ("GET", "/experts/placement"): Operation(
-        reply=replies.Placement,
+        reply=Placement,
         query={
             "ranks": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS},
             "copies": {"type": "integer", "minimum": 0, "maximum": MAX_COPIES},
         },
     ),
-    ("POST", "/abort"): Operation(AbortRequest, replies.AbortReply),
+    ("POST", "/abort"): Operation(AbortRequest, AbortReply),
     ("POST", "/v1/files"): Operation(reply=FileObject),
     ("GET", "/v1/files"): Operation(
-        reply=replies.Page,
+        reply=Page,
         query={
             "purpose": _TEXT,
             "limit": _LIMIT | {"maximum": 10_000},
@@ -184,10 +236,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         },
     ),
     ("GET", "/v1/files/{file_id}"): Operation(reply=FileObject),
-    ("DELETE", "/v1/files/{file_id}"): Operation(reply=replies.Deleted),
+    ("DELETE", "/v1/files/{file_id}"): Operation(reply=Deleted),
     ("GET", "/v1/files/{file_id}/content"): Operation(content_type="application/octet-stream"),
     ("POST", "/v1/batches"): Operation(CreateBatch, BatchObject),
-    ("GET", "/v1/batches"): Operation(reply=replies.Page, query=_PAGE),
+    ("GET", "/v1/batches"): Operation(reply=Page, query=_PAGE),
     ("GET", "/v1/batches/{batch_id}"): Operation(reply=BatchObject),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation(reply=BatchObject),
 }
@@ -233,8 +285,8 @@ EXAMPLES: dict[type, dict[str, Any]] = {
 def _error_of(path: str) -> type:
     """Returns the shape of errors at a path; see `errors.error_response`."""
     if path.startswith("/v1/messages"):
-        return replies.AnthropicError
-    return replies.OllamaError if path.startswith("/api/") else replies.ErrorReply
+        return AnthropicError
+    return OllamaError if path.startswith("/api/") else ErrorReply
 
 
 _FORM = {
@@ -251,7 +303,7 @@ _FORM = {
 def describe(app: web.Application) -> dict[str, Any]:
     """Returns the OpenAPI document of an application."""
     types = {t for o in OPERATIONS.values() for t in (o.body, o.reply) if t is not None}
-    errors = {replies.ErrorReply, replies.AnthropicError, replies.OllamaError}
+    errors = {ErrorReply, AnthropicError, OllamaError}
     ordered = sorted(types | errors, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))

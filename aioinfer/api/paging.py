@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import msgspec
+from msgspec import Struct
 
 from aioinfer.api.errors import shorten
 from aioinfer.errors import RequestError
@@ -17,6 +17,16 @@ class Listed(Protocol):
     id: str
 
 
+class Page(Struct, kw_only=True):
+    """A part of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 def page_of(
     items: Sequence[Listed] | Sequence[dict[str, Any]],
     query: Mapping[str, str],
@@ -24,7 +34,7 @@ def page_of(
     max_limit: int,
     default_limit: int = 100,
     default_order: Literal["asc", "desc"] = "desc",
-) -> dict[str, Any]:
+) -> Page:
     """Returns the page of `items`, the newest first, that a query asks for: at most `max_limit`.
     Items are structs with an `id`, or JSON with one.
 
@@ -46,10 +56,9 @@ def page_of(
         first = ids.index(after) + 1
         ids, ordered = ids[first:], ordered[first:]
     ids, page = ids[: int(text)], ordered[: int(text)]
-    return {
-        "object": "list",
-        "data": [item if isinstance(item, dict) else msgspec.to_builtins(item) for item in page],
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": len(ordered) > len(page),
-    }
+    return Page(
+        data=page,
+        first_id=ids[0] if ids else None,
+        last_id=ids[-1] if ids else None,
+        has_more=len(ordered) > len(page),
+    )

@@ -7,11 +7,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
-import orjson
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
@@ -34,6 +35,7 @@ from aioinfer.api.pooling_bodies import (
     ScoreRequest,
     ScoringBody,
 )
+from aioinfer.api.sse import encode
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
@@ -50,6 +52,132 @@ _FEW_NUMBERS = 16_384
 _PIECE_BYTES = 256 * 1024
 
 
+class EmbeddingUsage(Struct, kw_only=True):
+    """Tokens of a request without an output."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+
+
+class EmbeddingItem(Struct, kw_only=True):
+    """The vector of an input: numbers, or their base64; with pooling "all" one for each token."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float | list[float]] | str
+
+
+class Embeddings(Struct, kw_only=True):
+    """The reply of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[EmbeddingItem] = []
+
+
+class PooledItem(Struct, kw_only=True):
+    """The pooled state of an input, or the states of its tokens."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float | list[float]] | str
+
+
+class PoolingReply(Struct, kw_only=True):
+    """The reply of `/pooling`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+    data: list[PooledItem] = []
+
+
+class ClassifiedItem(Struct, kw_only=True):
+    """The classes of an input: the likeliest, and the probability of each."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(Struct, kw_only=True):
+    """The reply of `/classify`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassifiedItem]
+    usage: EmbeddingUsage
+
+
+class ScoreItem(Struct, kw_only=True):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(Struct, kw_only=True):
+    """The reply of `/score`."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: EmbeddingUsage
+
+
+class RerankedDocument(Struct, kw_only=True):
+    """A document of a request, by its place, with its relevance to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | UnsetType = UNSET
+
+
+class Reranked(Struct, kw_only=True):
+    """The reply of `/rerank` to `documents`, the most relevant first; `meta` is Cohere's, below
+    `/v2`, which has neither `model` nor `usage`."""
+
+    id: str
+    results: list[RerankedDocument]
+    model: str | UnsetType = UNSET
+    usage: EmbeddingUsage | UnsetType = UNSET
+    meta: dict[str, Any] | UnsetType = UNSET
+
+
+class RerankedText(Struct, kw_only=True):
+    """An item of the reply of `/rerank` to `texts`, as text-embeddings-inference has it."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class OllamaEmbeddings(Struct, kw_only=True):
+    """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct, kw_only=True):
+    """The reply of `/api/embeddings`."""
+
+    embedding: list[float]
+
+
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """The pooled states of a request's prompts, float32 [hidden_size] each, or [P, hidden_size] of
@@ -58,9 +186,9 @@ class Pooled:
     states: list[F32]
     num_tokens: int
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> EmbeddingUsage:
         """Returns OpenAI's usage of embeddings."""
-        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens}
+        return EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
 
 async def create_embeddings(request: web.Request) -> web.StreamResponse:
@@ -69,8 +197,13 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     pooling = request.app[FRONTEND].pooling
     pooled = await _pool_inputs(request, body, pooling.params(), "embd")
     make = _encoder(request.app[FRONTEND], body, normalize=body.normalizes)
-    head = {"object": "list", "model": _name(request), "usage": pooled.usage()}
-    return await _send(request, head, pooled.states, make, ("embedding", "embedding"))
+    head = Embeddings(model=_name(request), usage=pooled.usage())
+    return await _send(
+        request,
+        head,
+        pooled.states,
+        lambda index, state: EmbeddingItem(index=index, embedding=make(state)),
+    )
 
 
 async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
@@ -85,16 +218,18 @@ async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
         embed = frontend.pooling.embedding
         # older clients normalise by themselves, and expect the vector as the model has it
         found = [embed(s, body.dimensions, not is_older) for s in pooled.states]
-        reply: dict[str, Any] = {
-            "model": _name(request),
-            "embeddings": found,
-            "total_duration": time.perf_counter_ns() - began,
-            "load_duration": 0,
-            "prompt_eval_count": pooled.num_tokens,
-        }
+        written: list[Any] = [msgspec.Raw(numbers_json(vector)) for vector in found]
         if is_older:
-            reply = {"embedding": found[0]}
-        return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)
+            return encode(OllamaEmbedding(embedding=written[0]))
+        return encode(
+            OllamaEmbeddings(
+                model=_name(request),
+                embeddings=written,
+                total_duration=time.perf_counter_ns() - began,
+                load_duration=0,
+                prompt_eval_count=pooled.num_tokens,
+            )
+        )
 
     numbers = sum(map(len, pooled.states))
     data = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
@@ -108,8 +243,13 @@ async def create_pooling(request: web.Request) -> web.StreamResponse:
     params = request.app[FRONTEND].pooling.params(body.kind, takes_all=body.task != "embed")
     pooled = await _pool_inputs(request, body, params, "pool")
     make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalizes))
-    head = _head(request, "pool") | {"usage": pooled.usage()}
-    return await _send(request, head, pooled.states, make, ("pooling", "data"))
+    head = PoolingReply(**_head(request, "pool"), usage=pooled.usage())
+    return await _send(
+        request,
+        head,
+        pooled.states,
+        lambda index, state: PooledItem(index=index, data=make(state)),
+    )
 
 
 async def classify(request: web.Request) -> web.StreamResponse:
@@ -129,14 +269,14 @@ async def classify(request: web.Request) -> web.StreamResponse:
     for index, state in enumerate(pooled.states):
         found = head.probabilities(state)
         data.append(
-            {
-                "index": index,
-                "label": head.labels[int(found.argmax())],
-                "probs": found.tolist(),
-                "num_classes": len(found),
-            }
+            ClassifiedItem(
+                index=index,
+                label=head.labels[int(found.argmax())],
+                probs=found.tolist(),
+                num_classes=len(found),
+            )
         )
-    return json_response(_head(request, "classify") | {"data": data, "usage": pooled.usage()})
+    return json_response(Classes(**_head(request, "classify"), data=data, usage=pooled.usage()))
 
 
 async def score(request: web.Request) -> web.StreamResponse:
@@ -144,11 +284,9 @@ async def score(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ScoreRequest)
     first, second = body.texts()
     scores, num_tokens = await _similarities(request, body, first, second, "text_2")
-    data = [
-        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-    return json_response(_head(request, "score") | {"data": data, "usage": usage})
+    data = [ScoreItem(index=index, score=value) for index, value in enumerate(scores)]
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens, completion_tokens=0)
+    return json_response(Scores(**_head(request, "score"), data=data, usage=usage))
 
 
 async def rerank(request: web.Request) -> web.StreamResponse:
@@ -162,24 +300,31 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     if body.texts is not None:
         return json_response(
             [
-                {"index": index, "score": scores[index]}
-                | ({"text": texts[index]} if body.return_text else {})
+                RerankedText(
+                    index=index,
+                    score=scores[index],
+                    text=texts[index] if body.return_text else UNSET,
+                )
                 for index in best
             ]
         )
     is_cohere = request.path.endswith("/v2/rerank")
     shows = not is_cohere if body.return_documents is None else body.return_documents
-    results = []
-    for index in best:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        results.append(result | ({"document": {"text": texts[index]}} if shows else {}))
-    reply: dict[str, Any] = {"id": f"rerank-{request_id(request)}", "results": results}
+    results = [
+        RerankedDocument(
+            index=index,
+            relevance_score=scores[index],
+            document={"text": texts[index]} if shows else UNSET,
+        )
+        for index in best
+    ]
+    reply = Reranked(id=f"rerank-{request_id(request)}", results=results)
     if is_cohere:
         tokens = {"input_tokens": num_tokens, "output_tokens": 0}
-        reply["meta"] = {"api_version": {"version": "2"}, "tokens": tokens}
+        reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}
     else:
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        reply |= {"model": _name(request), "usage": usage}
+        reply.model = _name(request)
+        reply.usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
     return json_response(reply)
 
 
@@ -311,7 +456,6 @@ def _head(request: web.Request, prefix: str) -> dict[str, Any]:
     """Returns the fields that vLLM's replies of this kind have in common."""
     return {
         "id": f"{prefix}-{request_id(request)}",
-        "object": "list",
         "created": int(time.time()),
         "model": _name(request),
     }
@@ -319,41 +463,33 @@ def _head(request: web.Request, prefix: str) -> dict[str, Any]:
 
 def _encoder(
     frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
-) -> Callable[[F32], bytes]:
+) -> Callable[[F32], Any]:
     """Returns a function that makes the JSON of an embedding: a list of numbers, or the text of its
     base64; of several [P, hidden_size] a list of lists, or one text."""
     pooling, dimensions = frontend.pooling, body.dimensions
 
-    def encode(state: F32) -> bytes:
+    def make(state: F32) -> msgspec.Raw:
         found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
         if body.encoding_format == "base64":
-            return to_base64(found)
-        return numbers_json(found)
+            return msgspec.Raw(to_base64(found))
+        return msgspec.Raw(numbers_json(found))
 
-    return encode
+    return make
 
 
 async def _send(
     request: web.Request,
-    head: dict[str, Any],
+    reply: Embeddings | PoolingReply,
     states: Sequence[F32],
-    encode: Callable[[F32], bytes],
-    names: tuple[str, str],
+    item: Callable[[int, F32], EmbeddingItem | PooledItem],
 ) -> web.StreamResponse:
-    """Sends a reply with an item for each state; a long one in pieces.
-
-    Args:
-        head: its other fields.
-        encode: makes the JSON of a state.
-        names: of the items' kind, and of the field that holds the state.
-    """
+    """Sends a reply with an item for each state, which `item` makes of its number and it; a long
+    reply in pieces. `data`, which is empty yet, is the last field."""
 
     def make() -> list[bytes]:
-        parts = [orjson.dumps(head)[:-1] + b',"data":[']
+        parts = [encode(reply).removesuffix(b"]}")]
         for index, state in enumerate(states):
-            start = b',{"object":"%b","index":%d,"%b":'
-            item = start % (names[0].encode(), index, names[1].encode())
-            parts += [item[1:] if not index else item, encode(state), b"}"]
+            parts += [b"," if index else b"", encode(item(index, state))]
         return _merged([*parts, b"]}"])
 
     numbers = sum(state.size for state in states)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body
@@ -34,6 +35,13 @@ _PARAMS = {
     "messages": "input",
     "logprobs": "top_logprobs",
 }
+
+
+class InputTokens(Struct, kw_only=True):
+    """The number of tokens that the prompt of a response would have."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -164,7 +172,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     admit(request, body.timeout_s)
     with renamed(_PARAMS):
         prompt = await _context(request, body).encode(frontend, body)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+    return json_response(InputTokens(input_tokens=len(prompt)))
 
 
 def _context(request: web.Request, body: ResponseRequest) -> ResponseContext:

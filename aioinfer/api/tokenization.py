@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.mixed_prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
+from aioinfer.api.sse import encode
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,9 +23,32 @@ if TYPE_CHECKING:
 MAX_TOKENS = 2**20
 #: Bytes of the text that `/detokenize` returns: a token may stand for a hundred spaces.
 MAX_TEXT_BYTES = 16 * 2**20
-#: Items or characters that are written as JSON at a time, in half a millisecond. orjson does not
-#: let other threads run meanwhile.
+#: Items or characters that are written as JSON at a time, in half a millisecond. The encoder
+#: does not let other threads run meanwhile.
 _WRITTEN = 16_384
+
+
+class TokenPiece(Struct, kw_only=True):
+    """A token with its text, or with its bytes if they are no text alone."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeReply(Struct, kw_only=True):
+    """Token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int | TokenPiece]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Struct, kw_only=True):
+    """The text of token ids, under llama.cpp's name as well unless the request has a `model`."""
+
+    prompt: str
+    content: str | UnsetType = UNSET
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -50,17 +75,20 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = frontend.require_tokenizer() if wants_texts else None
 
     def write() -> bytes:
-        start = {"count": len(ids), "max_model_len": frontend.max_model_len}
-        parts = [orjson.dumps(start)[:-1], b',"tokens":']
+        tokens: Sequence[Any] = ids
+        texts = None
         if tokenizer is not None and body.with_pieces:
-            parts += _written_list([_piece(tokenizer, token) for token in ids])
-            return b"".join([*parts, b',"token_strs":null}'])
-        parts += [*_written_list(ids), b',"token_strs":']
-        if tokenizer is None:
-            parts.append(b"null")
-        else:
-            parts += _written_list([tokenizer.token_text(token)[0] for token in ids])
-        return b"".join([*parts, b"}"])
+            tokens = [_piece(tokenizer, token) for token in ids]
+        elif tokenizer is not None:
+            texts = _written_list([tokenizer.token_text(token)[0] for token in ids])
+        return encode(
+            TokenizeReply(
+                count=len(ids),
+                max_model_len=frontend.max_model_len,
+                tokens=_written_list(tokens),
+                token_strs=texts,
+            )
+        )
 
     return _response(await asyncio.to_thread(write))
 
@@ -80,28 +108,24 @@ async def detokenize(request: web.Request) -> web.Response:
             )
         text = tokenizer.decode(body.tokens, False)
         pieces = range(0, len(text), _WRITTEN)
-        written = [orjson.dumps(text[start : start + _WRITTEN])[1:-1] for start in pieces]
-        names = [b'"prompt"'] if body.model is not None else [b'"prompt"', b'"content"']
-        texts = [b"".join([name, b':"', *written, b'"']) for name in names]
-        return b"".join([b"{", b",".join(texts), b"}"])
+        written = [encode(text[start : start + _WRITTEN])[1:-1] for start in pieces]
+        shown: Any = msgspec.Raw(b"".join([b'"', *written, b'"']))
+        return encode(DetokenizeReply(prompt=shown, content=shown if body.model is None else UNSET))
 
     return _response(await asyncio.to_thread(write))
 
 
-def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+def _piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
     """Returns a token as llama.cpp shows it: its text, or its bytes if they are no text alone."""
     text, data = tokenizer.token_text(token)
-    return {"id": token, "piece": list(data) if "\ufffd" in text else text}
+    return TokenPiece(id=token, piece=list(data) if "\ufffd" in text else text)
 
 
-def _written_list(items: Sequence[Any]) -> Iterator[bytes]:
-    """Yields the JSON of a list in pieces."""
-    separator = b"["
-    for start in range(0, len(items), _WRITTEN):
-        yield separator
-        yield orjson.dumps(items[start : start + _WRITTEN])[1:-1]
-        separator = b","
-    yield b"]" if items else b"[]"
+def _written_list(items: Sequence[Any]) -> Any:
+    """Returns the JSON of a list, which is made in pieces."""
+    starts = range(0, len(items), _WRITTEN)
+    pieces = [encode(items[start : start + _WRITTEN])[1:-1] for start in starts]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def _response(written: bytes) -> web.Response:

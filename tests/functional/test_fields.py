@@ -26,9 +26,9 @@ from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch_objects import CreateBatch
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.openapi import EXAMPLES, OPERATIONS
+from aioinfer.api.pooling import RerankedText
 from aioinfer.api.pooling_bodies import EmbeddingRequest, RerankRequest
 from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest
-from aioinfer.api.replies import RerankedText
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import SamplingParams
