@@ -25,6 +25,7 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import Handler
 from aioinfer.api.limits import ACCOUNT, ACCOUNTS
 from aioinfer.engine.recovery import EngineState
+from aioinfer.engine.router import find_excess
 from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -33,10 +34,9 @@ if TYPE_CHECKING:
 
 
 class AdmissionControl:
-    """The bound of the waiting queue: `scheduler.max_waiting_requests` and
-    `scheduler.max_waiting_tokens`.
+    """The bound of the waiting queue, and the part of it that one API key may fill.
 
-    All engines count together. Requests that are reserved and not yet queued count as queued.
+    Requests that are reserved and not yet queued count as queued.
 
     Attributes:
         coming_requests, coming_tokens: reserved requests, and their prompt tokens.
@@ -51,44 +51,28 @@ class AdmissionControl:
 
     def check(self, requests: int, tokens: int = 0, flow: str | None = None) -> None:
         """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may
-        join the queue; `flow` is given where several share it.
-
-        Free slots count as room beside `max_waiting_requests`. The bound on tokens applies only
-        while some wait: otherwise a prompt longer than the bound could never be served.
-        """
+        join the queue, which has the bounds of `find_excess`; `flow` is given where several share
+        it."""
         limits = self._frontend.config.scheduler
         schedulers = [
             engine.scheduler
             for engine in self._frontend.engines
             if engine.state is not EngineState.DEAD
         ]
+        coming = self.coming_requests, self.coming_tokens
+        excess = find_excess(schedulers, limits, (requests, tokens), coming)
+        if excess is not None:
+            raise OverloadedError(f"{excess}; try again later")
+        if flow is None or limits.max_waiting_requests is None:
+            return
         waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
         free_slots = sum(scheduler.num_free_slots for scheduler in schedulers)
-        if (
-            limits.max_waiting_requests is not None
-            and waiting + requests > limits.max_waiting_requests + free_slots
-        ):
+        own = sum(s.num_waiting_of(flow) for s in schedulers) + self.coming_of[flow]
+        places = limits.max_waiting_requests - max(0, waiting - free_slots)
+        if own + requests - free_slots > places:
             raise OverloadedError(
-                f"{waiting} requests wait, {requests} more are too many; try again later"
-            )
-        if flow is not None and limits.max_waiting_requests is not None:
-            own = sum(s.num_waiting_of(flow) for s in schedulers) + self.coming_of[flow]
-            places = limits.max_waiting_requests - max(0, waiting - free_slots)
-            if own + requests - free_slots > places:
-                raise OverloadedError(
-                    f"{own} requests of this API key wait, {requests} more are too many beside "
-                    "those of others; try again later"
-                )
-        waiting_tokens = (
-            sum(scheduler.num_waiting_tokens for scheduler in schedulers) + self.coming_tokens
-        )
-        if (
-            limits.max_waiting_tokens is not None
-            and waiting_tokens
-            and waiting_tokens + tokens > limits.max_waiting_tokens
-        ):
-            raise OverloadedError(
-                f"{waiting_tokens} prompt tokens wait, {tokens} more are too many; try again later"
+                f"{own} requests of this API key wait, {requests} more are too many beside those "
+                "of others; try again later"
             )
 
     def reserve(

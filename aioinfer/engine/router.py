@@ -217,8 +217,7 @@ def _find_obstacle(
 ) -> Exception | None:
     """Returns why the sequences of a request cannot go to another engine, or None.
 
-    The bounds of the queue are the bounds for new requests (`api.admission`): of all living engines
-    together, with free slots as room beside `max_waiting_requests`.
+    The bounds of the queue are the bounds for new requests.
     """
     living = [engine.scheduler for engine in engines if engine.state is not EngineState.DEAD]
     cause = (dead.dead_reason or "").partition("\n")[0]  # without a traceback
@@ -229,17 +228,35 @@ def _find_obstacle(
         for s in living
     ):
         return EngineDeadError(f"no engine that lives can hold the request: {cause}")
-    waiting = sum(scheduler.num_waiting for scheduler in living)
-    free_slots = sum(s.num_free_slots for s in living)
+    excess = find_excess(living, limits, (count, count * first.prompt_len))
+    return None if excess is None else OverloadedError(f"{cause}; {excess}")
+
+
+def find_excess(
+    living: Sequence[Scheduler],
+    limits: SchedulerConfig,
+    more: tuple[int, int],
+    coming: tuple[int, int] = (0, 0),
+) -> str | None:
+    """Returns why the queue has no room for requests, or None: it is bounded by
+    `scheduler.max_waiting_requests` and `scheduler.max_waiting_tokens`, of all living engines
+    together.
+
+    Free slots count as room beside `max_waiting_requests`. The bound on tokens applies only while
+    some wait: otherwise a prompt longer than the bound could never be served.
+
+    Args:
+        living: the schedulers of these engines.
+        limits: the bounds.
+        more: the requests, and their prompt tokens.
+        coming: requests that count as waiting beside the ones in the queue, and their tokens.
+    """
+    waiting = sum(scheduler.num_waiting for scheduler in living) + coming[0]
     bound = limits.max_waiting_requests
-    if bound is not None and waiting + count > bound + free_slots:
-        return OverloadedError(f"{cause}; {waiting} requests wait on the engines that live")
-    tokens = sum(scheduler.num_waiting_tokens for scheduler in living)
-    more = count * first.prompt_len
-    if (
-        limits.max_waiting_tokens is not None
-        and tokens
-        and (tokens + more > limits.max_waiting_tokens)
-    ):
-        return OverloadedError(f"{cause}; {tokens} prompt tokens wait on the engines that live")
+    if bound is not None and waiting + more[0] > bound + sum(s.num_free_slots for s in living):
+        return f"{waiting} requests wait, {more[0]} more are too many"
+    tokens = sum(scheduler.num_waiting_tokens for scheduler in living) + coming[1]
+    bound = limits.max_waiting_tokens
+    if bound is not None and tokens and tokens + more[1] > bound:
+        return f"{tokens} prompt tokens wait, {more[1]} more are too many"
     return None
