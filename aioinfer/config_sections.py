@@ -143,11 +143,9 @@ class PoolingConfig:
     """Embeddings: how a prompt's hidden states are pooled."""
 
     type: Literal["last", "mean", "cls", "all"] | None = key(
-        "Which hidden states make an embedding: the last token's, the mean of all tokens', or the "
-        "first token's. `all`: none of them, `/pooling` and `/embedding` return a vector for each "
-        "token, and endpoints that need one for each text are answered 400. Default: what the "
-        "model's folder says (`1_Pooling/config.json`), else "
-        "`last`.",
+        "Which hidden states make an embedding: the last token's, the mean of all, the first "
+        "token's, or `all`: a vector for each token. Default: what the model's folder says "
+        "(`1_Pooling/config.json`), else `last`.",
         None,
     )
 
@@ -160,9 +158,8 @@ class CacheConfig:
         "Tokens per KV block. Default: 16 on a CPU, 128 on a GPU.", None, minimum=1
     )
     num_blocks: int | None = key(
-        "KV blocks of a worker. Default: as many as fit into the memory below. Where layers keep "
-        "different things: the blocks of each kind of layer that keeps all tokens; with a sliding "
-        "window or a state of fixed size as many, but no more than running requests can use.",
+        "KV blocks of a worker. Default: as many as fit into the memory below. Layers with a "
+        "sliding window or a state of fixed size have no more than running requests can use.",
         None,
         minimum=1,
     )
@@ -182,9 +179,9 @@ class CacheConfig:
         "auto",
     )
     scales: Literal["auto", "one", "calibrated"] = key(
-        "With `fp8`, by what keys and values are divided before they are rounded, for each KV "
-        "head. `auto`: the checkpoint's scales if it has any, else `calibrated`: measured at the "
-        "start with a prompt of random tokens. `one`: they are not divided.",
+        "With `fp8`, by what keys and values are divided before they are rounded, by KV head. "
+        "`auto`: the checkpoint's scales if it has any, else `calibrated` at the start with a "
+        "random prompt. `one`: nothing.",
         "auto",
     )
     enable_prefix_caching: bool = key(
@@ -193,10 +190,8 @@ class CacheConfig:
         True,
     )
     cascade_attention: bool = key(
-        "On a GPU, read the keys of a prefix that eight or more sequences share once for all of "
-        "them, instead of once for each: with 2 000 shared tokens and 128 streams 30 % more "
-        "throughput on an H200 (with `scheduler.predicted_prefill`), and no less where nothing is "
-        "shared. Not in layers with a sliding window.",
+        "On a GPU, read the keys of a prefix that eight or more sequences share once for all "
+        "of them. Not in layers with a sliding window.",
         True,
     )
 
@@ -214,24 +209,22 @@ class SchedulerConfig:
         "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
     )
     max_prefill_tokens_beside_decode: int | None = key(
-        "Maximum number of prefill tokens in a step that also decodes, so that long prompts do not "
-        "stall streams. Default: a quarter of the budget; where predicted times bound them "
-        "(`target_itl_ms`, `predicted_prefill`) the whole of it.",
+        "Maximum number of prefill tokens in a step that also decodes, so that long prompts "
+        "do not stall streams. Default: a quarter of the budget, or all of it where predicted "
+        "times bound them.",
         None,
         minimum=1,
     )
     target_itl_ms: float | None = key(
         "Milliseconds between the tokens of a stream: a step that also decodes takes as much "
-        "prefill as is predicted to fit. At least a fifth of such a step is prefill, whatever the "
-        "target. Has no effect with `parallel.pipeline_parallel_size` above 1.",
+        "prefill as is predicted to fit, a fifth of the step at least. Has no effect on "
+        "pipelines.",
         None,
         above=0,
     )
     predicted_prefill: bool = key(
-        "Without a target, the predicted time of a step bounds its prefill by what waiting prompts "
-        "cost: few streams beside many prompts wait for long steps, many for short ones. On one "
-        "H200, with `cache.cascade_attention`, long prompts gave 2 to 3 % more throughput, and "
-        "twice the p99 of ITL.",
+        "Without a target, bound the prefill of a step by what waiting prompts cost, in "
+        "predicted time: 2 to 3 % more throughput with long prompts, at twice the p99 of ITL.",
         False,
     )
     policy: Literal["fcfs", "priority"] = key(
@@ -240,10 +233,9 @@ class SchedulerConfig:
         "fcfs",
     )
     max_waiting_requests: int | None = key(
-        "Maximum number of requests that wait for a slot, beyond the free ones, on all engines "
-        "together (each of n completions is one); further ones are answered 503, with "
-        "`Retry-After`. Where there are several API keys, the requests of one may be no more than "
-        "the places that are left free.",
+        "Maximum number of requests that wait for a slot, beyond the free ones, on all "
+        "engines together (each of n completions is one); further ones are answered 503. Of "
+        "several API keys none may fill it alone.",
         4096,
         minimum=0,
     )
@@ -255,9 +247,8 @@ class SchedulerConfig:
         minimum=1,
     )
     max_logprobs: int = key(
-        "Maximum number of likeliest tokens whose log-probabilities a request may ask for at each "
-        "position (`logprobs`, `top_logprobs`, `prompt_logprobs`); -1: all tokens of the "
-        "vocabulary. Above 20 they cost time, and above 128 a lot of it.",
+        "Maximum number of likeliest tokens whose log-probabilities a request may ask for at "
+        "each position; -1: all. Above 20 they cost time, and above 128 a lot of it.",
         MAX_LOGPROBS,
         minimum=-1,
     )
@@ -272,11 +263,10 @@ class ParallelConfig:
         "Tensor-parallel ranks: workers among which each layer is sharded.", 1, minimum=1
     )
     pipeline_parallel_size: int = key(
-        "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the layers, "
-        "of about equal cost in a decode step. A step passes through one after the other, and as "
-        "many steps are in flight as there are stages, each with its part of the requests and of "
-        "the token budget. On two H200s 256 streams of an 8B reach about nine tenths of what two "
-        "GPUs with 128 each do; few streams are no faster than on one GPU.",
+        "Pipeline stages: groups of `tensor_parallel_size` workers, each with some of the "
+        "layers, through which a step passes one after the other. As many steps are in flight "
+        "as there are stages, each with a part of the requests and of the token budget: few "
+        "streams are no faster than on one GPU.",
         1,
         minimum=1,
     )
@@ -287,36 +277,34 @@ class ParallelConfig:
         False,
     )
     data_parallel_attention: bool = key(
-        "Mixtures of experts: the engines of `data_parallel_size` divide the experts among them, "
-        "and send one another the tokens of each step; everything else, the KV cache above all, is "
-        "each engine's own. They take their steps together, and are restarted together. Needs "
-        "`expert_parallel` and `tensor_parallel_size` = 1; on GPUs those of one host that reach "
-        "each other's memory, and experts that the kernels compute.",
+        "Mixtures of experts: the engines of `data_parallel_size` divide the experts among "
+        "them, and exchange the tokens of each step; everything else is each engine's own. "
+        "Needs `expert_parallel` and `tensor_parallel_size` = 1; on GPUs those of one host "
+        "that reach each other's memory.",
         False,
     )
     expert_placement: str | None = key(
-        "JSON file that names the experts of each rank, an expert on several ranks if need be, so "
-        "that its tokens are divided among them; `GET /experts/placement` of a server that has "
-        "counted tokens makes one. Needs `expert_parallel`. Default: equal parts, in order.",
+        "JSON file that names the experts of each rank, some on several if need be; `GET "
+        "/experts/placement` of a server that has counted tokens makes one. Needs "
+        "`expert_parallel`. Default: equal parts, in order.",
         None,
     )
     data_parallel_size: int = key(
         "Engines: replicas of the model side by side, each with workers and a KV cache of its "
-        "own. A request goes to the one that has the most of its prompt cached or the least to "
-        "do. Needs this many times `tensor_parallel_size` times `pipeline_parallel_size` GPUs.",
+        "own. A request goes to the one where it costs the least: by cached prompt and load.",
         1,
         minimum=1,
     )
     executor: Literal["auto", "inline", "multiprocess", "ray"] = key(
-        "Where workers run: `inline` in a thread of the server (one worker only), `multiprocess` "
-        "in processes of their own (`auto`), `ray` on the hosts of a Ray cluster (needs the "
-        "package's extra `ray`). Under torchrun, `auto` takes the processes that it has started.",
+        "Where workers run: `inline` in a thread of the server (one worker only), "
+        "`multiprocess` in processes of their own (`auto`), `ray` on the hosts of a Ray "
+        "cluster. Under torchrun, `auto` takes the processes that it has started.",
         "auto",
     )
     ray_address: str | None = key(
-        'Ray cluster that `executor = "ray"` joins: `auto` for the one that this host is a node '
-        "of, or HOST:PORT. Default: the program's own connection to Ray, if it has one, or else a "
-        "Ray of its own on this host, which ends with it.",
+        'Ray cluster that `executor = "ray"` joins: `auto` for this host\'s own, or HOST:PORT. '
+        "Default: the connection that the program has, or a Ray on this host, which ends with "
+        "it.",
         None,
     )
     device: Literal["auto", "cpu", "cuda"] = key(
@@ -329,12 +317,10 @@ class ParallelConfig:
         True,
     )
     time_kernels: bool = key(
-        "When a model first starts on a GPU of compute capability 9 or later, time which kernels "
-        "multiply its weights the fastest, for each shape and number of rows (up to 2 s); what was "
-        "found is kept beside Triton's compiled kernels and read by later starts. Kernels round "
-        "differently, so two servers whose files differ may sample different tokens; with the same "
-        "file, or with `false`, which takes what was the fastest for other models, they compute "
-        "alike.",
+        "When a model first starts on a GPU of compute capability 9 or later, time which "
+        "kernels multiply its weights the fastest (up to 2 s), and keep what was found in a file. "
+        "Kernels round differently: servers that are to sample the same tokens need the same file, "
+        "or `false`.",
         True,
     )
     cpu_threads: int | None = key(
@@ -343,11 +329,10 @@ class ParallelConfig:
         minimum=1,
     )
     restart_workers: int = key(
-        "Maximum number of consecutive restarts of an engine's workers after one died or hung, "
-        "with delays of 1, 2, 4 ... 60 s; ten minutes of service reset the count. Requests wait "
-        "meanwhile, and those that ran go on with the text that they have, as after a preemption. "
-        "After that, or at once with 0, the engine is dead: its requests go on with another one, "
-        "and the server ends with status 1 once no engine lives.",
+        "Maximum number of consecutive restarts of an engine's workers after one died or "
+        "hung; ten minutes of service reset the count. Requests go on meanwhile as after a "
+        "preemption. After that, or at once with 0, the engine is dead: its requests go on with "
+        "another one, and the server ends with status 1 once no engine lives.",
         3,
         minimum=0,
     )
@@ -377,20 +362,17 @@ class ServerConfig:
         None,
     )
     api_keys: list[str] = key(
-        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only `/health` "
-        "and what is below it, `/metrics`, `/openapi.json` and the files of the pages at "
-        "`/` and `/docs` need none. A command line can be read by others on the machine: keep keys "
-        "in a file.",
+        "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only "
+        "`/health` and what is below it, `/metrics`, `/openapi.json` and the pages' files "
+        "need none. Others can read a command line: keep keys in a file.",
         [],
         secret=True,
     )
     api_key_file: str | None = key(
-        "File with further keys: plain ones, one a line (lines that begin with `#` are skipped), "
-        "and then a TOML table `[NAME]` for each key with a name. A table has `key` or `sha256` "
-        "(the key's SHA-256 in hexadecimal, or a list of several; `python -m aioinfer.api.keys "
-        "NAME` makes both), and may have the keys of `[limits]` (0 lifts a limit), "
-        "`weight`: the key's share while requests of several keys wait (1), and `admin` (see "
-        "`admin_key`). SIGHUP has the file read again.",
+        "File with keys: plain ones, one a line, and TOML tables `[NAME]` with `key` or "
+        "`sha256` (`python -m aioinfer.api.keys NAME` makes both) and, if need be, the keys "
+        "of `[limits]` (0 lifts a limit), `weight` (its share while requests of several keys "
+        "wait; 1) and `admin`. SIGHUP has it read again.",
         None,
     )
     admin_key: str | None = key(
@@ -411,9 +393,9 @@ class ServerConfig:
         "",
     )
     unknown_fields: Literal["refuse", "ignore"] = key(
-        "Fields of completions and chats that are not known: `refuse` answers 400, as OpenAI does, "
-        "so that a misspelt name is not taken for an answer to it; `ignore` is what vLLM does. "
-        "Known fields that are not supported and would change the answer are always refused.",
+        "Fields of requests that are not known: `refuse` answers 400, as OpenAI does; "
+        "`ignore` is what vLLM does. Known fields that are not supported and would change the "
+        "answer are always refused.",
         "refuse",
     )
     served_model_names: list[str] = key(
@@ -425,10 +407,9 @@ class ServerConfig:
         "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
     )
     allowed_hosts: list[str] = key(
-        "Names that the `Host` header of a request may have, without port; `*.example.org` is all "
-        "names below a domain, `*` is any name. Others are answered 421: a web page could reach "
-        "the server by a name of its own (DNS rebinding). Default: localhost's names where only "
-        "this machine can connect by TCP, otherwise any.",
+        "Names that the `Host` header may have, without port; `*.example.org` is all names "
+        "below a domain, `*` any. Others are answered 421, against DNS rebinding. Default: "
+        "localhost's names where only this machine can connect by TCP, otherwise any.",
         [],
     )
     request_timeout_s: float | None = key(
@@ -474,9 +455,9 @@ class LimitsConfig:
         maximum=10**12,
     )
     tokens_per_minute: int | None = key(
-        "Tokens a minute, of prompts (cached ones included) and outputs. A request is charged its "
-        "prompt and its `max_tokens` when it is queued, and when it ends what it has used. A "
-        "request of more tokens than this passes when nothing is used up. Default: no limit.",
+        "Tokens a minute, of prompts (cached ones included) and outputs. A request is charged "
+        "its prompt and its `max_tokens` when it is queued, and what it has used when it "
+        "ends. Default: no limit.",
         None,
         minimum=1,
         maximum=10**12,
