@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any, Literal
 
+import orjson
 from aiohttp import web
 from msgspec import Struct
 
@@ -24,6 +25,12 @@ from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, 
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
+
+
+_TEXT_EVENT = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+    b'"delta":{"type":"text_delta","text":%b}}\n\n'
+)
 
 
 class MessageUsage(Struct, kw_only=True):
@@ -118,13 +125,14 @@ class AnthropicDialect(MessageDialect):
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
+        if kind == "delta" and block.kind == "text":  # most tokens
+            return _TEXT_EVENT % (block.index, orjson.dumps(text))
         event: dict[str, Any] = {"type": f"content_block_{kind}", "index": block.index}
         if kind == "start":
             event["content_block"] = _content(block)
         elif kind == "delta":
             event["delta"] = {
                 "reasoning": {"type": "thinking_delta", "thinking": text},
-                "text": {"type": "text_delta", "text": text},
                 "call": {"type": "input_json_delta", "partial_json": text},
             }[block.kind]
         return named_event(event)

@@ -245,30 +245,23 @@ class MessageWriter(ChunkWriter):
         self._parser = parser
         self._new_id = new_id
 
-    def _chunks(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
+    def _chunks(self, delta: Delta) -> bytes:
         extra: dict[str, Any] = {}
-        if logprobs:
-            extra["logprobs"] = self._format_logprobs(logprobs, 0)
+        if delta.logprobs:
+            extra["logprobs"] = self._format_logprobs(delta.logprobs, 0)
         if self._returns_token_ids:
-            extra["token_ids"] = token_ids
-        delta, data = self._parser.feed(text), b""
-        if extra or delta.reasoning or delta.calls:
-            data = self._template.chunk_with_delta(self._delta(delta), extra)
-        elif delta.content:
-            data = self._template.chunk(delta.content)
-        if reason is None:
+            extra["token_ids"] = delta.token_ids
+        new, data = self._parser.feed(delta.text), b""
+        if extra or new.reasoning or new.calls:
+            data = self._template.chunk_with_delta(self._delta(new), extra)
+        elif new.content:
+            data = self._template.chunk(new.content)
+        if delta.finish_reason is None:
             return data
         if last := self._parser.flush():
             data += self._template.chunk_with_delta(self._delta(last), {})
-        reason = _finish_reason(reason, self._parser.num_calls)
-        return data + self._template.finish(reason, stop_reason)
+        reason = _finish_reason(delta.finish_reason, self._parser.num_calls)
+        return data + self._template.finish(reason, delta.stop_reason)
 
     def _delta(self, delta: MessageDelta) -> dict[str, Any]:
         parts: dict[str, Any] = {}

@@ -115,34 +115,18 @@ class ChunkWriter(ChoiceWriter):
         self._usage_of = usage_of
         self._record = record
 
-    def write(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        """See `ChoiceWriter.write`."""
-        self.num_tokens += len(token_ids)
-        if (record := self._record) is not None:
-            found = None if logprobs is None else list(logprobs)
-            part = Delta(record.index, text, list(token_ids), found, reason, stop_reason)
-            record.merge(part)
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        self.num_tokens += len(delta.token_ids)
+        if self._record is not None:
+            self._record.merge(delta)
         data, self._opening = self._opening, b""
-        data += self._chunks(text, token_ids, logprobs, reason, stop_reason)
+        data += self._chunks(delta)
         if self._usage_of is not None:
             data = with_usage(data, usage([self._usage_of], self.num_tokens))
         return data
 
-    def _chunks(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
+    def _chunks(self, delta: Delta) -> bytes:
         """Returns the chunks of a delta."""
         raise NotImplementedError
 
@@ -170,26 +154,20 @@ class TextWriter(ChunkWriter):
             return self._template.framed_chunk(text)
         return super().frame(text, token, reason, stop_reason)
 
-    def _chunks(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        data = b""
-        found = self._format_logprobs(logprobs, self._text_offset) if logprobs else None
+    def _chunks(self, delta: Delta) -> bytes:
+        data, text, found = b"", delta.text, None
+        if delta.logprobs:
+            found = self._format_logprobs(delta.logprobs, self._text_offset)
         self._text_offset += len(text)
         if self._returns_token_ids:
             prompt, self._prompt_token_ids = self._prompt_token_ids, None
-            data = self._template.chunk_with_token_ids(text, found, token_ids, prompt)
+            data = self._template.chunk_with_token_ids(text, found, delta.token_ids, prompt)
         elif found is not None:
             data = self._template.chunk_with_logprobs(text, found)
-        elif text or reason is None:
+        elif text or delta.finish_reason is None:
             data = self._template.chunk(text)
-        if reason is not None:
-            data += self._template.finish(reason, stop_reason)
+        if delta.finish_reason is not None:
+            data += self._template.finish(delta.finish_reason, delta.stop_reason)
         return data
 
 

@@ -23,8 +23,8 @@ from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation
 from aioinfer.api.limits import ACCOUNT, TokenCharge
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.prompt_progress import ProgressReader
 from aioinfer.api.record import RECORD
+from aioinfer.api.timings import ProgressReader
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput

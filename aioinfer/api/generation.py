@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput
-    from aioinfer.features.logprobs.planning import TokenLogprob
+    from aioinfer.engine.output import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +58,17 @@ class ChoiceWriter:
     async def open(self) -> None:
         """Prepares what is known with the first log-probabilities, before they are written."""
 
-    def write(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        """Returns the events of a delta, whose fields these are; empty bytes where its text is held
+    def events(self, delta: Delta) -> bytes:
+        """Returns the events of a delta of the sequence; empty bytes where its text is held
         back."""
         raise NotImplementedError
-
-    def events(self, delta: Delta) -> bytes:
-        """Returns the events of a delta."""
-        return self.write(
-            delta.text, delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_reason
-        )
 
     def frame(
         self, text: str, token: int, reason: str | None, stop_reason: int | str | None
     ) -> bytes:
         """Returns the events of one token without log-probabilities, in a frame of HTTP's chunked
-        coding (RFC 9112, 7.1)."""
-        data = self.write(text, (token,), None, reason, stop_reason)
+        coding (RFC 9112, 7.1). The number of the sequence in the delta is 0."""
+        data = self.events(Delta(0, text, [token], None, reason, stop_reason))
         # a frame without data would end the body
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 

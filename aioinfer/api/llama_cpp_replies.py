@@ -204,34 +204,28 @@ class LlamaWriter(ChoiceWriter):
         self._sequence, self._index = place
         self._has_line = False
 
-    def write(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        """See `ChoiceWriter.write`."""
-        parts, last = [], len(token_ids) - 1
-        for place, token in enumerate(token_ids):
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        parts, last = [], len(delta.token_ids) - 1
+        for place, token in enumerate(delta.token_ids):
             self.num_tokens += 1
             event = LlamaToken(
                 index=self._index,
-                content=text if place == last else "",
+                content=delta.text if place == last else "",
                 tokens=[token],
                 tokens_predicted=self.num_tokens,
                 tokens_evaluated=len(self._output.prompt_token_ids),
             )
-            if logprobs:
-                event.completion_probabilities = self._dialect.probabilities([logprobs[place]])
+            if delta.logprobs:
+                scores = self._dialect.probabilities([delta.logprobs[place]])
+                event.completion_probabilities = scores
             if self._body.timings_per_token:
                 event.timings = timings(self._output, self._sequence, self.num_tokens)
             parts.append(_event(event))
-        self._has_line |= "\n" in text
-        if reason is not None:
+        self._has_line |= "\n" in delta.text
+        if delta.finish_reason is not None:
             ended = self._output, self._sequence, self._index, self.num_tokens, self._has_line
-            reply = self._dialect.reply(*ended, reason, stop_reason)
+            reply = self._dialect.reply(*ended, delta.finish_reason, delta.stop_reason)
             parts.append(_event(self._dialect.shown(reply)))
         return b"".join(parts)
 

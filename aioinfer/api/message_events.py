@@ -22,7 +22,6 @@ from aioinfer.text.message_parser import MessageDelta
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta, RequestOutput
-    from aioinfer.features.logprobs.planning import TokenLogprob
 
 BlockKind = Literal["reasoning", "text", "call"]
 #: A change of a block: it begins, gets text, or ends.
@@ -236,32 +235,24 @@ class MessageWriter(ChoiceWriter):
         self._parser = make_parser(frontend, turn)
         self._is_open = False
 
-    def write(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] | None,
-        reason: str | None,
-        stop_reason: int | str | None,
-    ) -> bytes:
-        """See `ChoiceWriter.write`."""
-        self.num_tokens += len(token_ids)
-        dialect, parts = self._dialect, []
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        self.num_tokens += len(delta.token_ids)
+        dialect, reason, parts = self._dialect, delta.finish_reason, []
         if not self._is_open:
             self._is_open = True
             parts.append(dialect.opening())
         # a change at a time: the next one changes the block
-        parts += [dialect.change(*change) for change in self._changes(text, logprobs)]
+        parts += [dialect.change(*change) for change in self._changes(delta)]
         if reason is not None:
             last = chain(self._blocks.take(self._parser.flush()), self._blocks.end())
             parts += [dialect.change(*change) for change in last]
-            parts.append(dialect.closing(reason, stop_reason, self.num_tokens))
+            parts.append(dialect.closing(reason, delta.stop_reason, self.num_tokens))
         return b"".join(parts)
 
-    def _changes(self, text: str, logprobs: Sequence[TokenLogprob] | None) -> Iterator[BlockChange]:
-        if not logprobs:
-            yield from self._blocks.take(self._parser.feed(text))
-            return
-        for token in logprobs:
+    def _changes(self, delta: Delta) -> Iterator[BlockChange]:
+        if not delta.logprobs:
+            yield from self._blocks.take(self._parser.feed(delta.text))
+        for token in delta.logprobs or ():
             entry = logprob_entry(self._tokenizer, token)
             yield from self._blocks.take(self._parser.feed(token.text), entry)
