@@ -67,7 +67,7 @@ class ChoiceWriter:
         self, text: str, token: int, reason: str | None, stop_reason: int | str | None
     ) -> bytes:
         """Returns the events of one token without log-probabilities, in a frame of HTTP's chunked
-        coding (RFC 9112, 7.1). The number of the sequence in the delta is 0."""
+        coding (RFC 9112, 7.1)."""
         data = self.events(Delta(0, text, [token], None, reason, stop_reason))
         # a frame without data would end the body
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

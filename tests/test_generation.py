@@ -1,0 +1,98 @@
+"""Writers of choices: a token that comes straight from the step loop has the bytes that it has as
+a delta."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from aioinfer.api.anthropic import AnthropicDialect
+from aioinfer.api.chat import MessageWriter
+from aioinfer.api.chunks import TextWriter
+from aioinfer.api.generation import ChoiceWriter
+from aioinfer.api.sse import ChunkTemplate, Envelope
+from aioinfer.engine.chat_turn import Turn
+from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.formats.registry import message_format
+from aioinfer.text.message_parser import ToolUse
+
+USE = ToolUse([{"name": "add", "parameters": {}}], "auto")
+FORMAT = message_format("", {}, "hermes", "think")
+#: The texts of tokens; some are held back while they may become a marker.
+TOKENS = [
+    "<think>", "so", "</think>", "\n\nLet ", "", "me <", "b. ", "<tool_call>",
+    '\n{"name": "add", "arguments": {"a": ', "1}}\n", "</tool_call>",
+]  # fmt: skip
+OUTPUT = cast(RequestOutput, SimpleNamespace(prompt_token_ids=[7, 8], num_cached_tokens=1))
+
+
+def text_writer(**options: Any) -> TextWriter:
+    envelope = Envelope("cmpl-1", "text_completion", 1, "m", include_usage="usage_of" in options)
+    template = ChunkTemplate.for_completion(envelope, 0)
+    return TextWriter(template, lambda tokens, offset: {}, b"data: {}\n\n", **options)
+
+
+def message_writer(**options: Any) -> MessageWriter:
+    template = ChunkTemplate.for_chat(Envelope("chatcmpl-1", "chat.completion.chunk", 1, "m"), 1)
+    parser = FORMAT.parser(USE, in_thought=False)
+    return MessageWriter(parser, lambda: "call_1", template, lambda tokens, offset: {}, **options)
+
+
+def anthropic_writer() -> ChoiceWriter:
+    config = SimpleNamespace(served_model_names=["m"])
+    frontend: Any = SimpleNamespace(tokenizer=None, message_format=FORMAT, config=config)
+    dialect = AnthropicDialect(frontend, Turn([7, 8], SamplingParams(), USE, parses=True), "msg_1")
+    dialect.blocks._new_id = lambda kind: f"{kind}_1"
+    return dialect.choice(OUTPUT, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        text_writer,
+        lambda: text_writer(returns_token_ids=True, prompt_token_ids=[7, 8]),
+        lambda: text_writer(usage_of=OUTPUT),
+        lambda: text_writer(record=Delta(0)),
+        message_writer,
+        lambda: message_writer(returns_token_ids=True),
+        anthropic_writer,
+    ],
+)
+def test_frames_hold_the_events_of_deltas(make: Callable[[], ChoiceWriter]) -> None:
+    by_delta, by_frame = make(), make()
+    for token, text in enumerate(TOKENS):
+        reason = "stop" if token == len(TOKENS) - 1 else None
+        events = by_delta.events(Delta(0, text, [token], None, reason))
+        frame = by_frame.frame(text, token, reason, None)
+        assert frame == (b"%x\r\n%b\r\n" % (len(events), events) if events else b"")
+    assert by_delta.num_tokens == by_frame.num_tokens == len(TOKENS)
+
+
+def chunks(events: bytes) -> list[dict[str, Any]]:
+    return [json.loads(event.removeprefix(b"data: ")) for event in events.split(b"\n\n")[:-1]]
+
+
+def test_each_token_has_its_id_and_the_usage_so_far() -> None:
+    writer = text_writer(usage_of=OUTPUT, returns_token_ids=True)
+    writer.events(Delta(0, "a", [5]))
+    frame = writer.frame("b", 6, "length", None)
+    of_token, end = chunks(frame.partition(b"\r\n")[2].removesuffix(b"\r\n"))
+    assert of_token["choices"][0]["token_ids"] == [6]
+    assert [event["usage"]["completion_tokens"] for event in (of_token, end)] == [2, 2]
+    assert end["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_record_has_all_that_was_written() -> None:
+    record = Delta(0)
+    writer = text_writer(record=record)
+    writer.events(Delta(0, "a", [5]))
+    writer.frame("b", 6, None, None)
+    writer.frame("c", 7, "stop", "x")
+    record.join()
+    assert (record.text, record.token_ids) == ("abc", [5, 6, 7])
+    assert (record.finish_reason, record.stop_reason) == ("stop", "x")
