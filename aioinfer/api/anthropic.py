@@ -20,7 +20,7 @@ from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
 from aioinfer.api.generation import Generation
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.sse import named_event
+from aioinfer.api.sse import error_event, named_event
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class AnthropicDialect(MessageDialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return named_event(anthropic_error(*describe(error)))
+        return b"event: error\n" + error_event(anthropic_error(*describe(error)))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

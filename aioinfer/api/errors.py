@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-import orjson
 from aiohttp import web
+from msgspec import Struct
 
 from aioinfer.api.paths import PREFIX, local_path
 from aioinfer.errors import (
@@ -43,17 +43,68 @@ ERROR_REASON = web.ResponseKey("error_reason", str)
 _MAX_MESSAGE_CHARS = 400
 
 
+class ErrorDetail(Struct, kw_only=True):
+    """The details of an error; `param` names the field of the request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Struct, kw_only=True):
+    """The body of an error, but for the paths of other APIs."""
+
+    error: ErrorDetail
+
+
+class AnthropicDetail(Struct, kw_only=True):
+    """The details of an error, in the terms of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, kw_only=True):
+    """The body of an error below `/v1/messages`."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicDetail
+
+
+class LlamaDetail(Struct, kw_only=True):
+    """The details of an error, in the terms of llama.cpp's server: the code is the HTTP status."""
+
+    code: int
+    message: str
+    type: str
+    param: str | None
+
+
+class LlamaError(Struct, kw_only=True):
+    """The body of an error at llama.cpp's paths."""
+
+    error: LlamaDetail
+
+
+class OllamaError(Struct, kw_only=True):
+    """The body of an error below `/api`."""
+
+    error: str
+
+
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """Returns `{"error": {"message", "type", "param", "code"}}`; the type follows from the HTTP
-    status, and so does a code that is missing. Of a long message only the beginning and the end are
-    kept."""
+) -> ErrorReply:
+    """Returns the body of an error; its type follows from the HTTP status, and so does a code that
+    is missing. Of a long message only the beginning and the end are kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     if code is None:
         code = "invalid_value" if status == 400 and param else _code_of(status)
     param = None if param is None else shorten(param)
-    return {"error": {"message": shorten(message), "type": kind, "param": param, "code": code}}
+    return ErrorReply(
+        error=ErrorDetail(message=shorten(message), type=kind, param=param, code=code)
+    )
 
 
 def _code_of(status: int) -> str:
@@ -87,7 +138,7 @@ def shorten(text: str) -> str:
     return f"{text[:half]} … {text[-half:]}"
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+def describe(error: Exception) -> tuple[int, ErrorReply]:
     """Returns the HTTP status and the body that answer an exception.
 
     An unexpected exception is logged and not shown; its message, which may quote a prompt, is
@@ -96,7 +147,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
         case RateLimitError():
             body = error_body(error.status, error.message, code=error.code)
-            body["error"]["type"] = error.kind  # as OpenAI has it
+            body.error.type = error.kind  # as OpenAI has it
             return error.status, body
         case RequestError():
             return error.status, error_body(
@@ -161,14 +212,14 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def anthropic_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def anthropic_error(status: int, body: ErrorReply) -> AnthropicError:
     """Returns an error's body in the shape of Anthropic's API, whose messages name the field."""
-    message, param = body["error"]["message"], body["error"]["param"]
+    message, param = body.error.message, body.error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
     kind = "invalid_request_error" if status < 500 else "api_error"
-    error = {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message}
-    return {"type": "error", "error": error}
+    kind = _ANTHROPIC_TYPES.get(status, kind)
+    return AnthropicError(error=AnthropicDetail(type=kind, message=message))
 
 
 #: Paths of llama.cpp's API, whose errors have its shape.
@@ -184,17 +235,18 @@ _LLAMA_CPP_TYPES = {
 }
 
 
-def llama_cpp_error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def llama_cpp_error(status: int, body: ErrorReply) -> LlamaError:
     """Returns an error's body in the shape of llama.cpp's API: the code is the HTTP status."""
-    error = body["error"]
-    message = error["message"]
-    kind = _LLAMA_CPP_TYPES.get(status, error["type"])
-    if error["code"] == "unsupported_parameter":
+    error = body.error
+    message = error.message
+    kind = _LLAMA_CPP_TYPES.get(status, error.type)
+    if error.code == "unsupported_parameter":
         kind = "not_supported_error"
-    if error["code"] == "context_length_exceeded":
+    if error.code == "context_length_exceeded":
         kind = "exceed_context_size_error"
         message += " The request exceeds the available context size."
-    return {"error": {"code": status, "message": message, "type": kind, "param": error["param"]}}
+    detail = LlamaDetail(code=status, message=message, type=kind, param=error.param)
+    return LlamaError(error=detail)
 
 
 def _unknown_path(request: web.Request) -> RequestError:
@@ -220,17 +272,17 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     """Returns the response that answers an exception, in the shape of the path's API."""
     status, body = describe(error)
     if path.startswith("/v1/messages"):
-        shown: dict[str, Any] = anthropic_error(status, body)
+        shown: Struct = anthropic_error(status, body)
     elif path.startswith("/api/"):  # Ollama's
-        shown = {"error": body["error"]["message"]}
+        shown = OllamaError(error=body.error.message)
     elif path in LLAMA_CPP_PATHS:
         shown = llama_cpp_error(status, body)
     else:
         shown = body
     response = json_response(shown, status=status, headers=_headers(status, error))
-    if code := body["error"]["code"]:
+    if code := body.error.code:
         response[ERROR_CODE] = code
-    logged = error.logged if isinstance(error, RequestError) else body["error"]["message"]
+    logged = error.logged if isinstance(error, RequestError) else body.error.message
     response[ERROR_REASON] = shorten(logged)
     return response
 
@@ -247,7 +299,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
 def raw_response(status: int, body: Any, headers: bytes = b"") -> bytes:
     """Returns a whole JSON response of HTTP/1.1 that closes its connection, for where there is no
     request that aiohttp could answer. `headers` are further lines, each with its line end."""
-    data = orjson.dumps(body)
+    data = msgspec.json.encode(body)
     return (
         b"HTTP/1.1 %d %s\r\nServer: %s\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n%sConnection: close\r\n\r\n%s"

@@ -17,7 +17,7 @@ from aioinfer.api.errors import describe, llama_cpp_error
 from aioinfer.api.generation import ChoiceWriter, Dialect
 from aioinfer.api.llama_cpp_body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
-from aioinfer.api.sse import encode
+from aioinfer.api.sse import encode, error_event
 from aioinfer.api.timings import timings
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class LlamaDialect(Dialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return _event(llama_cpp_error(*describe(error)))
+        return error_event(llama_cpp_error(*describe(error)))
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """See `Dialect.whole`."""

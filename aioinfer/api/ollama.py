@@ -19,7 +19,7 @@ from aioinfer.api.access import request_id
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, STARTED, read_body
 from aioinfer.api.delivery import deliver
-from aioinfer.api.errors import describe, json_response
+from aioinfer.api.errors import OllamaError, describe, json_response
 from aioinfer.api.generation import Generation
 from aioinfer.api.info import Version
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
@@ -243,7 +243,7 @@ class OllamaDialect(MessageDialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return self._event({"error": describe(error)[1]["error"]["message"]})
+        return self._event(OllamaError(error=describe(error)[1].error.message))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
         """See `MessageDialect.message`."""
@@ -254,7 +254,7 @@ class OllamaDialect(MessageDialect):
         return self._line(texts, thoughts or UNSET, calls, **self._end(reason, num_tokens))
 
     @staticmethod
-    def _event(line: Line | dict[str, Any]) -> bytes:
+    def _event(line: Line | OllamaError) -> bytes:
         return encode(line) + b"\n"
 
     def _line(

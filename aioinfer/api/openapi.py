@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import orjson
 from aiohttp import web
-from msgspec import Struct
 
 from aioinfer import __version__
 from aioinfer.api.access import ADMIN_PATHS, OPEN_PATHS
@@ -29,6 +28,7 @@ from aioinfer.api.chat import ChatCompletion
 from aioinfer.api.completions import Completion
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.conversations import Conversation, CreateConversation, CreateItems, UpdateObject
+from aioinfer.api.errors import LLAMA_CPP_PATHS, AnthropicError, ErrorReply, LlamaError, OllamaError
 from aioinfer.api.experts import MAX_COPIES, MAX_RANKS, ExpertLoads, Placement
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.file_store import FileObject
@@ -73,42 +73,6 @@ from aioinfer.api.response_events import Response
 from aioinfer.api.responses import InputTokens
 from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.api.tokenization import DetokenizeReply, TokenizeReply
-
-
-class ErrorDetail(Struct, kw_only=True):
-    """The details of an error; `param` names the field of the request."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | int | None
-
-
-class ErrorReply(Struct, kw_only=True):
-    """The body of an error, but for the paths of other APIs."""
-
-    error: ErrorDetail
-
-
-class AnthropicDetail(Struct, kw_only=True):
-    """The details of an error, in the terms of Anthropic's API."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(Struct, kw_only=True):
-    """The body of an error below `/v1/messages`."""
-
-    type: str
-    error: AnthropicDetail
-
-
-class OllamaError(Struct, kw_only=True):
-    """The body of an error below `/api`."""
-
-    error: str
-
 
 #: llama.cpp's: one prompt has one reply, several have a list.
 _LlamaReplies = LlamaReply | list[LlamaReply]
@@ -286,6 +250,8 @@ def _error_of(path: str) -> type:
     """Returns the shape of errors at a path; see `errors.error_response`."""
     if path.startswith("/v1/messages"):
         return AnthropicError
+    if path in LLAMA_CPP_PATHS:
+        return LlamaError
     return OllamaError if path.startswith("/api/") else ErrorReply
 
 
@@ -303,7 +269,7 @@ _FORM = {
 def describe(app: web.Application) -> dict[str, Any]:
     """Returns the OpenAPI document of an application."""
     types = {t for o in OPERATIONS.values() for t in (o.body, o.reply) if t is not None}
-    errors = {ErrorReply, AnthropicError, OllamaError}
+    errors = {ErrorReply, AnthropicError, LlamaError, OllamaError}
     ordered = sorted(types | errors, key=str)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schema_of = dict(zip(ordered, schemas, strict=True))

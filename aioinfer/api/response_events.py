@@ -234,8 +234,8 @@ class ResponseDialect(MessageDialect):
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
-        described = describe(error)[1]["error"]
-        cause = {"code": described["code"] or "server_error", "message": described["message"]}
+        described = describe(error)[1].error
+        cause = {"code": described.code or "server_error", "message": described.message}
         return self.response(error=cause)
 
     def failure(self, error: Exception) -> bytes:

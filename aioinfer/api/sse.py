@@ -241,9 +241,9 @@ def role_event(
     return envelope.head() + choice + ids + envelope.tail()[1:]
 
 
-def error_event(body: Mapping[str, Any]) -> bytes:
+def error_event(body: Mapping[str, Any] | Struct) -> bytes:
     """Returns the event that reports that something failed; `DONE` follows it."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    return b"data: " + encode(body) + b"\n\n"
 
 
 def named_event(fields: Mapping[str, Any]) -> bytes:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 
 import aiohttp
-import orjson
 from aiohttp import web
 from multidict import CIMultiDict
 
 from aioinfer.api.access import REQUEST_ID_HEADER
-from aioinfer.api.errors import anthropic_error, describe
+from aioinfer.api.errors import OllamaError, anthropic_error, describe
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
-from aioinfer.api.sse import DONE, error_event
+from aioinfer.api.sse import DONE, encode, error_event
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
 
@@ -214,7 +213,7 @@ def _lost_event(target: str) -> bytes:
     API."""
     status, body = describe(ReplicaLostError())
     if target.startswith("/v1/messages"):
-        return b"event: error\ndata: " + orjson.dumps(anthropic_error(status, body)) + b"\n\n"
+        return b"event: error\n" + error_event(anthropic_error(status, body))
     if target.startswith("/api/"):
-        return orjson.dumps({"error": body["error"]["message"]}) + b"\n"
+        return encode(OllamaError(error=body.error.message)) + b"\n"
     return error_event(body) + DONE
