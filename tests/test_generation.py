@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from aioinfer.api.anthropic import AnthropicDialect
-from aioinfer.api.chat import MessageWriter
+from aioinfer.api.chat import ParsedWriter
 from aioinfer.api.chunks import TextWriter
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.sse import ChunkTemplate, Envelope
@@ -37,10 +37,10 @@ def text_writer(**options: Any) -> TextWriter:
     return TextWriter(template, lambda tokens, offset: {}, b"data: {}\n\n", **options)
 
 
-def message_writer(**options: Any) -> MessageWriter:
+def message_writer(**options: Any) -> ParsedWriter:
     template = ChunkTemplate.for_chat(Envelope("chatcmpl-1", "chat.completion.chunk", 1, "m"), 1)
     parser = FORMAT.parser(USE, in_thought=False)
-    return MessageWriter(parser, lambda: "call_1", template, lambda tokens, offset: {}, **options)
+    return ParsedWriter(parser, lambda: "call_1", template, lambda tokens, offset: {}, **options)
 
 
 def anthropic_writer() -> ChoiceWriter:

@@ -165,7 +165,7 @@ class ChatDialect(ChunkDialect):
         if turn.parses:
             new_id = partial(new_call_id, self._frontend)
             parser = make_parser(self._frontend, turn)
-            writer = MessageWriter(parser, new_id, template, format_logprobs, **options)
+            writer = ParsedWriter(parser, new_id, template, format_logprobs, **options)
         else:
             writer = TextWriter(template, format_logprobs, **options)
         self._writers.append(writer)
@@ -233,7 +233,7 @@ def _finish_reason(reason: str, num_calls: int) -> str:
     return "tool_calls" if num_calls and reason == "stop" else reason
 
 
-class MessageWriter(ChunkWriter):
+class ParsedWriter(ChunkWriter):
     """Writes a choice whose text goes through a parser: content, reasoning and tool calls. A token
     whose text is held back has no event."""
 

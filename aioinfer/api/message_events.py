@@ -2,14 +2,14 @@
 Anthropic's API, OpenAI's Responses and Ollama's deliver them.
 
 `MessageDialect` is the base class of these APIs' dialects. OpenAI's chat has no blocks: its choices
-have texts and calls side by side, so that a stream of it holds no text (`chat.MessageWriter`).
+have texts and calls side by side, so that a stream of it holds no text (`chat.ParsedWriter`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -199,34 +199,23 @@ class MessageDialect(Dialect):
         """Returns the reply in one piece, a struct, when all blocks are there."""
         raise NotImplementedError
 
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> MessageWriter:
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> BlockWriter:
         """See `Dialect.choice`."""
         self.output = output
-        return MessageWriter(self, self._frontend, self._turn)
+        return BlockWriter(self, self._frontend, self._turn)
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """See `Dialect.whole`."""
         (self.output,), (delta,) = outputs, choices
-        parser, blocks = make_parser(self._frontend, self._turn), self.blocks
-        tokens = delta.logprobs or ()
-
-        def parse() -> None:
-            parts: Iterable[tuple[str, dict[str, Any] | None]] = [(delta.text, None)]
-            if tokens:
-                names = self._frontend.tokenizer
-                parts = ((token.text, logprob_entry(names, token)) for token in tokens)
-            for text, logprob in parts:
-                deque(blocks.take(parser.feed(text), logprob), maxlen=0)
-            deque(blocks.take(parser.flush()), maxlen=0)
-
-        if len(delta.text) <= SHORT_TEXT and not are_many(tokens):
-            parse()
+        writer = BlockWriter(self, self._frontend, self._turn)
+        if len(delta.text) <= SHORT_TEXT and not are_many(delta.logprobs or ()):
+            writer.read(delta)
         else:
-            await asyncio.to_thread(parse)
+            await asyncio.to_thread(writer.read, delta)
         return self.message(delta.finish_reason or "stop", delta.stop_reason, len(delta.token_ids))
 
 
-class MessageWriter(ChoiceWriter):
+class BlockWriter(ChoiceWriter):
     """Writes a message in blocks. A token whose text is held back has no event."""
 
     def __init__(self, dialect: MessageDialect, frontend: Frontend, turn: Turn):
@@ -249,6 +238,11 @@ class MessageWriter(ChoiceWriter):
             parts += [dialect.change(*change) for change in last]
             parts.append(dialect.closing(reason, delta.stop_reason, self.num_tokens))
         return b"".join(parts)
+
+    def read(self, delta: Delta) -> None:
+        """Reads a whole message, of which nothing is written."""
+        deque(self._changes(delta), maxlen=0)
+        deque(self._blocks.take(self._parser.flush()), maxlen=0)
 
     def _changes(self, delta: Delta) -> Iterator[BlockChange]:
         if not delta.logprobs:
