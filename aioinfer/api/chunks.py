@@ -142,19 +142,21 @@ class TextWriter(ChunkWriter):
         self._prompt_token_ids = prompt_token_ids
         self._text_offset = 0  # in the choice's text, of the next delta
         others = self._returns_token_ids, self._usage_of is not None, self._record is not None
-        #: Whether the template makes a token's event out of its text alone.
-        self._is_plain = not any(others)
+        self._can_be_plain = not any(others)
+        #: Whether the template makes the next token's event out of its text alone.
+        self._is_plain = False
 
     def frame(
         self, text: str, token: int, reason: str | None, stop_reason: int | str | None
     ) -> bytes:
         """See `ChoiceWriter.frame`."""
-        if reason is None and self._is_plain and not self._opening:
+        if self._is_plain and reason is None:
             self.num_tokens += 1
             return self._template.framed_chunk(text)
         return super().frame(text, token, reason, stop_reason)
 
     def _chunks(self, delta: Delta) -> bytes:
+        self._is_plain = self._can_be_plain  # the opening is written
         data, text, found = b"", delta.text, None
         if delta.logprobs:
             found = self._format_logprobs(delta.logprobs, self._text_offset)
