@@ -115,9 +115,11 @@ def make_case(
 
 
 def reference(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """Returns the model of transformers, with the implementation of attention that knows soft
-    caps."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    """Returns the model of transformers, with the implementation of attention that knows soft caps;
+    of Falcon's, this one adds ALiBi twice."""
+    is_falcon = "FalconForCausalLM" in (folder / "config.json").read_text("utf-8")
+    attention = "sdpa" if is_falcon else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval().to(device)
 
 
