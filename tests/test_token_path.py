@@ -123,6 +123,8 @@ def test_a_triton_kernel_is_on_the_path_with_those_that_it_calls(tmp_path: Path)
             with contextlib.suppress(Exception):
                 sampling._chunk_kernel[(1,)]()
         sys.setprofile(None)
-    (file,) = read_path(tmp_path).files
-    assert (file.stage, file.path) == ("kernels", "kernels/sampling.py")
+    launch, file = read_path(tmp_path).files
+    assert {launch.stage, file.stage} == {"kernels"}
+    assert (launch.path, file.path) == ("kernels/launch.py", "kernels/sampling.py")
+    assert launch.functions == ["wait_for_kernel"]
     assert file.functions == ["_mix", "uniform_noise", "_gumbel", "_chunk_kernel"]

@@ -41,15 +41,6 @@ async def test_arguments_and_what_comes_back(featured: Served) -> None:
     await featured.stream(COMPLETIONS, prompt="a", vllm_xargs=arguments, max_tokens=3)
 
 
-async def test_several_conversations(featured: Served) -> None:
-    reply = await featured.post(
-        f"{CHAT}/batch", messages=[QUESTION] * 2, vllm_xargs={"watch_token": 42}, **BODY
-    )
-    lists = [choice["features"]["watch_token"] for choice in reply["choices"]]
-    assert len(lists) == 2
-    assert [len(each) for each in lists] == [6, 6]
-
-
 async def test_measurements(featured: Served) -> None:
     feature = next(each for each in featured.engine.features if each.name == "watch_token")
     feature.host.metrics.count("watched_rows", 3)
