@@ -12,7 +12,7 @@ that the parts give (`add_prefix`): no kernel more to merge them.
 Where too few rows share too little, the prefix has length 0, and nothing is done. (The scheme is
 that of Hydragen, Juravsky et al. 2024, and of FlashInfer's cascade inference, Ye et al. 2024.)
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants have capitals; l is the softmax's sum)
 
 from __future__ import annotations
 

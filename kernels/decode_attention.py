@@ -14,7 +14,7 @@ row then begins behind the prefix, with the softmax's state of the prefix.
 
 Sinks join the sum of a (row, head) where its output is written: once, however it was split.
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants have capitals; l is the softmax's sum)
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ The work is divided by `decode_plan`: all tiles of a step, row by row and group 
 of equal length, which `plan_decode` computes on the GPU from the lengths. So the launch depends on
 the number of rows alone, and a CUDA graph may hold it. Parts are merged as in `decode_attention`.
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants have capitals; l is the softmax's sum)
 
 from __future__ import annotations
 

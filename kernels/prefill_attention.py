@@ -5,7 +5,7 @@ Called through `paged_attention`, which prefers `prefill_hopper` where it is sup
 FlashAttention-2 (Dao, 2023) over KV tiles gathered through the block table; the query heads of one
 KV head are packed into the rows of one tile.
 """
-# ruff: noqa: E741, N803, N806  (compile-time constants are written in capitals; l is the softmax's sum)
+# ruff: noqa: E741, N803, N806  (compile-time constants have capitals; l is the softmax's sum)
 
 from __future__ import annotations
 

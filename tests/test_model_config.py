@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.attention import heads_of_rank
+from aioinfer.layers.attention import head_shards
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import families, load_model_config
@@ -324,7 +325,10 @@ def test_ranks_that_divide_the_model(
 def test_ranks_have_the_kv_heads_of_their_queries(heads: int, kv_heads: int, size: int):
     group, queries = heads // kv_heads, []
     for rank in range(size):
-        mine, kv = heads_of_rank(heads, kv_heads, rank, size)
+        mine, kv = (
+            range(shard.start, shard.start + shard.size)
+            for shard in head_shards(heads, kv_heads, ParallelGroup(rank, size))
+        )
         queries += mine
         assert {head // group for head in mine} == set(kv)
         assert len(mine) % len(kv) == 0

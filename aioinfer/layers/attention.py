@@ -311,22 +311,13 @@ def _as_fused(query_norm: Norm, key_norm: Norm) -> tuple[RMSNorm, RMSNorm]:
     return query_norm, key_norm
 
 
-def heads_of_rank(num_heads: int, num_kv_heads: int, rank: int, size: int) -> tuple[range, range]:
-    """Returns the query heads and the KV heads of a rank of `size`; ranks beyond the KV heads share
-    them."""
-    heads = num_heads // size
-    queries = range(rank * heads, (rank + 1) * heads)
-    group = num_heads // num_kv_heads
-    return queries, range(queries.start // group, (queries.stop - 1) // group + 1)
-
-
 def head_shards(num_heads: int, num_kv_heads: int, group: ParallelGroup) -> tuple[Shard, Shard]:
-    """Returns the query heads and the KV heads of a rank; see `heads_of_rank`."""
-    queries, keys = heads_of_rank(num_heads, num_kv_heads, group.rank, group.size)
-    return (
-        Shard(queries.start, len(queries), num_heads),
-        Shard(keys.start, len(keys), num_kv_heads),
-    )
+    """Returns the query heads and the KV heads of a rank; ranks beyond the KV heads share them."""
+    queries = Shard.of_rank(num_heads, group.rank, group.size)
+    per_kv_head = num_heads // num_kv_heads
+    first = queries.start // per_kv_head
+    last = (queries.start + queries.size - 1) // per_kv_head
+    return queries, Shard(first, last + 1 - first, num_kv_heads)
 
 
 def alibi_slopes(heads: Shard) -> torch.Tensor:
