@@ -22,7 +22,7 @@ if not (Path(__file__).parent / "kernels").exists():
     __path__.append(str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from aioinfer.api.embedded import create_app as create_app
+    from aioinfer.api.server import create_app as create_app
     from aioinfer.async_llm import AsyncLLM as AsyncLLM
     from aioinfer.config import load_config as load_config
     from aioinfer.llm import LLM as LLM
@@ -40,7 +40,7 @@ _EXPORTS = {
     "BeamSearchParams": "aioinfer.sampling_params",
     "GrammarSpec": "aioinfer.sampling_params",
     "SamplingParams": "aioinfer.sampling_params",
-    "create_app": "aioinfer.api.embedded",
+    "create_app": "aioinfer.api.server",
     "load_config": "aioinfer.config",
 }
 __all__ = [

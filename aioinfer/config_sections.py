@@ -370,7 +370,7 @@ class ServerConfig:
     )
     api_key_file: str | None = key(
         "File with keys: plain ones, one a line, and TOML tables `[NAME]` with `key` or "
-        "`sha256` (`python -m aioinfer.api.keys NAME` makes both) and, if need be, the keys "
+        "`sha256` (`python -m aioinfer.api.http.keys NAME` makes both) and, if need be, the keys "
         "of `[limits]` (0 lifts a limit), `weight` (its share while requests of several keys "
         "wait; 1) and `admin`. SIGHUP has it read again.",
         None,

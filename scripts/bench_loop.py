@@ -35,9 +35,9 @@ from aiohttp import web
 from rich.console import Console
 from rich.table import Table
 
-from aioinfer.api.chunks import TextWriter
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import DirectSink
+from aioinfer.api.openai.chunks import TextWriter
 from aioinfer.api.server import HttpServer
 from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.checkpoint.source import resolve_model

@@ -15,8 +15,8 @@ from typing import get_type_hints
 
 import msgspec
 
+from aioinfer.api.admin.openapi import OPERATIONS
 from aioinfer.api.fields import NO_EFFECT_BY_REASON, REFUSED_BY_ORIGIN
-from aioinfer.api.openapi import OPERATIONS
 from aioinfer.api.protocol import Body, Ignored
 from aioinfer.config import Config, describe_keys
 

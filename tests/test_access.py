@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from multidict import CIMultiDictProxy
 
-from aioinfer.api.page import PAGE_PATHS
+from aioinfer.api.admin.page import PAGE_PATHS
 from tests.test_server import make_server
 
 PAGE = "https://page.example"

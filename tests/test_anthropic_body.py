@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioinfer.api.anthropic_body import CountTokensRequest
+from aioinfer.api.anthropic.body import CountTokensRequest
 
 
 def conversation(*messages: dict[str, Any]) -> list[dict[str, Any]]:

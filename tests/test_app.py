@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from aioinfer.api import app
-from aioinfer.api.embedded import create_app
+from aioinfer.api.server import create_app
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError

@@ -17,8 +17,8 @@ import pytest
 import uvloop
 from yarl import URL
 
-from aioinfer.api import connections
-from aioinfer.api.connections import ConnectionServer
+from aioinfer.api.http import connections
+from aioinfer.api.http.connections import ConnectionServer
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from tests.test_listener import CERTIFIED, Connection, close, connect, status_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.api.page import expert_state
+from aioinfer.api.admin.page import expert_state
 from aioinfer.features.expert_load.planning import HALF_LIFE_S, ExpertLoad, Planning, imbalance
 from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.features.expert_load.worker import Work

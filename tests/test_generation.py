@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from aioinfer.api.anthropic import AnthropicDialect
-from aioinfer.api.chat import ParsedWriter
-from aioinfer.api.chunks import TextWriter
+from aioinfer.api.anthropic.endpoints import AnthropicDialect
 from aioinfer.api.generation import ChoiceWriter
+from aioinfer.api.openai.chat import ParsedWriter
+from aioinfer.api.openai.chunks import TextWriter
 from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from aioinfer.api import heap
-from aioinfer.api.heap import LARGE_BODY, Heap
+from aioinfer.api.http import request_body
+from aioinfer.api.http.request_body import LARGE_BODY, Heap
 
 BLOCK = 60_000  # below what glibc maps apart from its heaps
 COUNT = 2000
@@ -30,7 +30,7 @@ def fill_and_free() -> Callable[[], None]:
 
 
 async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heap, "DELAY_S", 0.05)
+    monkeypatch.setattr(request_body, "DELAY_S", 0.05)
     given = Heap()
     if given._trim is None:
         pytest.skip("this C library cannot give memory back")

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from aioinfer.api.hosts import AllowedHosts
+from aioinfer.api.http.access import AllowedHosts
 from tests.test_server import make_server
 
 LOCAL = AllowedHosts.of([], "127.0.0.1", is_loopback=True)

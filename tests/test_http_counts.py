@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioinfer.api.http_counts import REASONS, HttpCounts
+from aioinfer.api.http.connections import REASONS, HttpCounts
 
 
 @pytest.mark.parametrize(

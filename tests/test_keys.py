@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer.__main__ import main
-from aioinfer.api.keys import ANONYMOUS, ApiKey, ApiKeys
+from aioinfer.api.http.keys import ANONYMOUS, ApiKey, ApiKeys
 from aioinfer.config import LimitsConfig, load_config
 from aioinfer.errors import ConfigError
 
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_named_without_the_key(tmp_path: Path, text: str, messa
 
 
 def test_the_command_makes_a_key_that_the_file_takes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "aioinfer.api.keys"]
+    command = [sys.executable, "-m", "aioinfer.api.http.keys"]
     made = subprocess.run([*command, "a.b"], capture_output=True, text=True, check=True, timeout=60)
     key = made.stderr.splitlines()[-1]
     assert key.startswith("sk-")

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from aioinfer.api.limited_log import LimitedLog
+from aioinfer.api.http.logs import LimitedLog
 
 LOGGER = logging.getLogger("tests.limited_log")
 

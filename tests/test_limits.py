@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.api.keys import ApiKey, ApiKeys
-from aioinfer.api.limits import Account, Accounts, Rate, TokenCharge, duration_text
+from aioinfer.api.http.keys import ApiKey, ApiKeys
+from aioinfer.api.http.limits import Account, Accounts, Rate, TokenCharge, duration_text
 from aioinfer.config import load_config
 from aioinfer.engine.output import RequestOutput
 from aioinfer.errors import RateLimitError, RequestError
@@ -322,7 +322,7 @@ async def test_keys_are_read_again_and_a_broken_file_changes_nothing(
         assert (await post(http, "old"))[0] == 401
         assert (await post(http, "new"))[0] == 400
     await server.close()
-    own = [record for record in caplog.records if record.name == "aioinfer.api.limits"]
+    own = [record for record in caplog.records if record.name == "aioinfer.api.http.limits"]
     lines = [record.getMessage() for record in own]
     assert len(lines) == 2
     assert lines[0].startswith("the API keys stay as they were: server.api_key_file")

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from yarl import URL
 
-from aioinfer.api import connections, listener
-from aioinfer.api.listener import tls_context
+from aioinfer.api.http import connections, listener
+from aioinfer.api.http.listener import tls_context
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.errors import ConfigError

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.api import logs
-from aioinfer.api.logs import FieldsMessage, JsonFormatter, LogWriter, TextFormatter
+from aioinfer.api.http import logs
+from aioinfer.api.http.logs import FieldsMessage, JsonFormatter, LogWriter, TextFormatter
 
 
 def record(message: object, *args: object) -> logging.LogRecord:
@@ -133,7 +133,7 @@ def test_dropped_lines_are_counted_in_the_log(
 
 def test_a_process_ends_although_nobody_reads_its_log() -> None:
     program = (
-        "import logging\nfrom aioinfer.api.logs import LogWriter\n"
+        "import logging\nfrom aioinfer.api.http.logs import LogWriter\n"
         "with LogWriter('text'):\n"
         "    for _ in range(100): logging.getLogger('aioinfer').info('x' * 5000)\n"
     )

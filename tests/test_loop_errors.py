@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from aioinfer.api.loop_errors import LoopErrors
+from aioinfer.api.http.logs import LoopErrors
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 

@@ -1,4 +1,4 @@
-"""The engine's metrics (`engine.metrics`), their text for Prometheus (`api.metrics`), and the
+"""The engine's metrics (`engine.metrics`), their text for Prometheus (`api.admin.metrics`), and the
 dashboard that queries it."""
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api import object_store
-from aioinfer.api.object_store import ObjectStore, checked_metadata
+from aioinfer.api.batch import object_store
+from aioinfer.api.batch.object_store import ObjectStore, checked_metadata
 from aioinfer.config import ChatConfig
 from aioinfer.errors import RequestError
 

@@ -21,9 +21,8 @@ from blockbuster import blockbuster_ctx
 from yarl import URL
 
 import aioinfer
-from aioinfer.api.embedded import create_app
-from aioinfer.api.page import _FILES, PAGE_PATHS
-from aioinfer.api.server import HttpServer
+from aioinfer.api.admin.page import _FILES, PAGE_PATHS
+from aioinfer.api.server import HttpServer, create_app
 from aioinfer.engine.frontend import Frontend
 from bench_loop import make_frontend
 from tests.test_server import make_server
@@ -279,7 +278,7 @@ async def test_a_default_length_is_capped_by_the_room_in_the_context() -> None:
 
 
 async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.05)
+    monkeypatch.setattr("aioinfer.api.admin.page._INTERVAL_S", 0.05)
     async with serve() as (frontend, _, url), aiohttp.ClientSession(url) as http:
         steps: list[list[int]] = []
         running: list[int] = []
@@ -325,7 +324,7 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
 
 
 async def test_every_engine_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.02)
+    monkeypatch.setattr("aioinfer.api.admin.page._INTERVAL_S", 0.02)
     async with (
         serve(parallel__data_parallel_size=2) as (frontend, _, url),
         aiohttp.ClientSession(url) as http,
@@ -404,7 +403,7 @@ async def test_a_server_that_stops_does_not_wait_for_live_streams(drains: bool) 
 async def test_a_reader_that_stalls_costs_bounded_memory_and_no_time_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioinfer.api.page._INTERVAL_S", 0.0001)
+    monkeypatch.setattr("aioinfer.api.admin.page._INTERVAL_S", 0.0001)
     async with serve() as (frontend, server, url):
         with socket.socket() as stalled:
             stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

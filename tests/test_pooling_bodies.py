@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aioinfer.api.large_bodies import MAX_TOKEN_IDS, decode_large
-from aioinfer.api.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from aioinfer.api.protocol import MAX_PROMPTS, decode
 from aioinfer.errors import RequestError
 

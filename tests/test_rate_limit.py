@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from aioinfer.api.rate_limit import MAX_REQUESTS, RateLimiter
+from aioinfer.api.http.limits import MAX_REQUESTS, RateLimiter
 
 
 async def enter(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from aioinfer.api.responses_body import Item, input_items, to_messages
+from aioinfer.api.openai.responses_body import Item, input_items, to_messages
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:

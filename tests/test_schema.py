@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import jsonschema_rs
 
+from aioinfer.api.admin.openapi import OPERATIONS, describe
 from aioinfer.api.fields import NO_EFFECT
-from aioinfer.api.openapi import OPERATIONS, describe
 from tests.test_page import serve
 from tests.test_server import make_server
 

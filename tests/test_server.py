@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from aioinfer.api import connections, listener, request_body
 from aioinfer.api import server as server_module
+from aioinfer.api.http import connections, listener, request_body
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend

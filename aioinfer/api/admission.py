@@ -23,7 +23,7 @@ from aiohttp import web
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import Handler
-from aioinfer.api.limits import ACCOUNT, ACCOUNTS
+from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS
 from aioinfer.engine.recovery import EngineState
 from aioinfer.engine.router import find_excess
 from aioinfer.errors import OverloadedError, RequestError

@@ -18,8 +18,7 @@ from typing import Any
 
 import uvloop
 
-from aioinfer.api.logs import FieldsMessage, LogWriter
-from aioinfer.api.loop_errors import LoopErrors
+from aioinfer.api.http.logs import FieldsMessage, LogWriter, LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend

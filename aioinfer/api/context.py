@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from aiohttp import web
 
 from aioinfer.api.errors import shorten
-from aioinfer.api.heap import HEAP
+from aioinfer.api.http.limits import RATE_LIMITER
+from aioinfer.api.http.record import RECORD
+from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
 from aioinfer.api.large_bodies import decode_large
 from aioinfer.api.messages import Message
 from aioinfer.api.protocol import Body, decode
-from aioinfer.api.rate_limit import RATE_LIMITER
-from aioinfer.api.record import RECORD
-from aioinfer.api.request_body import REQUEST_BODIES
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 

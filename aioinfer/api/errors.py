@@ -2,6 +2,8 @@
 
 `json_errors` is the application's outermost middleware. `delivery` uses `describe` for errors in a
 stream, whose status line has been sent.
+
+`PREFIX` is the path below which the application may be mounted in another one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from aioinfer.api.paths import PREFIX, local_path
 from aioinfer.errors import (
     EngineDeadError,
     GenerationError,
@@ -324,3 +325,12 @@ def json_response(
         headers=headers,
         content_type="application/json",
     )
+
+
+#: The prefix of all paths where the application is mounted in another one; else empty.
+PREFIX: web.AppKey[Callable[[], str]] = web.AppKey("prefix")
+
+
+def local_path(request: web.Request) -> str:
+    """Returns a request's path within the application, whatever it is mounted below."""
+    return request.path.removeprefix(request.app[PREFIX]())

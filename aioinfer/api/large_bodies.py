@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-from aioinfer.api.decoding import as_request_error
-from aioinfer.api.llama_cpp_body import LlamaCompletion
-from aioinfer.api.pooling_bodies import ClassifyRequest, EmbeddingRequest, PoolingRequest
+from aioinfer.api.decoding import as_request_error, count_values
+from aioinfer.api.llama_cpp.body import LlamaCompletion
+from aioinfer.api.openai.pooling_bodies import ClassifyRequest, EmbeddingRequest, PoolingRequest
 from aioinfer.api.protocol import (
     MAX_PROMPTS,
     MAX_VALUES,
@@ -27,7 +27,6 @@ from aioinfer.api.protocol import (
     DetokenizeRequest,
     decode,
 )
-from aioinfer.api.value_count import count_values
 from aioinfer.errors import RequestError
 
 #: Token ids in one body: they are decoded in 25 ms.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from aioinfer.api.value_count import count_values
+from aioinfer.api.decoding import count_values
 from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import RequestError
 

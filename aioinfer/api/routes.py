@@ -5,38 +5,26 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from aioinfer.api import (
-    admin,
-    anthropic,
-    batches,
-    chat,
-    completions,
-    conversations,
-    experts,
-    files,
-    info,
-    llama_cpp,
-    metrics,
-    ollama,
-    pooling,
-    responses,
-    stored_chats,
-    tokenization,
-)
-from aioinfer.api.errors import Handler
-from aioinfer.api.paths import PREFIX
-from aioinfer.api.request_body import defer_continue
+from aioinfer.api.admin import control as admin
+from aioinfer.api.admin import experts, info, metrics
+from aioinfer.api.anthropic import endpoints as anthropic
+from aioinfer.api.batch import batches, conversations, files
+from aioinfer.api.errors import PREFIX, Handler
+from aioinfer.api.http.request_body import defer_continue
+from aioinfer.api.llama_cpp import endpoints as llama_cpp
+from aioinfer.api.ollama import endpoints as ollama
+from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     # OpenAI
     ("POST", "/v1/completions", completions.create_completion),
     ("POST", "/v1/chat/completions", chat.create_chat_completion),
     ("POST", "/chat/completions", chat.create_chat_completion),
-    ("GET", "/v1/chat/completions", stored_chats.list_chats),
-    ("GET", "/v1/chat/completions/{id}/messages", stored_chats.list_chat_messages),
-    ("GET", "/v1/chat/completions/{id}", stored_chats.get_chat),
-    ("POST", "/v1/chat/completions/{id}", stored_chats.update_chat),
-    ("DELETE", "/v1/chat/completions/{id}", stored_chats.delete_chat),
+    ("GET", "/v1/chat/completions", conversations.list_chats),
+    ("GET", "/v1/chat/completions/{id}/messages", conversations.list_chat_messages),
+    ("GET", "/v1/chat/completions/{id}", conversations.get_chat),
+    ("POST", "/v1/chat/completions/{id}", conversations.update_chat),
+    ("DELETE", "/v1/chat/completions/{id}", conversations.delete_chat),
     ("POST", "/v1/responses", responses.create_response),
     ("POST", "/responses", responses.create_response),
     ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),

@@ -1,5 +1,10 @@
 """The HTTP server: the application, and the listening socket in front of it. `app` starts and stops
-it."""
+it.
+
+`create_app`, public as `aioinfer.create_app`, makes the whole server an application of aiohttp for
+use inside another one. The settings of the socket stay with the outer application's server: TLS,
+allowed hosts, and the time-outs and numbers of connections.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +16,28 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import HttpVersion10, HttpVersion11, web
 from yarl import URL
 
-from aioinfer.api import batches, info, limits, openapi, page, routes
-from aioinfer.api.access import Cors, mark_response, require_key
+from aioinfer.api import routes
+from aioinfer.api.admin import info, openapi, page
+from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
-from aioinfer.api.connections import CONNECTIONS, Connection, ConnectionServer
+from aioinfer.api.batch import batches
+from aioinfer.api.batch.file_store import FILES, FileStore
+from aioinfer.api.batch.object_store import OBJECT_STORE, ObjectStore
 from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
-from aioinfer.api.file_store import FILES, FileStore
-from aioinfer.api.heap import HEAP, Heap
-from aioinfer.api.hosts import AllowedHosts
-from aioinfer.api.info import READINESS, Readiness
-from aioinfer.api.keys import ApiKeys
-from aioinfer.api.limits import ACCOUNTS, Accounts
-from aioinfer.api.listener import Listener, tls_context
-from aioinfer.api.object_store import OBJECT_STORE, ObjectStore
-from aioinfer.api.rate_limit import RATE_LIMITER, RateLimiter
-from aioinfer.api.request_body import REQUEST_BODIES, RequestBodies, largest_body
-from aioinfer.api.request_log import RequestLog
-from aioinfer.api.response_runs import RESPONSE_RUNS, ResponseRuns
-from aioinfer.api.tracing import Tracing
+from aioinfer.api.http import limits
+from aioinfer.api.http.access import AllowedHosts, Cors, mark_response, require_key
+from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer
+from aioinfer.api.http.keys import ApiKeys
+from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
+from aioinfer.api.http.listener import Listener, tls_context
+from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
+from aioinfer.api.http.request_log import RequestLog
+from aioinfer.api.http.tracing import Tracing
+from aioinfer.api.openai.response_runs import RESPONSE_RUNS, ResponseRuns
 from aioinfer.config import Config
+from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import NotReadyError, RequestError
 
 if TYPE_CHECKING:
@@ -321,3 +327,51 @@ class _Application:
     async def shutdown(self) -> None:
         """Ends the application's background work."""
         await self._runner.cleanup()
+
+
+async def create_app(config: Config, frontend: Frontend | None = None) -> web.Application:
+    """Returns the server's application, to be run by itself or mounted by `add_subapp`.
+
+    Its middlewares (API keys, limits, errors as JSON, the request log) apply to its paths alone.
+    Run the outer application with `handler_cancellation=True`, as in `web.run_app(outer,
+    handler_cancellation=True)`: else a client that goes away leaves its request running.
+
+    Args:
+        config: the configuration.
+        frontend: the engines, such as `AsyncLLM.frontend`, which then stay the caller's. Without
+            it they are launched here, and end with the application.
+
+    Raises:
+        ConfigError: the configuration does not go with the model or the machine.
+        EngineDeadError: a worker failed to start.
+    """
+    server = HttpServer(config)
+    launched = None
+    try:
+        await server.open_files()
+        if frontend is None:
+            frontend = launched = await Frontend.launch(config)
+        app = server.make_app(frontend)
+    except BaseException:
+        if launched is not None:
+            await launched.close()
+        await server.close()
+        raise
+
+    async def begin(_: web.Application) -> None:
+        server.enter()
+
+    async def end_pause(_: web.Application) -> None:
+        # engines of a caller are the caller's to resume
+        if launched is not None and launched.is_paused:
+            launched.resume()
+
+    async def end(_: web.Application) -> None:
+        if launched is not None:
+            await launched.close()
+        await server.close()
+
+    app.on_startup.append(begin)
+    app.on_shutdown.append(end_pause)  # as `HttpServer.drain` does
+    app.on_cleanup.append(end)
+    return app

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Raw, Struct
 
-from aioinfer.api.value_count import count_values
+from aioinfer.api.decoding import count_values
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES

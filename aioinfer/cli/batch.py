@@ -24,8 +24,8 @@ from aioinfer.errors import ConfigError, EngineDeadError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from aioinfer.api.batch_lines import Requests, Written
-    from aioinfer.api.batch_run import BatchServer
+    from aioinfer.api.batch.lines import Requests, Written
+    from aioinfer.api.batch.run import BatchServer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     Returns the exit status: 0 if all were answered, also by an earlier run, 1 if some have an error
     for their result, 2 if the input or the configuration is wrong or the engine died.
     """
-    from aioinfer.api.batch_lines import BATCH_PATHS, check_input, take_up
-    from aioinfer.api.request_body import MAX_BYTES
+    from aioinfer.api.batch.lines import BATCH_PATHS, check_input, take_up
+    from aioinfer.api.http.request_body import MAX_BYTES
 
     config = _offline(load(options))
     if options.concurrency is not None and options.concurrency < 1:
@@ -120,7 +120,7 @@ async def _answer(
         TimeRemainingColumn,
     )
 
-    from aioinfer.api.batch_lines import Requests
+    from aioinfer.api.batch.lines import Requests
 
     async with _server(config, options.concurrency) as server:
         with Progress(
@@ -145,7 +145,7 @@ async def _write_results(
     progress: Progress,
     task: TaskID,
 ) -> None:
-    from aioinfer.api.batch_run import run_batch
+    from aioinfer.api.batch.run import run_batch
 
     stream = await asyncio.to_thread(output.open, "ab", 0)
     try:
@@ -165,11 +165,11 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch_run import BatchServer
-    from aioinfer.api.dispatch import Dispatcher
-    from aioinfer.api.embedded import create_app
-    from aioinfer.api.keys import ANONYMOUS
-    from aioinfer.api.limits import ACCOUNTS
+    from aioinfer.api.batch.run import BatchServer
+    from aioinfer.api.http.dispatch import Dispatcher
+    from aioinfer.api.http.keys import ANONYMOUS
+    from aioinfer.api.http.limits import ACCOUNTS
+    from aioinfer.api.server import create_app
     from aioinfer.engine.frontend import Frontend
     from aioinfer.startup import StartupDisplay
 

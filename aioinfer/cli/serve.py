@@ -56,8 +56,8 @@ def start(config: Config) -> int:
 
 def _check_server(config: Config) -> None:
     """Checks the API keys, the TLS files and the address. Raises `ConfigError`."""
-    from aioinfer.api.keys import ApiKeys
-    from aioinfer.api.listener import check_address, tls_context
+    from aioinfer.api.http.keys import ApiKeys
+    from aioinfer.api.http.listener import check_address, tls_context
 
     ApiKeys.load(config.server, config.limits)
     tls_context(config.server)

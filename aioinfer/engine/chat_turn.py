@@ -1,6 +1,6 @@
 """A turn of a conversation, as all endpoints that have one and `LLM` run it: the prompt, how to
-sample, and how the text becomes a message. `api.chat`, `api.anthropic` and `api.responses` convert
-their bodies into it."""
+sample, and how the text becomes a message. `api.openai.chat`, `api.anthropic.endpoints` and
+`api.openai.responses` convert their bodies into it."""
 
 from __future__ import annotations
 

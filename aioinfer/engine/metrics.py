@@ -1,13 +1,13 @@
 """Metrics: counts and times of requests, tokens and steps, and the lag of the event loop.
 
-Each engine has an `EngineMetrics`, which `api.metrics` reads for each scrape. All tokens of a step
-share one time stamp, and most of them follow a token of the former step: these all fall into one
-bucket of the histogram, which is incremented once a step. So a streamed token costs a dictionary
-look-up and a comparison here, and nothing is kept of it.
+Each engine has an `EngineMetrics`, which `api.admin.metrics` reads for each scrape. All tokens of a
+step share one time stamp, and most of them follow a token of the former step: these all fall into
+one bucket of the histogram, which is incremented once a step. So a streamed token costs a
+dictionary look-up and a comparison here, and nothing is kept of it.
 
 For clients that watch the engine, a `StepLog` has the last steps: how many tokens each step
 computed, and how long its phases took. The step loop feeds it only while it is watched: otherwise a
-step costs two tests of an integer. `api.page` reads it.
+step costs two tests of an integer. `api.admin.page` reads it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple, TypeVar
 
-from aioinfer.api.anthropic import encode_body
-from aioinfer.api.anthropic_body import MessagesRequest
+from aioinfer.api.anthropic.body import MessagesRequest
+from aioinfer.api.anthropic.endpoints import encode_body
 from aioinfer.api.large_bodies import decode_large
 from aioinfer.api.prompts import chat_prompt, completion_prompts
 from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest, decode

@@ -2,9 +2,10 @@
 router chooses, and the reply back as it comes.
 
 It is what clients see of a deployment: TLS, allowed hosts and the bounds on connections and bodies
-are its own, by the same code as a server's (`api.connections`, `api.listener`). Everything else is
-the replicas': API keys, limits, errors and all endpoints. Only the state of a single replica
-(files, batches, stored responses and conversations, pauses) is not available through a gateway.
+are its own, by the same code as a server's (`api.http.connections`, `api.http.listener`).
+Everything else is the replicas': API keys, limits, errors and all endpoints. Only the state of a
+single replica (files, batches, stored responses and conversations, pauses) is not available through
+a gateway.
 
 A request that a replica has refused before anything was done for it (it leaves, its queue is full,
 nothing listens there any more) goes to another. So does one whose replica is lost, unless its
@@ -27,13 +28,12 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from yarl import URL
 
-from aioinfer.api.access import ADMIN_PATHS, KEY_HEADERS
-from aioinfer.api.connections import ConnectionServer
 from aioinfer.api.errors import error_response, json_response
-from aioinfer.api.hosts import AllowedHosts
-from aioinfer.api.keys import ApiKeys
-from aioinfer.api.listener import Listener, tls_context
-from aioinfer.api.request_body import MAX_BYTES, RequestBodies
+from aioinfer.api.http.access import ADMIN_PATHS, KEY_HEADERS, AllowedHosts
+from aioinfer.api.http.connections import ConnectionServer
+from aioinfer.api.http.keys import ApiKeys
+from aioinfer.api.http.listener import Listener, tls_context
+from aioinfer.api.http.request_body import MAX_BYTES, RequestBodies
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError

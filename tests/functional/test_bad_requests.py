@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from aioinfer.api.request_body import largest_body
+from aioinfer.api.http.request_body import largest_body
 from tests.functional.conftest import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from aioinfer.api import batches, file_store, files
+from aioinfer.api.batch import batches, file_store, files
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 

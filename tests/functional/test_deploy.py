@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from aioinfer.api import request_body
+from aioinfer.api.http import request_body
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from bench_loop import make_frontend

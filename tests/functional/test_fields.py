@@ -21,15 +21,15 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from aioinfer.api.admin import AbortRequest
-from aioinfer.api.anthropic_body import CountTokensRequest, MessagesRequest
-from aioinfer.api.batch_objects import CreateBatch
+from aioinfer.api.admin.control import AbortRequest
+from aioinfer.api.admin.openapi import EXAMPLES, OPERATIONS
+from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
+from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.fields import NO_EFFECT, REFUSED
-from aioinfer.api.openapi import EXAMPLES, OPERATIONS
-from aioinfer.api.pooling import RerankedText
-from aioinfer.api.pooling_bodies import EmbeddingRequest, RerankRequest
+from aioinfer.api.openai.pooling import RerankedText
+from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest
+from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest
-from aioinfer.api.responses_body import ResponseRequest
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from document_keys import supported_fields

@@ -18,9 +18,9 @@ import pytest_asyncio
 from aiohttp import web
 from yarl import URL
 
-from aioinfer.api.embedded import create_app
-from aioinfer.api.openapi import EXAMPLES
+from aioinfer.api.admin.openapi import EXAMPLES
 from aioinfer.api.protocol import ChatRequest
+from aioinfer.api.server import create_app
 from bench_loop import make_frontend
 from tests.functional import chat_page
 from tests.functional.chat_page import IDLE, LAST_TEXT, say, set_field

@@ -12,7 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from aioinfer.api import object_store, response_runs
+from aioinfer.api.batch import object_store
+from aioinfer.api.openai import response_runs
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER

@@ -1,0 +1,267 @@
+"""The page at `/`: a chat with the served model, and a live view of the engines; `/docs`: the
+endpoints.
+
+Its files are in `aioinfer/page` and are sent as they are, but for the common head of the two pages,
+which is put before each; `aioinfer/page/vendor` holds code of others, with its licences. All their
+URLs are relative, so they work below any path. `GET /page/info` returns the data that the page
+needs for a chat, and `GET /page/live` streams the state of the engines for as long as the page is
+visible. `server` adds the routes and ends the streams; `access` serves the files without a key,
+since a browser has none before the page has asked the user for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admission import deadline_of
+from aioinfer.api.context import FRONTEND
+from aioinfer.api.errors import json_response
+from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.engine.recovery import EngineState
+from aioinfer.features.expert_load.planning import imbalance
+
+if TYPE_CHECKING:
+    from aioinfer.engine.engine import Engine
+    from aioinfer.features.expert_load.planning import ExpertLoad
+
+_FOLDER = Path(__file__).parents[2] / "page"
+_JAVASCRIPT = "text/javascript; charset=utf-8"
+_CSS = "text/css; charset=utf-8"
+_SCRIPTS = (
+    "page", "api", "chat", "settings", "answer", "calls", "views", "json", "live", "markdown",
+    "charts", "docs",
+)  # fmt: skip
+#: Each path with its file and its content type; nothing else of the folder is served.
+_FILES = {
+    **{f"/page/{name}.js": (f"{name}.js", _JAVASCRIPT) for name in _SCRIPTS},
+    "/page/page.css": ("page.css", _CSS),
+    "/page/docs.css": ("docs.css", _CSS),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/page/vendor/markdown-it.esm.min.mjs": ("vendor/markdown-it.esm.min.mjs", _JAVASCRIPT),
+    "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
+}
+#: Each page with its name, which its body, script and style sheet have, and its title.
+_PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
+#: The paths of all files and pages, and the path of a mounted application itself.
+PAGE_PATHS = frozenset((*_FILES, *_PAGES, ""))
+#: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
+#: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes).
+_FILE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+#: Read once: a page is small, and put together before it is sent.
+_HEAD = Template((_FOLDER / "head.html").read_text("utf-8"))
+_BODIES = {name: (_FOLDER / f"{name}.html").read_bytes() for name, _ in _PAGES.values()}
+#: Seconds from one event of the live stream to the next.
+_INTERVAL_S = 0.5
+_ENDED = web.AppKey("live_streams_ended", asyncio.Event)
+#: Settings whose defaults the page shows.
+_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def add_page(app: web.Application) -> None:
+    """Adds the page's routes to an application that has its frontend."""
+    app[_ENDED] = asyncio.Event()
+    for path, (file, content_type) in _FILES.items():
+        app.router.add_get(path, _file_handler(_FOLDER / file, content_type))
+    for path, (name, title) in _PAGES.items():
+        app.router.add_get(path, _page_handler(name, title))
+    # The path of an application that is mounted below one. By itself it is "/" once more, where the
+    # page comes first.
+    app.router.add_get("", add_slash)
+    app.router.add_get("/page/info", show_info)
+    app.router.add_get("/page/live", stream_live)
+    app.on_shutdown.append(end_live_streams)
+
+
+async def end_live_streams(app: web.Application) -> None:
+    """Ends the live streams that are open and the ones still to come, so that they do not delay the
+    server's end."""
+    app[_ENDED].set()
+
+
+def _file_handler(
+    file: Path, content_type: str
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    headers = _FILE_HEADERS | {"Content-Type": content_type}
+
+    async def send_file(request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(file, headers=headers)
+
+    return send_file
+
+
+def _page_handler(name: str, title: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    body = _HEAD.substitute(name=name, title=title).encode() + _BODIES[name]
+    tag = hashlib.sha256(body).hexdigest()[:16]
+    headers = _FILE_HEADERS | {"Content-Type": "text/html; charset=utf-8", "ETag": f'"{tag}"'}
+
+    async def send_page(request: web.Request) -> web.StreamResponse:
+        if any(known.value in (tag, "*") for known in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    return send_page
+
+
+async def add_slash(request: web.BaseRequest) -> web.Response:
+    """Redirects `/llm` to `/llm/`: relative URLs of the page begin there."""
+    last = request.rel_url.raw_path.rpartition("/")[2]
+    return web.Response(status=308, headers={"Location": f"./{last}/"})
+
+
+async def show_info(request: web.Request) -> web.Response:
+    """Returns the settings and capabilities that the chat page needs.
+
+    `tokenizer`: whether texts can be sent at all; `chat`: whether the model has a chat template;
+    `max_model_len`: tokens of a request; `defaults`: the sampling parameters of a request that
+    brings none, `max_tokens` null where it depends on the endpoint.
+    """
+    frontend = request.app[FRONTEND]
+    defaults = frontend.defaults
+    params = defaults.sampling_params()
+    values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
+    return json_response(
+        {
+            "tokenizer": frontend.tokenizer is not None,
+            "chat": frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
+            "max_model_len": frontend.max_model_len,
+            "defaults": values | {"max_tokens": defaults.max_tokens},
+        }
+    )
+
+
+def _as_written(value: float) -> float:
+    """Returns a float32 as a person writes it: 0.7, and not 0.699999988."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
+
+
+async def stream_live(request: web.Request) -> web.StreamResponse:
+    """Streams the state of the engines twice a second, until the client goes away or the server
+    stops.
+
+    An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns
+    them, and `experts` as `expert_state` does. A client that does not keep up misses events, and
+    nothing is queued for it.
+    """
+    deadline_of(request).lift()  # a live stream has none
+    engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    last_steps, last_reports = [-1] * len(engines), [0] * len(engines)
+    with ExitStack() as watching:
+        for engine in engines:
+            watching.enter_context(engine.metrics.steps.watched())
+        while not ended.is_set():
+            if request.transport is not None and not request.transport.get_write_buffer_size():
+                states = [
+                    engine_state(engine, last_step)
+                    | {"experts": expert_state(expert_load(engine), last_report)}
+                    for engine, last_step, last_report in zip(
+                        engines, last_steps, last_reports, strict=True
+                    )
+                ]
+                await response.write(
+                    b"data: "
+                    + orjson.dumps({"time": time.perf_counter(), "engines": states})
+                    + b"\n\n"
+                )
+                last_steps = [
+                    s["log"][-1][0] if s["log"] else last
+                    for s, last in zip(states, last_steps, strict=True)
+                ]
+                last_reports = [expert_load(engine).version for engine in engines]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _INTERVAL_S)
+    return response
+
+
+def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
+    """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing
+    that grows with the load.
+
+    `stages` has `[busy, idle]` of each pipeline stage in seconds (see `StageTime`); nothing if
+    there is one stage. `restart` is `[attempt, attempts]` while the workers are restarted, else
+    null. Counters (`preemptions` and all that follow it but `log`) are totals since the start.
+    `log` holds the recorded `StepRecord`s after `last_step`, as lists of their fields.
+    """
+    scheduler, metrics = engine.scheduler, engine.metrics
+    cache, totals = scheduler.kv_cache, scheduler.stats
+    return {
+        "dead": engine.dead_reason,
+        "restart": _restart(engine),
+        "slots": scheduler.limits.max_num_seqs,
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting,
+        "blocks": cache.num_blocks,
+        "block_size": scheduler.limits.block_size,
+        "blocks_used": cache.num_blocks - cache.num_free,
+        "blocks_cached": cache.num_free_cached,
+        "preemptions": totals.preemptions,
+        "steps": totals.steps,
+        "wasted_rows": totals.wasted_rows,
+        "prefix_queried": totals.prefix_queried,
+        "prefix_hit": totals.prefix_hit,
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generation_tokens,
+        "finished": metrics.finished,
+        "stages": [list(time) for time in engine.stage_times()],
+        "log": [list(step) for step in metrics.steps.since(last_step)],
+    }
+
+
+def expert_state(load: ExpertLoad, last_report: int) -> dict[str, Any] | None:
+    """Returns how the last minutes' tokens were spread over the experts, if that was reported since
+    report `last_report`: `cells` has a byte for each expert, layer by layer, in base64: its tokens
+    by the mean of its layer, in 64ths, 255 at most. `layer` is the one whose busiest expert has the
+    most, `imbalance` times the mean; `rank_imbalance` is the same of ranks, or null."""
+    if load.version == last_report:
+        return None
+    tokens = load.by_expert(load.recent)
+    uneven, of_ranks = imbalance(tokens), load.by_rank(load.recent)
+    mean = np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
+    worst = int(uneven.argmax())
+    return {
+        "layers": len(load.layers),
+        "experts": load.num_experts,
+        "layer": load.layers[worst],
+        "imbalance": float(uneven[worst]),
+        "rank_imbalance": float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
+        "cells": base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
+    }
+
+
+def _restart(engine: Engine) -> tuple[int, int] | None:
+    """Returns the number of the current attempt to restart the workers, and the maximum number of
+    attempts; None if the engine is not restarting."""
+    if engine.state is not EngineState.RESTARTING:
+        return None
+    # a plan may have failed in this very iteration of the loop: the first attempt is to begin
+    policy = engine.recovery.policy
+    return max(1, policy.num_restarts), policy.max_restarts

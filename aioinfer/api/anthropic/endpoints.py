@@ -1,0 +1,192 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's Messages API.
+
+Errors come in Anthropic's shape from `errors`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+from aiohttp import web
+from msgspec import Struct
+
+from aioinfer.api.admission import admit
+from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import deliver
+from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
+from aioinfer.api.generation import Generation
+from aioinfer.api.http.access import request_id
+from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.sse import error_event, named_event
+from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+
+
+_TEXT_EVENT = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+    b'"delta":{"type":"text_delta","text":%b}}\n\n'
+)
+
+
+class MessageUsage(Struct, kw_only=True):
+    """Tokens of a message. Cached tokens are not among the input's."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageReply(Struct, kw_only=True):
+    """The reply of `/v1/messages`. A stream has events that change it."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(Struct, kw_only=True):
+    """The number of tokens of a conversation."""
+
+    input_tokens: int
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation."""
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
+    body = await read_body(request, MessagesRequest)
+    admit(request, body.timeout_s)
+    prompt = await encode_body(frontend, body)
+    with renamed({"stop": "stop_sequences"}):
+        turn = await make_turn(
+            frontend,
+            prompt,
+            body.sampling_fields(),
+            body.tool_use(),
+            shows_thoughts=body.shows_thoughts,
+            # for clients that must name a budget: elsewhere reasoning has none
+            thought_budget=body.thought_budget if frontend.message_format.bounds_thoughts else None,
+        )
+    name = f"msg_{request_id(request)}"
+    generation = Generation(
+        name, [prompt], turn.params, streams=bool(body.stream), priority=body.priority
+    )
+    return await deliver(request, generation, AnthropicDialect(frontend, turn, name))
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Returns the number of tokens of a conversation."""
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
+    body = await read_body(request, CountTokensRequest)
+    return json_response(TokenCount(input_tokens=len(await encode_body(frontend, body))))
+
+
+async def encode_body(frontend: Frontend, body: CountTokensRequest) -> list[int]:
+    """Returns the prompt of a body. Raises `RequestError`."""
+    messages = list(body.conversation())
+    continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
+    return await encode_turn(
+        frontend,
+        messages,
+        body.tool_use(),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        template_kwargs=body.template_kwargs(),
+    )
+
+
+class AnthropicDialect(MessageDialect):
+    """Anthropic's words."""
+
+    def __init__(self, frontend: Frontend, turn: Turn, name: str):
+        super().__init__(frontend, turn)
+        self._name = name
+
+    def new_id(self, kind: BlockKind) -> str:
+        """See `MessageDialect.new_id`."""
+        return new_call_id(self._frontend, "toolu_") if kind == "call" else secrets.token_hex(8)
+
+    def opening(self) -> bytes:
+        """See `MessageDialect.opening`."""
+        start = {"type": "message_start", "message": self._message([], 1)}
+        return named_event(start) + named_event({"type": "ping"})
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        """See `MessageDialect.change`."""
+        if kind == "delta" and block.kind == "text":  # most tokens
+            return _TEXT_EVENT % (block.index, orjson.dumps(text))
+        event: dict[str, Any] = {"type": f"content_block_{kind}", "index": block.index}
+        if kind == "start":
+            event["content_block"] = _content(block)
+        elif kind == "delta":
+            event["delta"] = {
+                "reasoning": {"type": "thinking_delta", "thinking": text},
+                "call": {"type": "input_json_delta", "partial_json": text},
+            }[block.kind]
+        return named_event(event)
+
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """See `MessageDialect.closing`."""
+        ended, sequence = self._stop(reason, stop_reason)
+        end = {
+            "type": "message_delta",
+            "delta": {"stop_reason": ended, "stop_sequence": sequence},
+            "usage": self._usage(num_tokens),
+        }
+        return named_event(end) + named_event({"type": "message_stop"})
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
+        return b"event: error\n" + error_event(anthropic_error(*describe(error)))
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
+        """See `MessageDialect.message`."""
+        reply = self._message([_content(block) for block in self.blocks.all], num_tokens)
+        reply.stop_reason, reply.stop_sequence = self._stop(reason, stop_reason)
+        return reply
+
+    def _message(self, content: list[dict[str, Any]], num_tokens: int) -> MessageReply:
+        return MessageReply(
+            id=self._name,
+            model=self._frontend.config.served_model_names[0],
+            content=content,
+            usage=self._usage(num_tokens),
+        )
+
+    def _usage(self, num_tokens: int) -> MessageUsage:
+        cached = self.output.num_cached_tokens
+        return MessageUsage(
+            input_tokens=len(self.output.prompt_token_ids) - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=num_tokens,
+        )
+
+    def _stop(self, reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
+        """Returns why a message has ended, in Anthropic's words, and its stop sequence."""
+        if isinstance(stop_reason, str):
+            return "stop_sequence", stop_reason
+        if reason == "length":
+            return "max_tokens", None
+        called = any(block.kind == "call" for block in self.blocks.all)
+        return "tool_use" if called else "end_turn", None
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """Returns a block as Anthropic's clients expect it: with the text that it has so far."""
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": call_input(block.text)}

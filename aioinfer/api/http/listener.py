@@ -1,0 +1,311 @@
+"""The listening sockets, and the bound on the connections behind them. `server` owns one
+`Listener`.
+
+Connections are accepted here and not by the event loop's own server, which sets no bound: a
+connection counts from the moment it is accepted, be it in a TLS handshake, idle or at work. File
+descriptors are the process's scarcest resource; without any left, it could not even reject. When
+there is no room, connections that wait for a request are closed first (`connections`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import socket
+import ssl
+import stat
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from aioinfer.api.errors import error_body, raw_response
+from aioinfer.api.http.connections import Connection, ConnectionServer
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError
+
+#: Connections that may wait to be accepted: clients that arrive together must not be rejected.
+_BACKLOG = 1024
+#: Connections that are accepted at a time, before the event loop does other work.
+_MAX_ACCEPTS = 64
+#: Descriptors for all else: workers, rings, files, connections that are being rejected.
+_OTHER_DESCRIPTORS = 256
+_HANDSHAKE_TIMEOUT_S = 10.0
+#: So many rejected clients at a time get this long to read the reply: closing a socket at once can
+#: discard the sent data.
+_MAX_REJECTED = 64
+_REJECTION_TIMEOUT_S = 1.0
+#: Connections, idle ones included: some 30 KiB of memory each, and a file descriptor, of which the
+#: process may have fewer. Beyond it, one that waits for a request is closed, and if there is none,
+#: the new one is answered 503 (dropped under TLS).
+MAX_CONNECTIONS = 8192
+#: How long accepting pauses when the machine has no descriptor or memory left.
+_PAUSE_S = 0.5
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_REJECTION = raw_response(
+    503,
+    error_body(
+        503,
+        "the server has as many connections as it may; try again later",
+        code="too_many_connections",
+    ),
+    b"Retry-After: 1\r\n",
+)
+
+
+class Listener:
+    """Accepts connections for an HTTP server until `stop`; connections beyond the bound are
+    answered 503 and closed."""
+
+    def __init__(self, server: ConnectionServer, config: ServerConfig, tls: ssl.SSLContext | None):
+        self._server = server
+        self._config = config
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._max_connections = _allow_descriptors(MAX_CONNECTIONS)
+        self._sockets: list[socket.socket] = []
+        self._unix_file: tuple[Path, int] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_rejected = 0
+
+    async def bind(self) -> str:
+        """Binds the address and returns the URL, `unix:PATH` for a Unix socket. Clients that
+        connect have to wait for `listen`.
+
+        Raises `ConfigError` if the address cannot be bound.
+        """
+        try:
+            if self._config.unix_socket is None:
+                url = await self._open_tcp()
+            else:
+                url = await self._open_unix(Path(self._config.unix_socket))
+        except OSError as error:
+            await self.stop()
+            raise _cannot_listen(self._config, error) from error
+        return url
+
+    def listen(self) -> None:
+        """Begins to accept connections."""
+        for sock in self._sockets:
+            self._listen(sock)
+
+    async def _open_tcp(self) -> str:
+        host, port = self._config.host, self._config.port
+        found = await self._loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            sock.setblocking(False)
+            self._sockets.append(sock)
+        host, port = self._sockets[0].getsockname()[:2]
+        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def _open_unix(self, path: Path) -> str:
+        sock, inode = await asyncio.to_thread(_bind_unix, path)
+        self._sockets.append(sock)
+        self._unix_file = path, inode
+        return f"unix:{path}"
+
+    async def stop(self) -> None:
+        """Stops listening, before anything else happens; connections that were accepted stay."""
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._sockets.clear()
+        if self._unix_file is not None:
+            await asyncio.to_thread(_remove, *self._unix_file)
+            self._unix_file = None
+
+    async def close(self) -> None:
+        """Stops listening and drops the connections that are being set up or rejected."""
+        await self.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---------------------------------------------------------------- connections
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect, by TCP."""
+        return bool(self._sockets) and all(
+            sock.family != socket.AF_UNIX and ip_address(sock.getsockname()[0]).is_loopback
+            for sock in self._sockets
+        )
+
+    def _listen(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0:  # `stop` may have come during a pause
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, sock: socket.socket) -> None:
+        """Accepts the connections that wait at a listening socket."""
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                connection, _ = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    raise
+                # it would stay readable, and the loop would spin
+                self._loop.remove_reader(sock.fileno())
+                self._loop.call_later(_PAUSE_S, self._listen, sock)
+                return
+            connection.setblocking(False)
+            if self._has_room():
+                self._spawn(self._open(connection))
+            else:
+                self._reject(connection)
+
+    def _has_room(self) -> bool:
+        return len(self._server.open) < self._max_connections or self._server.make_room()
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _open(self, connection: socket.socket) -> Any:
+        """Counts a connection at once and returns the coroutine that sets it up."""
+        protocol = self._server()
+        protocol.socket = connection
+        return self._set_up(connection, protocol)
+
+    async def _set_up(self, connection: socket.socket, protocol: Connection) -> None:
+        timeout = _HANDSHAKE_TIMEOUT_S if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=timeout
+            )
+        except OSError:  # the client went away, or its handshake failed
+            connection.close()
+            self._server.forget(protocol)
+        finally:
+            protocol.socket = None
+
+    def _reject(self, connection: socket.socket) -> None:
+        """Answers a connection for which there is no room, and closes it."""
+        self._server.counts.no_room += 1
+        # no TLS handshake for this: it costs more than a request
+        if self._tls is not None or self._num_rejected >= _MAX_REJECTED:
+            connection.close()
+            return
+        self._num_rejected += 1
+        self._spawn(self._send_rejection(connection))
+
+    async def _send_rejection(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # a timeout is one, too
+            try:
+                connection.send(_REJECTION)
+                connection.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_REJECTION_TIMEOUT_S):
+                    while await self._loop.sock_recv(connection, 65536):
+                        pass
+            finally:
+                self._num_rejected -= 1
+
+
+def check_address(config: ServerConfig) -> None:
+    """Binds the address and lets go of it again: a start that takes seconds can report a taken port
+    before it imports anything large.
+
+    Raises `ConfigError` if the address cannot be bound.
+    """
+    try:
+        if config.unix_socket is not None:
+            path = Path(config.unix_socket)
+            sock, inode = _bind_unix(path)
+            sock.close()
+            _remove(path, inode)
+            return
+        found = socket.getaddrinfo(
+            config.host or None,
+            config.port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Returns the TLS settings of `server.tls_certificate`, None without one.
+
+    Raises `ConfigError`.
+    """
+    if config.tls_certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # a key under a passphrase fails to load: OpenSSL would ask for it at the terminal
+        context.load_cert_chain(config.tls_certificate, config.tls_key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"server.tls_certificate = {config.tls_certificate!r}, server.tls_key = "
+            f"{config.tls_key!r}: {error}"
+        ) from error
+    return context
+
+
+def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+    place = f"server.host = {config.host!r}, server.port = {config.port}"
+    if config.unix_socket is not None:
+        place = f"server.unix_socket = {config.unix_socket!r}"
+    remedy = ""
+    if error.errno == errno.EADDRINUSE and config.unix_socket is None:
+        remedy = "; end the program that listens there, or set another server.port"
+    return ConfigError(f"cannot listen at {place}: {error}{remedy}")
+
+
+def _bind_unix(path: Path) -> tuple[socket.socket, int]:
+    """Returns a listening socket at `path`, and the file's inode; a file left there by a server
+    that is gone is replaced. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "there is a file that is no socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink()
+            else:
+                raise OSError(errno.EADDRINUSE, "another server listens there")
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(os.fspath(path))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+        return sock, path.lstat().st_ino
+    except OSError:
+        sock.close()
+        raise
+
+
+def _remove(path: Path, inode: int) -> None:
+    """Removes a Unix socket's file, unless another server's has taken its place."""
+    with suppress(FileNotFoundError):
+        if path.lstat().st_ino == inode:
+            path.unlink()
+
+
+def _allow_descriptors(connections: int) -> int:
+    """Raises the process's limit of descriptors as far as so many connections need it.
+
+    Returns how many there is room for.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return (
+        connections
+        if soft == resource.RLIM_INFINITY
+        else max(1, min(connections, soft - _OTHER_DESCRIPTORS))
+    )

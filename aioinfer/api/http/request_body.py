@@ -1,0 +1,212 @@
+"""Receiving request bodies: the size of one, the memory of all together, and the time that a client
+may take are bounded.
+
+After large bodies memory is given back to the system. It is free once its request has ended, but
+the C library keeps most of it: a heap shrinks only from its end, and after the first large block
+was freed glibc takes such blocks from its heaps. `malloc_trim` gives free pages inside of heaps
+back as well. It is called in a thread, some seconds after a large body, and no more often than
+that. Another C library than glibc has no such function, and then nothing is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from aiohttp import HttpVersion11, web
+
+from aioinfer.api.http.connections import HttpCounts
+from aioinfer.errors import OverloadedError, RequestError
+
+#: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
+#: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
+#: never above `MAX_BYTES`, which are decoded without holding other requests up; see `large_bodies`.
+MAX_BYTES = 16 * 2**20
+_BASE_BYTES = 2 * 2**20
+_BYTES_PER_TOKEN = 2048
+#: Bytes of all bodies together that are being received or decoded, without the first 64 KiB of
+#: each: sixteen of the largest.
+MAX_HELD_BYTES = 256 * 2**20
+#: Seconds at whose end a client must have delivered a body, or `_MIN_RATE` of it since the last
+#: such check: nginx's default for bodies.
+TIMEOUT_S = 60.0
+#: The rate of a client that delivers a body too slowly, in bytes a second: a limit on the time
+#: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
+#: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
+_MIN_RATE = 1024
+#: Bytes of each body that do not count: small requests go on while large ones use all of the bound.
+_FREE_BYTES = 64 * 1024
+#: Bytes that are collected before they become a part of a body.
+_PART = 64 * 1024
+
+
+@asynccontextmanager
+async def receiving(counts: HttpCounts) -> AsyncIterator[Callable[[int], None]]:
+    """Bounds the time in which a client delivers the body that the block reads: `TIMEOUT_S` seconds
+    for all of it, or for the next part of it while `_MIN_RATE` was kept.
+
+    Yields a function that counts the bytes that have come. Raises `RequestError` (408), which
+    `counts` has.
+    """
+    loop, received = asyncio.get_running_loop(), 0
+    timer: asyncio.TimerHandle
+
+    def count(size: int) -> None:
+        nonlocal received
+        received += size
+
+    def check() -> None:
+        nonlocal received, timer
+        if received < TIMEOUT_S * _MIN_RATE:
+            guard.reschedule(loop.time())
+        else:
+            received, timer = 0, loop.call_later(TIMEOUT_S, check)
+
+    timer = loop.call_later(TIMEOUT_S, check)
+    try:
+        async with asyncio.timeout(None) as guard:
+            yield count
+    except TimeoutError:
+        if not guard.expired():
+            raise
+        counts.timeouts["body"] += 1
+        message = "the request's body came more slowly than it may"
+        raise RequestError(message, status=408, code="timeout") from None
+    finally:
+        timer.cancel()
+
+
+def largest_body(max_model_len: int) -> int:
+    """Returns how many bytes a body may have for a model of this context length."""
+    return min(MAX_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * max_model_len)
+
+
+class RequestBodies:
+    """All request bodies that are being received or decoded.
+
+    Attributes:
+        max_bytes: the largest that one may have.
+        held_bytes: their bytes beyond the first 64 KiB of each.
+    """
+
+    def __init__(self, counts: HttpCounts, max_bytes: int):
+        """`counts` gets the clients that are too slow."""
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self.counts = counts
+
+    def hold(self) -> HeldBody:
+        """Returns room for one body, which the end of its `with` block gives back."""
+        return HeldBody(self)
+
+
+class HeldBody:
+    """One request body, from receiving it until it has been decoded."""
+
+    def __init__(self, bodies: RequestBodies):
+        self._bodies = bodies
+        # One buffer would have to be copied on the event loop, as it grows and at the end: 16 MiB
+        # take 20 ms there, most of it for memory that the process has to get first.
+        self._parts: list[bytes] = []
+        self._latest = bytearray()
+        self._size = 0
+        self._held = 0
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bodies.held_bytes -= self._held
+
+    async def receive(self, request: web.Request) -> list[bytes]:
+        """Returns the body of a request in parts, a body of up to 64 KiB in one.
+
+        Raises:
+            web.HTTPRequestEntityTooLarge: it is larger than a body may be, or announced to be.
+            RequestError: 408 for a client that is too slow.
+            OverloadedError: all bodies together are too large.
+        """
+        limit = self._bodies.max_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        if request.version == HttpVersion11 and "Expect" in request.headers:
+            # `server` has checked that it is 100-continue
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the response itself has not begun
+        if request.content.is_eof():  # all of it came with the head
+            self._add(request.content.read_nowait(), limit)
+        else:
+            async with receiving(self._bodies.counts) as count:
+                while chunk := await request.content.readany():
+                    count(len(chunk))
+                    self._add(chunk, limit)
+        self._parts.append(bytes(self._latest))
+        return self._parts
+
+    def _add(self, chunk: bytes, limit: int) -> None:
+        size = self._size + len(chunk)
+        if size > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        more = max(0, size - _FREE_BYTES) - self._held
+        others = self._bodies.held_bytes - self._held
+        # one alone is always received, however small the bound is
+        if more and others and self._bodies.held_bytes + more > MAX_HELD_BYTES:
+            raise OverloadedError("the bodies of other requests use all memory; try again later")
+        self._bodies.held_bytes += more
+        self._held += more
+        self._size = size
+        self._latest += chunk
+        if len(self._latest) > _PART:  # a list of what comes would be long where bytes come singly
+            self._parts.append(bytes(self._latest))
+            self._latest.clear()
+
+
+REQUEST_BODIES = web.AppKey("request_bodies", RequestBodies)
+
+
+async def defer_continue(request: web.Request) -> None:
+    """Handles `Expect: 100-continue` of a route whose handler receives the body by `HeldBody`: a
+    request that can be refused by its head is refused before the client sends the body."""
+
+
+#: Bodies of this size leave something behind that is worth the call, in bytes.
+LARGE_BODY = 2**17
+#: Seconds from a large body to the call; most requests with one have ended by then.
+DELAY_S = 5.0
+
+
+class Heap:
+    """Calls `malloc_trim` after large bodies; used on the event loop."""
+
+    def __init__(self) -> None:
+        self._trim = _find_malloc_trim()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note_body(self, size: int) -> None:
+        """Records that a body of `size` bytes has come."""
+        if size >= LARGE_BODY and self._trim is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._start, self._trim)
+
+    def _start(self, trim: Callable[[int], int]) -> None:
+        self._timer = None
+        # ctypes lets other threads run meanwhile
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """Returns glibc's function, or None where there is none."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+
+
+HEAP = web.AppKey("heap", Heap)

@@ -1,0 +1,114 @@
+"""The request log: one line for each HTTP request when it ends, and its spans if requests are
+traced.
+
+`server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
+which `context` and `delivery` note what happens; at the end the middleware writes the line. GET
+requests are logged if they fail; requests for `/health` and `/metrics` are neither logged
+nor traced. Requests without a valid API key, which any client can send as often as it likes, leave
+one line in ten seconds with their number. A line names the address of the client (behind a proxy,
+the proxy's address), and of a request that was refused the code and the message of the error, which
+may name a model or a role that the request named. No line holds text of a prompt, unless
+`logging.prompts` says so; no span does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from aiohttp import web
+
+from aioinfer.api.errors import ERROR_CODE, ERROR_REASON, Handler, local_path
+from aioinfer.api.http.access import request_id
+from aioinfer.api.http.limits import ACCOUNT
+from aioinfer.api.http.logs import FieldsMessage, LimitedLog
+from aioinfer.api.http.record import RECORD, RequestRecord
+from aioinfer.api.http.tracing import Tracing
+from aioinfer.config import Config
+
+_log = logging.getLogger("aioinfer.requests")
+
+_MAX_PATH = 200  # characters
+_UNLOGGED = ("/health", "/metrics")
+
+
+class RequestLog:
+    """Writes the log lines, and hands the requests to the tracer."""
+
+    def __init__(self, config: Config, tracing: Tracing | None = None):
+        self._tracing = tracing
+        self._model = config.served_model_names[0]
+        self._is_on = config.logging.requests
+        self._without_key = LimitedLog(_log, "requests without a valid API key")
+
+    @web.middleware
+    async def record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Records a request and logs it when it ends, whatever ends it."""
+        record = request[RECORD] = RequestRecord(time.perf_counter())
+        try:
+            response = await handler(request)
+            record.status = response.status
+            record.code, record.reason = response.get(ERROR_CODE), response.get(ERROR_REASON)
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            raise  # the client is gone
+        finally:
+            record.ended = time.perf_counter()
+            trace_id = None
+            if self._tracing is not None and not local_path(request).startswith(_UNLOGGED):
+                trace_id = self._tracing.trace(request, record)
+            if self._is_on and _log.isEnabledFor(logging.INFO) and _is_logged(request, record):
+                if record.status == 401:
+                    self._without_key.count(f"from {request.remote}")
+                else:
+                    _log.info(FieldsMessage("request", self._fields(request, record, trace_id)))
+
+    async def close(self, app: web.Application) -> None:
+        """Logs the requests counted since the last line; a handler of `on_cleanup`."""
+        self._without_key.close()
+
+    def _fields(
+        self, request: web.Request, record: RequestRecord, trace_id: str | None
+    ) -> dict[str, str | float | None]:
+        account = request.get(ACCOUNT)
+        fields: dict[str, str | float | None] = {
+            "id": request_id(request),
+            "trace_id": trace_id,
+            "client": request.remote or None,
+            "key": None if account is None else account.key.name,
+            "method": request.method,
+            "path": request.path[:_MAX_PATH],
+            "status": record.status,
+            "code": record.code,
+            "reason": record.reason,
+            "total_ms": _ms(record.arrived, record.ended),
+        }
+        stages = record.stages()
+        if stages is not None:
+            requests = [sequence.request for sequence in record.sequences()]
+            fields |= {
+                "model": self._model,
+                "prompt_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
+                "cached_tokens": sum(o.num_cached_tokens for o in record.outputs),
+                "output_tokens": sum(o.num_generated for o in record.outputs),
+                "ttft_ms": _ms(record.arrived, stages.first_token),
+                "queue_ms": _ms(stages.queued, stages.scheduled),
+                "prefill_ms": _ms(stages.scheduled, stages.first_token),
+                "decode_ms": _ms(stages.first_token, stages.last_token),
+                "finish": ",".join(sorted({r.finish_reason or "error" for r in requests})),
+            }
+        if record.prompts:
+            fields["prompt"] = "\n".join(record.prompts)
+        return fields
+
+
+def _is_logged(request: web.Request, record: RequestRecord) -> bool:
+    if local_path(request).startswith(_UNLOGGED):
+        return False
+    return request.method == "POST" or record.status >= 400
+
+
+def _ms(begin: float, end: float) -> float | None:
+    """Returns the milliseconds between two times, None if one has not come."""
+    return round((end - begin) * 1e3, 1) if begin and end else None

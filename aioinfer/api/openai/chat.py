@@ -1,0 +1,303 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
+
+from aioinfer.api.admission import admit
+from aioinfer.api.batch.object_store import OBJECT_STORE, checked_metadata, owner_of
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import deliver
+from aioinfer.api.errors import renamed
+from aioinfer.api.generation import ChoiceWriter, Generation
+from aioinfer.api.logprobs import chat_logprobs, formatted, prompt_logprobs
+from aioinfer.api.messages import Message
+from aioinfer.api.openai.chunks import ChunkDialect, ChunkWriter, TextWriter, new_envelope, usage
+from aioinfer.api.prompts import chat_prompt, with_token_ids
+from aioinfer.api.protocol import ChatRequest
+from aioinfer.api.sse import ChunkTemplate, Envelope, Usage, role_event
+from aioinfer.engine.chat_turn import (
+    Turn,
+    make_parser,
+    make_turn,
+    new_call_id,
+    num_thought_tokens,
+    parse_message,
+)
+from aioinfer.engine.output import Delta
+from aioinfer.text.message_parser import MessageDelta, MessageParser
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
+
+
+class AssistantMessage(Struct, kw_only=True):
+    """The model's message; the thought has the names of two other servers."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """One answer, with the ids of its tokens where they are asked for, and what features of other
+    packages have found."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
+    `message`, as server-sent events; a stored one has `metadata`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+
+
+async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation n times.
+
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
+    """
+    frontend = request.app[FRONTEND]
+    frontend.require_tokenizer("messages")
+    body = await read_body(request, ChatRequest)
+    admit(request, body.timeout_s)
+    with renamed(_names_of_fields(body)):
+        if body.store:
+            checked_metadata(body.metadata)
+        turn = await _turn_of(frontend, body)
+        envelope = new_envelope(request, body, "chatcmpl", "chat.completion.chunk")
+        generation = Generation(
+            envelope.id,
+            [turn.prompt],
+            turn.params,
+            streams=bool(body.stream),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
+        return await deliver(request, generation, ChatDialect(request, body, envelope, turn))
+
+
+async def _turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
+    """Encodes the conversation of a body. Raises `RequestError`."""
+    fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
+    prompt = await chat_prompt(frontend, body, use)
+    shows_thoughts = body.include_reasoning is not False
+    return await make_turn(
+        frontend,
+        prompt,
+        fields,
+        use,
+        shows_thoughts=shows_thoughts,
+        thought_budget=body.thought_budget,
+    )
+
+
+def _names_of_fields(body: ChatRequest) -> dict[str, str]:
+    """Returns the client's names for parameters that the engine may reject."""
+    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return {"prompt": "messages", "max_tokens": length, "logprobs": "top_logprobs"}
+
+
+class ChatDialect(ChunkDialect):
+    """The words of chat completions. With `store`, the reply is stored before the client has all of
+    it."""
+
+    def __init__(self, request: web.Request, body: ChatRequest, envelope: Envelope, turn: Turn):
+        super().__init__(request, body, envelope)
+        self._frontend = frontend = request.app[FRONTEND]
+        self._request, self._body, self._turn = request, body, turn
+        self._echo = body.echoed()
+        self._with_timings = bool(body.timings_per_token)
+        self._recorded: list[Delta] = []
+        if turn.parses and frontend.message_format.has_thoughts:
+            self._count_thought = partial(num_thought_tokens, frontend, turn)
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+        """See `Dialect.choice`."""
+        body, envelope, turn = self._body, self.envelope, self._turn
+        with_ids = bool(body.return_token_ids)
+        template = ChunkTemplate.for_chat(envelope, index)
+        opening = role_event(envelope, index, turn.prompt if with_ids else None)
+        if self._echo:
+            opening += template.chunk(self._echo)
+        if body.store:
+            self._recorded.append(Delta(index))
+        options: dict[str, Any] = {
+            "opening": opening,
+            "returns_token_ids": with_ids,
+            "usage_of": output if envelope.continuous_usage else None,
+            "record": self._recorded[-1] if body.store else None,
+        }
+        names = self.names
+
+        def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+            return chat_logprobs(names, tokens)
+
+        writer: ChunkWriter
+        if turn.parses:
+            new_id = partial(new_call_id, self._frontend)
+            parser = make_parser(self._frontend, turn)
+            writer = ParsedWriter(parser, new_id, template, format_logprobs, **options)
+        else:
+            writer = TextWriter(template, format_logprobs, **options)
+        self._writers.append(writer)
+        return writer
+
+    async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Dialect.end`."""
+        if self._recorded:
+            await self.whole(outputs, [delta.join() for delta in self._recorded])
+        return await super().end(outputs)
+
+    async def whole(
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
+    ) -> ChatCompletion:
+        """See `Dialect.whole`."""
+        (output,), body, envelope = outputs, self._body, self.envelope
+        scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
+        if num_top is not None and scores is not None:
+            of_prompt = await prompt_logprobs(self.names, scores, num_top)
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        reply = ChatCompletion(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            system_fingerprint=envelope.fingerprint,
+            choices=[
+                await self._choice(output, index, delta) for index, delta in enumerate(choices)
+            ],
+            usage=usage(outputs, num_tokens, self._count_thought),
+            prompt_logprobs=of_prompt,
+            prompt_token_ids=self._turn.prompt if body.return_token_ids else UNSET,
+        )
+        if body.store:
+            _keep(self._request, body, reply)
+        return reply
+
+    async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
+        """Returns a choice of a reply: the message, whose content begins with the echo, and the ids
+        and log-probabilities of its tokens."""
+        reason, message = delta.finish_reason, AssistantMessage(content=self._echo + delta.text)
+        if self._turn.parses:
+            parsed = await parse_message(self._frontend, self._turn, delta.text)
+            content = self._echo + parsed.content
+            message.content = content or (None if parsed.calls or parsed.reasoning else "")
+            if parsed.reasoning:
+                message.reasoning_content = message.reasoning = parsed.reasoning
+            if parsed.calls:
+                message.tool_calls = [call.to_dict() for call in parsed.calls]
+                reason = _finish_reason(reason or "stop", len(parsed.calls))
+        tokens = delta.logprobs or ()
+        logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=logprobs if tokens else None,
+            finish_reason=reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._body.return_token_ids else UNSET,
+            features=output.features(delta.index) or UNSET,
+        )
+
+
+def _finish_reason(reason: str, num_calls: int) -> str:
+    """Returns OpenAI's reason for the end of a message."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
+
+
+class ParsedWriter(ChunkWriter):
+    """Writes a choice whose text goes through a parser: content, reasoning and tool calls. A token
+    whose text is held back has no event."""
+
+    def __init__(
+        self, parser: MessageParser, new_id: Callable[[], str], *args: Any, **options: Any
+    ):
+        """`new_id` makes the id of a call. See `ChunkWriter` for the rest."""
+        super().__init__(*args, **options)
+        self._parser = parser
+        self._new_id = new_id
+
+    def _chunks(self, delta: Delta) -> bytes:
+        extra: dict[str, Any] = {}
+        if delta.logprobs:
+            extra["logprobs"] = self._format_logprobs(delta.logprobs, 0)
+        if self._returns_token_ids:
+            extra["token_ids"] = delta.token_ids
+        new, data = self._parser.feed(delta.text), b""
+        if extra or new.reasoning or new.calls:
+            data = self._template.chunk_with_delta(self._delta(new), extra)
+        elif new.content:
+            data = self._template.chunk(new.content)
+        if delta.finish_reason is None:
+            return data
+        if last := self._parser.flush():
+            data += self._template.chunk_with_delta(self._delta(last), {})
+        reason = _finish_reason(delta.finish_reason, self._parser.num_calls)
+        return data + self._template.finish(reason, delta.stop_reason)
+
+    def _delta(self, delta: MessageDelta) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        if delta.reasoning:
+            parts["reasoning_content"] = parts["reasoning"] = delta.reasoning
+        if delta.content:
+            parts["content"] = delta.content
+        if delta.calls:
+            parts["tool_calls"] = [
+                {"index": call.index, "function": {"arguments": call.arguments}}
+                if call.name is None
+                else {
+                    "index": call.index,
+                    "id": self._new_id(),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in delta.calls
+            ]
+        return parts
+
+
+def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:
+    """Stores the reply to a chat with its messages, in the place of an older one of its id."""
+    named = msgspec.structs.replace(reply, metadata=checked_metadata(body.metadata))
+    fields = msgspec.structs.asdict(named)
+    stored = {name: value for name, value in fields.items() if value is not UNSET}
+    messages = [
+        {"id": f"{reply.id}-{index}", **_message(message)}
+        for index, message in enumerate(body.messages)
+    ]
+    request.app[OBJECT_STORE].add(owner_of(request), stored, messages)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Returns a message as OpenAI lists it: its content as text, and its parts beside that."""
+    given = {k: v for k, v in msgspec.to_builtins(message).items() if v is not None}
+    parts = given["content"] if isinstance(message.content, list) else None
+    text = None if message.content is None else message.for_template()["content"]
+    return given | {"content": text, "content_parts": parts}

@@ -1,0 +1,257 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
+
+from aioinfer.api.admission import admit
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.delivery import deliver
+from aioinfer.api.errors import json_response
+from aioinfer.api.generation import ChoiceWriter, Generation
+from aioinfer.api.logprobs import completion_logprobs, echoed_logprobs, formatted, prompt_logprobs
+from aioinfer.api.openai.chunks import ChunkDialect, TextWriter, new_envelope, usage, usage_of
+from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
+from aioinfer.api.protocol import CompletionRequest
+from aioinfer.api.sse import ChunkTemplate, Usage
+from aioinfer.engine.output import Delta
+from aioinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
+    from aioinfer.features.prompt_logprobs.planning import PromptScores
+
+#: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
+#: has one.
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionChoice(Struct, kw_only=True):
+    """One completion, with the ids of its tokens and of its prompt where they are asked for, and
+    what features of other packages have found."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | None
+    features: dict[str, Any] | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    """The reply of `/v1/completions`. A stream is a sequence of these as server-sent events."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    """Completes each prompt n times."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, CompletionRequest)
+    prompts = body.prompts()
+    admit(request, body.timeout_s, len(prompts))
+    # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
+    ids = await completion_prompts(frontend, body)
+    params = await _sampling_params(frontend, body, max(map(len, ids)))
+    shown = prompts if body.truncate_prompt_tokens is None else ids
+    echoes = [await _text_of(frontend, p) for p in shown] if body.echo else [""] * len(prompts)
+    dialect = CompletionDialect(request, body, params, ids, echoes)
+    if body.max_tokens == 0 and params.prompt_logprobs is None:  # they are only to be echoed
+        for prompt in ids:
+            await frontend.prepare(prompt)  # checks it
+        found = [Delta(i % params.n, finish_reason="length") for i in range(params.n * len(ids))]
+        return json_response(await dialect.whole((), found))
+    generation = Generation(
+        dialect.envelope.id,
+        ids,
+        _with_candidates(params, dialect.num_candidates),
+        streams=bool(body.stream),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+    return await deliver(request, generation, dialect)
+
+
+async def _sampling_params(
+    frontend: Frontend, body: CompletionRequest, prompt_len: int
+) -> SamplingParams:
+    """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
+    fields = await with_token_ids(frontend, body.sampling_fields())
+    has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
+    has_default |= body.n_predict is not None
+    if "max_tokens" not in fields and not has_default:
+        fields["max_tokens"] = min(_DEFAULT_MAX_TOKENS, max(1, frontend.max_model_len - prompt_len))
+    if ends := ends_of_middle(frontend, body):
+        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ends]
+    return frontend.defaults.sampling_params(**fields)
+
+
+def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
+    """Returns the parameters with which `best_of` sequences are sampled, of which the n best are
+    returned."""
+    if best_of == params.n:
+        return params
+    return replace(params, n=best_of, logprobs=params.logprobs or 0)
+
+
+def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
+    """Returns the n of each prompt's `best_of` candidates whose tokens have the highest mean
+    log-probability, the best first (OpenAI's rule)."""
+    if best_of == params.n:
+        return candidates
+    best: list[Delta] = []
+    for first in range(0, len(candidates), best_of):
+        group = sorted(candidates[first : first + best_of], key=_mean_logprob, reverse=True)
+        best += group[: params.n]
+    if params.logprobs is None:
+        for delta in best:
+            delta.logprobs = None
+    return best
+
+
+def _mean_logprob(delta: Delta) -> float:
+    found = [token.logprob for token in delta.logprobs or ()]
+    return sum(found) / len(found) if found else -math.inf
+
+
+async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, prompt, False)
+
+
+class CompletionDialect(ChunkDialect):
+    """The words of completions.
+
+    Attributes:
+        num_candidates: sequences of a prompt, of which the n best are returned.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        body: CompletionRequest,
+        params: SamplingParams,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+    ):
+        """`prompts` are token ids, and `echoes` the texts that their choices begin with."""
+        envelope = new_envelope(request, body, "cmpl", "text_completion")
+        super().__init__(request, body, envelope)
+        self._body, self._params, self._prompts, self._echoes = body, params, prompts, echoes
+        self._with_ids = body.return_token_ids or request.app[FRONTEND].tokenizer is None
+        # of a beam search `best_of` is the width: it returns the n best itself
+        best_of = None if body.use_beam_search else body.best_of
+        self.num_candidates = best_of or params.n
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
+        """See `Dialect.choice`."""
+        number, body = index // self._params.n, self._body
+        template = ChunkTemplate.for_completion(self.envelope, index)
+        echo, has_scores = self._echoes[number], bool(body.echo) and body.logprobs is not None
+        writer = EchoWriter(
+            output if has_scores else None,
+            echo,
+            partial(echoed_logprobs, self.names, num_top=body.logprobs or 0, generated=()),
+            template,
+            partial(completion_logprobs, self.names),
+            template.chunk(echo) if echo and not has_scores else b"",
+            returns_token_ids=self._with_ids,
+            prompt_token_ids=self._prompts[number] if self._with_ids else None,
+            usage_of=output if self.envelope.continuous_usage else None,
+        )
+        self._writers.append(writer)
+        return writer
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
+        """See `Dialect.whole`. Without outputs the prompts are only echoed."""
+        n, envelope = self._params.n, self.envelope
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        best = _best(choices, self.num_candidates, self._params)
+        of_prompts = [await self._of_prompt(output) for output in outputs]
+        return Completion(
+            id=envelope.id,
+            created=envelope.created,
+            model=envelope.model,
+            system_fingerprint=envelope.fingerprint,
+            choices=[
+                CompletionChoice(
+                    index=index,
+                    text=self._echoes[index // n] + delta.text,
+                    logprobs=await self._logprobs(outputs[index // n] if outputs else None, delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=delta.token_ids if self._with_ids else UNSET,
+                    prompt_token_ids=self._prompts[index // n] if self._with_ids else UNSET,
+                    prompt_logprobs=of_prompts[index // n] if outputs else None,
+                    features=(outputs and outputs[index // n].features(delta.index)) or UNSET,
+                )
+                for index, delta in enumerate(best)
+            ],
+            usage=usage(outputs, num_tokens)
+            if outputs
+            else usage_of(sum(map(len, self._prompts)), 0, 0),
+        )
+
+    async def _logprobs(self, output: RequestOutput | None, delta: Delta) -> dict[str, Any] | None:
+        """Returns the log-probabilities of a choice, its echoed prompt included."""
+        scores, body = None if output is None else output.prompt_scores, self._body
+        generated = delta.logprobs or ()
+        if body.logprobs is not None and body.echo and scores is not None:
+            return await echoed_logprobs(self.names, scores, body.logprobs, generated)
+        if not generated:
+            return None
+        return await formatted(generated, partial(completion_logprobs, self.names, generated, 0))
+
+    async def _of_prompt(self, output: RequestOutput) -> Any:
+        """Returns vLLM's `prompt_logprobs`, if the request has it."""
+        scores, num_top = output.prompt_scores, self._body.prompt_logprobs
+        if num_top is None or scores is None:
+            return None
+        return await prompt_logprobs(self.names, scores, num_top)
+
+
+class EchoWriter(TextWriter):
+    """Writes a choice that may begin with its prompt and the log-probabilities of that, which are
+    known with the first delta."""
+
+    def __init__(
+        self,
+        output: RequestOutput | None,
+        echo: str,
+        format_echo: Callable[[PromptScores], Awaitable[dict[str, Any]]],
+        *args: Any,
+        **options: Any,
+    ):
+        """`output` has the scores of the prompt, None if they are not shown; `format_echo` makes
+        their JSON. See `TextWriter` for the rest."""
+        super().__init__(*args, **options)
+        self._output, self._echo, self._format_echo = output, echo, format_echo
+
+    async def open(self) -> None:
+        """See `ChoiceWriter.open`."""
+        if self._output is None:
+            return
+        scores, self._output = self._output.prompt_scores, None
+        assert scores is not None
+        found = await self._format_echo(scores)
+        self._opening += self._template.chunk_with_logprobs(self._echo, found)
+        self._text_offset = len(self._echo)
