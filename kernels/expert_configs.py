@@ -1,6 +1,6 @@
 """The configurations of the products of experts (`expert_product`), by the format of the weights
 and the number of tokens. The configurations for unquantized weights are measured on an H200
-(docs/notes/experts.md); the others are derived from the dense products of the same format.
+(notes/experts.md); the others are derived from the dense products of the same format.
 """
 
 from __future__ import annotations

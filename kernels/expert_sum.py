@@ -25,7 +25,7 @@ from aioinfer.kernels.expert_weights import (
 from aioinfer.kernels.launch import wait_for_kernel
 
 #: Output features of a program, each of all experts, and inputs of a step: the fastest of nine on
-#: an H200 for 8 of 128 experts of 2048 x 768 (docs/notes/experts.md).
+#: an H200 for 8 of 128 experts of 2048 x 768 (notes/experts.md).
 CONFIG = VectorConfig(4, 1024, 4)
 
 

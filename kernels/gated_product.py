@@ -110,7 +110,7 @@ def gated_config(tokens: int, features: int, programs: int) -> GatedConfig:
     With few rows of a weight that keeps all programs busy, a tile takes as long as its reads: its
     weight rows, and its tokens, of which one counts a quarter since x is in the L2 cache. That
     quarter fits measurements on an H200 with the weights of Qwen3-8B, Llama-3.1-8B, Qwen2.5-7B and
-    Qwen3-32B (docs/notes/products.md).
+    Qwen3-32B (notes/products.md).
     """
 
     def waves(config: GatedConfig) -> int:
@@ -147,7 +147,7 @@ def use_fused(rows: int, weight: torch.Tensor) -> bool:
     than 256 rows take a last wave that occupies few programs, which cuBLAS's smaller tiles avoid.
     From 129 to 239 rows of the largest weight this kernel needs its small tiles of 64 tokens, which
     are no faster than cuBLAS. Up to 128 rows of weights as large it was faster in chains of layers
-    of four models (docs/notes/products.md), as it loads weights while the norm before it runs.
+    of four models (notes/products.md), as it loads weights while the norm before it runs.
 
     Args:
         rows: tokens of x.

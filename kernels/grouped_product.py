@@ -59,7 +59,7 @@ class GroupedConfig:
 
 def grouped_config(rows: int, weight: PackedGroups, itemsize: int = 2) -> GroupedConfig:
     """Returns the configuration for a number of rows; measured on an H200 at the shapes of Qwen3-8B
-    (docs/notes/quantized-4bit.md).
+    (notes/quantized-4bit.md).
 
     Wider activations (float32, for tests) take the smallest tile, since the others would not fit
     into shared memory.

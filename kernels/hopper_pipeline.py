@@ -193,7 +193,7 @@ def few_registers(tokens: int) -> int:
 
     With dependent launch a norm starts while the product before it runs, and waits for its end.
     Where the product takes all registers of a multiprocessor, the norm can start there only when
-    the product's program has ended (docs/notes/products.md).
+    the product's program has ended (notes/products.md).
     """
     return max(72, 40 + tokens // 2)
 

@@ -49,7 +49,7 @@ def _add_parts_kernel(
         w = tl.load(weight + columns, mask, 0.0).to(tl.float32)
     if PDL:
         # before the wait: the next product may load its first weights while the one that this norm
-        # follows ends (docs/notes/gpu-step.md)
+        # follows ends (notes/gpu-step.md)
         gdc_launch_dependents()
         gdc_wait()
     place = residual + row * residual_stride + columns

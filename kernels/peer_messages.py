@@ -7,7 +7,7 @@ epoch, at the receiver; `_receive_kernel` waits for the epoch, copies the messag
 epoch at the sender, whose slot is free again. Both wait in the order of their stream, and so on
 the GPU alone: the host never does. A receive that is launched only where its step begins holds no
 multiprocessor while the step before computes, which one of NCCL does once it is posted: beside
-these, steps took up to a third longer (docs/notes/distributed.md).
+these, steps took up to a third longer (notes/distributed.md).
 
 Epochs are counted on the device, so a launch that was only compiled counts on neither side.
 """

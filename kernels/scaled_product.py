@@ -62,7 +62,7 @@ class ProductConfig:
 
 
 #: The rows up to which each pair is used: the second for `WIDE_LINES` weight rows and more.
-#: Measured on an H200 at the shapes of Qwen3-8B (docs/notes/quantized-products.md).
+#: Measured on an H200 at the shapes of Qwen3-8B (notes/quantized-products.md).
 CONFIGS = (
     (16, (ProductConfig(64, 16, 256, 4, 6), ProductConfig(64, 32, 128, 4, 6))),
     (32, (ProductConfig(64, 32, 256, 4, 5), ProductConfig(64, 32, 128, 4, 6))),

@@ -4,7 +4,7 @@
 
 Products of many rows take as long as their waves: tiles are computed one for each multiprocessor at
 a time, and a last wave that occupies few of them takes as long as a full one. So a time for each
-kind of tile explains the measurements (docs/notes/quantized-products.md).
+kind of tile explains the measurements (notes/quantized-products.md).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ for layers whose product is added to the residual stream and normed: they are fl
 kernel of the norm sums them (`norm.add_parts_rms_norm`). A weight of 4096 outputs has 64 tiles of
 64 rows, which occupy half of a card's multiprocessors; divided into two parts it occupies all. A
 sum within the product would keep the memory idle while parts are written, counted and read again
-(docs/notes/products.md).
+(notes/products.md).
 
 The weight is wgmma's left operand, 64 rows for each consumer warpgroup, and tokens are its columns.
 One warp loads both with TMA through a ring of shared-memory stages that takes nearly all of a

@@ -26,7 +26,7 @@ def test_the_layout_names_every_folder_once() -> None:
         for folder in (ROOT / "aioinfer").iterdir()
         if folder.is_dir() and folder.name != "__pycache__"
     }
-    top = {"aioinfer/", "configs/", "docs/", "kernels/", "scripts/", "tests/"}
+    top = {"aioinfer/", "configs/", "docs/", "kernels/", "notes/", "scripts/", "tests/"}
     assert set(folders) == packages | top
 
 
@@ -47,7 +47,12 @@ def test_the_life_of_a_request_names_functions_that_exist() -> None:
                 assert word in names, f"{word} is not in the file named before it: {row}"
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "notes").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -63,5 +68,5 @@ def test_architecture_names_files_that_exist() -> None:
 
 
 def test_commands_name_files_that_exist() -> None:
-    for file in re.findall(r"(?:configs|scripts|docs)/[\w./-]+\w", README):
+    for file in re.findall(r"(?:configs|scripts|docs|notes)/[\w./-]+\w", README):
         assert (ROOT / file).exists(), file

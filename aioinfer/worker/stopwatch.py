@@ -2,7 +2,7 @@
 
 With dependent launch a kernel loads its weight while the kernels before it end, so the time of a
 candidate depends on its neighbours: timed alone, a configuration won with which steps of eight rows
-of Llama-3.1-8B took 12 % longer (docs/notes/start-up.md). So for up to `MAX_LAYERS_ROWS` rows the
+of Llama-3.1-8B took 12 % longer (notes/start-up.md). So for up to `MAX_LAYERS_ROWS` rows the
 model's first layers are timed as a decode step computes them, with each candidate in turn. All
 other products are timed alone, with a norm before each, since a step has short kernels around its
 products: products of more rows and of quantized weights, for which the first way chose no better

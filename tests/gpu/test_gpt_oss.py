@@ -53,7 +53,7 @@ def test_two_ranks(case: Case) -> None:
 def test_rounding_errors_in_bfloat16(tmp_path: Path) -> None:
     """Tokens take all experts: where a router selects, a rounding may decide between two experts
     whose scores are nearly equal, and one such token has ten times the error of all others, in
-    either implementation (docs/notes/experts.md)."""
+    either implementation (notes/experts.md)."""
     fields = SIZES | {"num_experts_per_tok": 8}
     case = make_case(tmp_path, "cuda", is_mxfp4=False, **fields)
     check_rounding(Prompts(*case), "cuda")

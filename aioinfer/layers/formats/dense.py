@@ -25,7 +25,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, shar
 #: and these serve prefill as well.
 _PACKED_ROWS = 8
 #: Up to so many rows our own products beat cuBLAS on a GPU where nothing but a residual sum goes
-#: with them, where nothing was timed (docs/notes/products.md).
+#: with them, where nothing was timed (notes/products.md).
 MAX_FEW_ROWS = 8
 
 

@@ -49,7 +49,7 @@ _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
 _WHOLE_ROWS = 64
 #: Split products of up to 128 rows, and gated ones, load weights while a norm waits for the sums
 #: before it. In steps of 32 and 64 rows of Qwen3-8B split products were 2 us faster than timed
-#: alone (docs/notes/products.md); for gated ones, which do the same, as much is assumed. Not
+#: alone (notes/products.md); for gated ones, which do the same, as much is assumed. Not
 #: measured with smaller weights than these bytes.
 _EARLY_GAIN_S, _GAIN_BYTES = 1.5e-6, 16 * 2**20
 
