@@ -4,7 +4,7 @@ torch.
 On a CPU a float32 weight is repacked: for oneDNN (`PackedWeight`), or as float16 for FBGEMM
 (`HalfWeight`; Khudia et al. 2021), which torch brings. FBGEMM converts float16 in registers: half
 as many bytes are read as with float32, which is what bounds products of few rows
-(docs/quantization-cpu.md). On a GPU `kernel_dense` multiplies.
+(docs/quantization.md). On a GPU `kernel_dense` multiplies.
 """
 
 from __future__ import annotations
