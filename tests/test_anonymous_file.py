@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 from torch import multiprocessing
 from torch.distributed import FileStore
 
@@ -43,6 +44,7 @@ def meet(rendezvous: RendezvousFile, rank: int, found: Any) -> None:
     found.put((rank, int(store.get(f"rank {1 - rank}"))))
 
 
+@pytest.mark.slow
 def test_two_processes_meet() -> None:
     rendezvous, context = RendezvousFile(), multiprocessing.get_context("spawn")
     status = os.fstat(rendezvous._fd)

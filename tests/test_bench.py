@@ -51,6 +51,8 @@ from tests.scripted_server import (
     text_event,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPE = RequestShape("m")
 CALL = Call(SHAPE.body([5], 4), 4)
 

@@ -14,6 +14,8 @@ import bench_executors
 from benchlib.shapes import Contender, Round, _cost_of_ray, _pipeline_share, text_of
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def contender(name: str, **rounds: list[Round]) -> Contender:
     given: Any = {int(streams[1:]): each for streams, each in rounds.items()}
@@ -35,6 +37,7 @@ def test_marks_are_of_the_rounds() -> None:
     assert row["reached"]
 
 
+@pytest.mark.extended
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_model("qwen3", tmp_path / "model")
     rows = tmp_path / "rows.jsonl"

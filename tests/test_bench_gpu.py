@@ -19,6 +19,8 @@ from benchlib.vllm_figures import VLLM_H200, Figures
 from tests.real_tokenizers import smollm2_folder
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 TINY = [
     "--set",
     "parallel.executor=inline",
@@ -115,6 +117,7 @@ def test_weights_that_are_quantized(folder: Path, capsys: pytest.CaptureFixture[
     assert ended.rows["k2x20x4"]["output_tokens_per_s"] > 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("load_format", "bounds"), [("dummy", (0.1, 0.2)), ("dummy_skewed", (0.4, 0.6))]
 )
@@ -139,6 +142,7 @@ def test_tokens_of_experts(
     assert low < ended.rows["experts"]["busiest_tenth"] < high
 
 
+@pytest.mark.extended
 def test_gpt_oss_made_small(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +164,7 @@ def test_gpt_oss_made_small(
     assert ended.rows["k4x300x8"]["output_tokens_per_s"] > 0
 
 
+@pytest.mark.extended
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = run(
         capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"

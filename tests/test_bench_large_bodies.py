@@ -12,6 +12,8 @@ from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest, Detokeni
 from aioinfer.errors import RequestError
 from benchlib.large_bodies import CHAT, COMPLETIONS, LONG_TEXTS, MANY_VALUES, TOO_MANY, LargeBody
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, type[Body]] = {
     CHAT: ChatRequest,
     COMPLETIONS: CompletionRequest,
@@ -37,6 +39,7 @@ def test_long_texts_are_just_under_the_largest_body() -> None:
     assert 0.9 < longest / MAX_BYTES < 1
 
 
+@pytest.mark.extended
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     name = "49 900 values in an ignored field"
     bench_large_bodies.main(["--runs", "1", "--tail", "0", "--only", name])

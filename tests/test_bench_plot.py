@@ -21,6 +21,8 @@ from benchlib.report import summarize
 from benchlib.slo import Slo
 from tests.scripted_server import good_reply, run_bench, serving
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 

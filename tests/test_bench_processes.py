@@ -21,6 +21,8 @@ from benchlib.slo import Slo
 from benchlib.workload import Call, Calls, IntRange, PromptMaker, RandomPrompts, RequestShape
 from tests.scripted_server import good_reply, serving
 
+pytestmark = pytest.mark.slow
+
 SHAPE = RequestShape("m")
 WORKLOAD = RandomPrompts(
     SHAPE, PromptMaker(IntRange(500, 60_000)), IntRange(3, 9), IntRange(4, 8), seed=2

@@ -15,6 +15,8 @@ from benchlib.load import Load
 from benchlib.sweep import Sweep, best_point
 from tests.scripted_server import good_reply, run_bench, serving
 
+pytestmark = pytest.mark.slow
+
 INFINITE = float("inf")
 
 

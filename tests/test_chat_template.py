@@ -14,6 +14,8 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import mistral_folder, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = {"smollm2": smollm2_folder, "mistral": mistral_folder}
 CONVERSATION = [
     {"role": "user", "content": "Hi <b>世界</b> & \"quotes\" 'n' <|im_end|>"},

@@ -39,6 +39,8 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
 from tests.paged_model import make_step
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 INPUTS = 192
 SCHEMES = [AffineScheme(4, 32, True), AffineScheme(4, 32, False), AffineScheme(8, 16, False),

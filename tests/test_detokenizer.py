@@ -26,6 +26,8 @@ from tests.real_tokenizers import (
     smollm2_folder,
 )
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = {"qwen": qwen_folder, "smollm2": smollm2_folder, "mistral": mistral_folder}
 
 

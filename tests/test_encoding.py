@@ -18,6 +18,8 @@ from aioinfer.text.pieces import PIECE_CHARS
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import mistral_folder, qwen_folder
 
+pytestmark = pytest.mark.slow
+
 PROSE = "The quick brown fox jumps over the lazy dog, isn't it? Zwölf Boxkämpfer, 世界.\n"
 
 

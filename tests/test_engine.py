@@ -127,6 +127,7 @@ async def collect(output: RequestOutput) -> str:
     return str(reason)
 
 
+@pytest.mark.slow
 async def test_checks_of_sound_records_change_nothing(frontend: Frontend) -> None:
     engine = frontend.engines[0]
     outputs = [await frontend.submit([number + 5] * 20, LONG) for number in range(4)]

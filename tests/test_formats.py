@@ -321,6 +321,7 @@ def test_a_named_format_goes_before_the_template() -> None:
     assert not message_format("<tool_call>", {}, "none").parses(AUTO)
 
 
+@pytest.mark.slow
 def test_a_parser_takes_time_that_grows_with_the_text() -> None:
     """A parser that looked at text twice would take minutes."""
     opened = '<tool_call>{"name": "add", "arguments": {"a": "'

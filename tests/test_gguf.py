@@ -21,6 +21,8 @@ from aioinfer.errors import ConfigError
 from tests.gguf_models import config_of, random_model, write_gguf
 from tests.real_tokenizers import smollm2_gguf
 
+pytestmark = pytest.mark.slow
+
 
 def convert(file: Path) -> Path:
     folder = file.with_suffix("")
@@ -29,6 +31,7 @@ def convert(file: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_smollm2_is_as_transformers_reads_it(tmp_path: Path):
     convert_gguf(smollm2_gguf(), tmp_path)
     converted = load_file(tmp_path / "model.safetensors")

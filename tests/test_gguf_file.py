@@ -28,6 +28,7 @@ def write(path: Path, writer: gguf.GGUFWriter) -> GgufFile:
     return GgufFile(path)
 
 
+@pytest.mark.slow
 def test_smollm2_is_as_the_gguf_package_reads_it():
     file, theirs = GgufFile(smollm2_gguf()), gguf.GGUFReader(smollm2_gguf())
     fields = {

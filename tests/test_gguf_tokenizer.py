@@ -31,6 +31,8 @@ from tests.real_tokenizers import (
     tiktoken_ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 #: As OpenAI and Meta published them with their vocabularies (in tiktoken's form).
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""

@@ -298,6 +298,7 @@ def test_tokens_are_those_of_the_dequantized_model(name: str, dense: Path, tmp_p
     assert expected != generate(dense), "rounding to 4 bits changes nothing here"
 
 
+@pytest.mark.extended
 def test_two_ranks(dense: Path, tmp_path: Path):
     quantized = quantize_folder(dense, tmp_path / "quantized", FOLDERS["packed"])
     assert generate(quantized, 2) == generate(quantized)

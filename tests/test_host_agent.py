@@ -30,6 +30,8 @@ from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_conf
 from tests.test_multiprocess import until, workers
 from tests.tiny_models import tiny_model
 
+pytestmark = [pytest.mark.extended, pytest.mark.slow]
+
 SECRET = secrets.token_bytes(32)
 
 
@@ -85,6 +87,7 @@ def constrained_plan(step_id: int, position: int) -> Any:
     return plan
 
 
+@pytest.mark.sample
 async def test_two_hosts_give_what_one_gives(folder: Path, run: Run) -> None:
     """Also under a mask: the ranks of both hosts sample the token that it allows, and go on with
     that."""

@@ -12,6 +12,8 @@ import uvloop
 
 from aioinfer.api.http.logs import LoopErrors
 
+pytestmark = pytest.mark.slow
+
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 

@@ -14,6 +14,8 @@ import aioinfer
 from aioinfer.cli.commands import COMMANDS
 from aioinfer.config import describe_keys
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -167,6 +167,7 @@ async def test_a_filler_that_fails_ends_the_requests_of_its_rows(
     assert frontend.is_healthy()
 
 
+@pytest.mark.slow
 async def test_an_end_token_under_a_constraint_is_no_text(frontend: Frontend) -> None:
     """And the last token of a complete output is."""
     constrain(frontend, lambda sequence: Residues(VOCAB_SIZE, modulus=40_000, length=3))

@@ -80,6 +80,7 @@ def _write_masks(memory: MaskMemory) -> None:
     memory.buffers(4, VOCAB)[1, 2] = [5, 6, 7]
 
 
+@pytest.mark.slow
 def test_masks_are_shared_and_untouched_ones_take_no_memory() -> None:
     memory = MaskMemory()
     memory.resize(4, VOCAB)

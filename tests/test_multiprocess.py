@@ -42,6 +42,8 @@ from tests.executor_runs import (
     tiny_llama,
 )
 
+pytestmark = [pytest.mark.longest, pytest.mark.slow]
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -150,6 +150,7 @@ def test_a_section_comes_back_for_each_token(llm: LLM, expected: list[Output]) -
 # ---------------------------------------------------------------- ways of executing steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -157,7 +158,10 @@ def test_a_section_comes_back_for_each_token(llm: LLM, expected: list[Output]) -
         {"scheduler__plan_ahead": False},
         {"scheduler__max_num_batched_tokens": 40, "cache__num_blocks": 24},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
-        {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+        pytest.param(
+            {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["together", "not planned ahead", "preempted", "two ranks", "two stages"],
 )
@@ -172,6 +176,8 @@ def test_every_way_gives_the_same(
     check_equal(outputs, expected)
 
 
+@pytest.mark.extended
+@pytest.mark.slow
 def test_a_restart_of_the_workers_changes_nothing(folder: Path, expected: list[Output]) -> None:
     others = worker_pids()
     settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}

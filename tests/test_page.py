@@ -27,6 +27,8 @@ from aioinfer.engine.frontend import Frontend
 from bench_loop import make_frontend
 from tests.test_server import make_server
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(aioinfer.__file__).parent / "page"
 VENDOR = FOLDER / "vendor"
 FILES = sorted(file for file in FOLDER.rglob("*") if file.is_file())

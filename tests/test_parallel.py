@@ -16,6 +16,8 @@ from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
 from tests.paged_model import PagedModel, load_model
 from tests.rank_processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 211  # no number of ranks divides it
 TEXTS = [
     [(11 * i * i + 3 * i + 7 * text) % VOCAB for i in range(length)]

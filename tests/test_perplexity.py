@@ -16,6 +16,8 @@ import perplexity
 from tests.real_tokenizers import smollm2_folder
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer_cache: Path) -> Path:

@@ -24,6 +24,8 @@ from aioinfer.text.pieces import TextPieces
 from aioinfer.text.tokenizer import Tokenizer as ModelTokenizer
 from tests.real_tokenizers import mistral_folder, qwen_folder, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = {"qwen": qwen_folder, "smollm2": smollm2_folder, "mistral": mistral_folder}
 PARTS = [
     "a", "B.", " ", "  ", "\n", " \n", "\r\n", "\t", "1", "23", "'s", "I'll", "é", "e\u0301", "世",

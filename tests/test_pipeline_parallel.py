@@ -15,6 +15,8 @@ from aioinfer.executor.multiprocess import MultiprocessExecutor
 from tests.executor_runs import Run, greedy, tiny_config
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,6 +49,7 @@ async def test_two_stages_give_what_one_worker_gives(folder: Path) -> None:
     assert run.failures == []
 
 
+@pytest.mark.extended
 async def test_a_killed_rank_is_named_with_its_stage(folder: Path) -> None:
     run = staged(folder)
     before = {process.pid for process in psutil.Process().children(recursive=True)}

@@ -20,6 +20,8 @@ from aioinfer.text.plain_content import PlainContent
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import TEXTS, mistral_folder, qwen_folder, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 #: What templates do with messages: they trim them, look into them, cut them, and write JSON.
 TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}{{ eos_token }}{{ message.role }}\n"

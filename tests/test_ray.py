@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = [pytest.mark.extended, pytest.mark.slow]
+
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402

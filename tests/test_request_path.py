@@ -50,6 +50,8 @@ from aioinfer.worker.slots import Slots
 from bench_loop import CONFIG, EchoExecutor
 from tests.filled_slots import device_without_layers
 
+pytestmark = [pytest.mark.longest, pytest.mark.slow]
+
 MAX_MODEL_LEN = 48
 VOCAB_SIZE = 49_152
 

@@ -170,6 +170,7 @@ def echo(plans: Ring, results: Ring) -> None:
             write(results, message[::-1])
 
 
+@pytest.mark.slow
 def test_through_a_spawned_process() -> None:
     names, descriptors = set(os.listdir("/dev/shm")), None
     for _ in range(2):  # the first round also starts what multiprocessing keeps

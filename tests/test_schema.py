@@ -11,11 +11,14 @@ from typing import Any
 
 import aiohttp
 import jsonschema_rs
+import pytest
 
 from aioinfer.api.admin.openapi import OPERATIONS, describe
 from aioinfer.api.fields import NO_EFFECT
 from tests.test_page import serve
 from tests.test_server import make_server
+
+pytestmark = pytest.mark.slow
 
 CONFIG = Path(__file__).parent / "schemathesis.toml"
 CHECKS = (
@@ -93,6 +96,7 @@ async def test_it_is_a_document_of_openapi_3_1() -> None:
         jsonschema_rs.validator_for(whole)  # raises for what is no JSON schema
 
 
+@pytest.mark.extended
 async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
     """Random requests by schemathesis, for half a minute at most. By hand, for thousands of cases
     and with a model: `scripts/check_requests.py`."""

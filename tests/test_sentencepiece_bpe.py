@@ -12,6 +12,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.text.sentencepiece_bpe import PieceType, add_bos_eos, build, read_model
 from tests.real_tokenizers import TEXTS, sentencepiece_model
 
+pytestmark = pytest.mark.slow
+
 
 def random_texts(source: random.Random, count: int) -> list[str]:
     """Returns texts of few characters, so that runs of them merge in every way."""

@@ -15,6 +15,8 @@ import soak
 from benchlib.server_process import ROOT
 from benchlib.soak_watch import BOUNDS, fit, judge
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_slope_of_a_line_and_its_error() -> None:
     slope, error = fit([0, 1, 2, 3], [5, 7, 9, 11])
@@ -46,6 +48,7 @@ def test_every_figure_has_a_bound(name: str) -> None:
     assert (bound.per_thousand is None) != (bound.rise is None)
 
 
+@pytest.mark.extended
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Every kind of request is answered as it should; a run this short says nothing of memory."""
     options = ["--rounds", "2", "--round", "50", "--warm-up", "0", "--concurrency", "4"]
@@ -58,6 +61,7 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "100 requests (" in shown
 
 
+@pytest.mark.extended
 def test_the_time_is_kept_and_half_of_it_may_be_warm_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -72,6 +76,7 @@ def test_the_time_is_kept_and_half_of_it_may_be_warm_up(
     assert lines.count("round") >= 2
 
 
+@pytest.mark.extended
 def test_a_signal_ends_the_server_as_well() -> None:
     command = [sys.executable, "scripts/soak.py", "--round", "4", "--seed", "5"]
     script = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

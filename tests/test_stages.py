@@ -80,6 +80,7 @@ def logits_of(stages: list[CausalLM], ids: list[int]) -> torch.Tensor:
     return stages[-1].logits(received)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_stages_compute_what_one_model_does(family: str, tmp_path: Path) -> None:
     folder = tiny_model(family, tmp_path, tie_word_embeddings=family in ("qwen2", "gemma2"))

@@ -19,6 +19,8 @@ from aioinfer.__main__ import main
 from tests.gguf_models import random_model, write_gguf
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -174,6 +176,7 @@ def test_tokenizers_that_are_damaged(
     assert str(folder) in line or "the chat template is not valid" in line, line
 
 
+@pytest.mark.extended
 def test_a_disk_that_is_full_while_a_gguf_file_is_converted(tmp_path: Path) -> None:
     """Files of the child may have 100 kB, less than the weights: writing more fails as on a full
     disk, at another place of the conversion for each limit."""

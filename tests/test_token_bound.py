@@ -23,6 +23,8 @@ from aioinfer.text.token_bound import TokenBound
 from aioinfer.text.tokenizer import Tokenizer as ModelTokenizer
 from tests.real_tokenizers import mistral_folder, qwen_folder, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = {"qwen": qwen_folder, "smollm2": smollm2_folder, "mistral": mistral_folder}
 PARTS = [
     "a", "Hello", " the", "  ", " " * 100, "\n", "\t", "1", "2026", "-" * 70, "=" * 90, "é",

@@ -12,6 +12,8 @@ import pytest
 import token_path
 from token_path import MIN_INTERVALS, TokenPath, code_lines, measure, read_path, recording
 
+pytestmark = pytest.mark.slow
+
 #: Limits of the path with a worker process on a CPU: files, and lines of code in them.
 MAX_FILES = 43
 MAX_CODE_LINES = 7200

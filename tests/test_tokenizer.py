@@ -17,6 +17,8 @@ from aioinfer.errors import ConfigError, RequestError
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import TEXTS, mistral_folder, qwen_folder, smollm2_folder
 
+pytestmark = pytest.mark.slow
+
 FOLDERS = {
     "qwen": qwen_folder,
     "smollm2": smollm2_folder,

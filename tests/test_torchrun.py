@@ -27,6 +27,8 @@ from aioinfer.executor.torchrun_hosts import config_digest
 from tests.executor_runs import PROMPT, tiny_config, tiny_llama
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
@@ -79,6 +81,7 @@ def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Pope
     )
 
 
+@pytest.mark.extended
 def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
     """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
     script = tmp_path / "script.py"
@@ -132,6 +135,7 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
         return json.loads(response.read())
 
 
+@pytest.mark.extended
 def test_a_server_of_two_ranks(server: tuple[subprocess.Popen[str], str]) -> None:
     """It answers, drains at SIGTERM as without torchrun, and leaves nothing."""
     process, url = server
@@ -143,6 +147,7 @@ def test_a_server_of_two_ranks(server: tuple[subprocess.Popen[str], str]) -> Non
     assert psutil.wait_procs(children, timeout=20)[1] == []
 
 
+@pytest.mark.extended
 def test_all_end_when_one_does(server: tuple[subprocess.Popen[str], str]) -> None:
     process, _ = server
     ranks = [
@@ -185,6 +190,7 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.communicate()
 
 
+@pytest.mark.extended
 def test_a_script_on_two_hosts(tmp_path: Path) -> None:
     """Stages on two hosts, each of two ranks: the tokens are those of one worker."""
     folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
@@ -211,6 +217,7 @@ def test_a_script_on_two_hosts(tmp_path: Path) -> None:
     assert meeting_places() == before
 
 
+@pytest.mark.extended
 def test_a_server_on_two_hosts_one_of_which_is_lost(folder: Path) -> None:
     """A tensor-parallel group over both; when the second host ends, so does the first, soon, and
     says which it was."""

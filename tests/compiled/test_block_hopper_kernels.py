@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
+pytestmark = pytest.mark.extended
+
 
 def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> CompiledKernel:
     """Compiles what `block_product` launches."""

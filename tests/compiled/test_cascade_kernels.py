@@ -24,6 +24,8 @@ from aioinfer.kernels.decode_plan import PLAN_FIELDS, _plan_kernel, decode_confi
 from hopper import SHARED_MEMORY, compile_call, compile_kernel, spilled
 from test_decode_attention import KV_HEADS, decode_arguments
 
+pytestmark = pytest.mark.extended
+
 MAX_ROWS, PROGRAMS = 256, 264
 
 

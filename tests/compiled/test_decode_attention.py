@@ -132,6 +132,7 @@ def test_norm_and_rope_in_the_kernel_take_few_barriers(group: int) -> None:
     assert 0 < extra <= 12
 
 
+@pytest.mark.extended
 def test_sinks_take_few_barriers() -> None:
     """They are loaded in the layout of the sums that they join."""
     with_sinks = barriers(4, projected=True, has_sinks=True)

@@ -16,6 +16,8 @@ from aioinfer.kernels import expert_exchange
 
 from tests.compiled.hopper import compile_kernel, spilled
 
+pytestmark = pytest.mark.extended
+
 TYPES = {
     "x": "*bf16", "pairs": "*bf16", "out": "*bf16", "residual": "*bf16", "experts": "*i32",
     "weights": "*fp32", "firsts": "*i32", "addresses": "*i64", "epochs": "*i32", "ticket": "*i32",

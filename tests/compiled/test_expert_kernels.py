@@ -30,6 +30,8 @@ from triton.compiler import CompiledKernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
 
+pytestmark = pytest.mark.extended
+
 #: Qwen3-30B-A3B.
 HIDDEN, CHANNELS, EXPERTS, TOP_K = 2048, 768, 128, 8
 

@@ -19,6 +19,8 @@ from aioinfer.kernels.few_rows_dense import (
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, names_to_types, spilled
 
+pytestmark = pytest.mark.extended
+
 #: Rows, output features, inputs, whether normed and gated: products of Qwen3-8B.
 PRODUCTS = [
     (1, 6144, 4096, True, False),

@@ -28,6 +28,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tests.compiled.hopper import HOPPER, SHARED_MEMORY
 
+pytestmark = pytest.mark.extended
+
 TYPES = {
     "x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "norm": "*bf16", "residual": "*bf16",
     "out": "*bf16", "eps": "fp32",
@@ -113,6 +115,7 @@ def test_the_tables_configurations(
         assert len(loop) / weights < INSTRUCTIONS[run > 0]
 
 
+@pytest.mark.sample
 def test_other_weights_and_machines_are_rejected() -> None:
     x, values = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(32, 64)
     weight = ScaledMatrix(values.to(torch.float8_e4m3fn), torch.ones(32, 1))

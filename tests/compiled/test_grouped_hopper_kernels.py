@@ -32,6 +32,8 @@ from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
+pytestmark = pytest.mark.extended
+
 #: Output features (of gate and up together) and inputs of Qwen3-8B's layers.
 SHAPES = {
     "qkv": (6144, 4096),
@@ -123,6 +125,7 @@ def test_every_configuration(shape: str, tmp_path: Path) -> None:
         check(compile_product(weight, config, gated=is_gated), tmp_path)
 
 
+@pytest.mark.sample
 def test_one_configuration(tmp_path: Path) -> None:
     weight = weight_of(512, 4096)
     config = GroupedHopperConfig(64, 4, 8, splits=2)

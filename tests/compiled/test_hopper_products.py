@@ -19,6 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 
+pytestmark = pytest.mark.extended
+
 
 def compile_product(
     config: HopperConfig, *, gated: bool, grouped: bool, residual: bool, rows_per_scale: int

@@ -20,6 +20,8 @@ from aioinfer.kernels.latent_prefill import ITEM_FIELDS, _latent_prefill_kernel,
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_call, compile_kernel, names_to_types
 
+pytestmark = pytest.mark.extended
+
 TYPES = {
     "*bf16": ("cache", "out", "queries", "expanded", "keys", "latents", "weight"),
     "*i64": ("slot_mapping",),

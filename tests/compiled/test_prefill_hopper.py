@@ -75,12 +75,14 @@ def test_every_supported_shape_compiles(
     check(compiled(head_size, block_size, window, soft_cap, has_sinks))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_float8", [False, True])
 def test_block_tables_of_one_column(is_float8: bool) -> None:
     """Triton makes an argument of 1 a constant, as the stride of such tables is."""
     check(compiled(64, 64, 0, False, False, is_float8=is_float8, table_stride=1))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     NAMES,
     [

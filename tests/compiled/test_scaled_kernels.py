@@ -20,6 +20,8 @@ from triton.compiler import CompiledKernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
 
+pytestmark = pytest.mark.extended
+
 FP8, BF16, INT8 = "fp8e4nv", "bf16", "i8"
 GROUP = 128
 
@@ -113,6 +115,7 @@ def test_products_of_few_rows(
         assert "cp.async.ca" not in ptx  # less than 16 bytes at a time
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(("kind", "before"), [(FP8, "norm"), (FP8, ""), (INT8, "")])
 def test_activations_are_quantized_in_registers(kind: str, before: str, grouped: bool) -> None:

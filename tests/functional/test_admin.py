@@ -16,7 +16,7 @@ from aioinfer.features.expert_load.sections import ExpertTokens
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 COMPLETIONS = "/v1/completions"
 STORY = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
@@ -40,6 +40,7 @@ async def admin(served: Served, path: str, status: int = 200, **body: object) ->
         return reply
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("path", ["/pause", "/resume", "/abort", "/reset_prefix_cache"])
 async def test_only_an_admin_key_opens_them(
     served: Served, administered: Served, path: str

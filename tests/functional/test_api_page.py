@@ -12,6 +12,8 @@ import document_keys
 from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from tests.functional.conftest import Served
 
+pytestmark = pytest.mark.extended
+
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
 COMMANDS = re.findall(r"^curl .*", PAGE, re.MULTILINE)
 
@@ -35,6 +37,7 @@ async def test_a_command(served: Served, command: str) -> None:
         await response.read()
 
 
+@pytest.mark.sample
 def test_every_endpoint_has_a_command() -> None:
     paths = {re.search(r":8000(/\S*)", command)[1] for command in COMMANDS}
     rows = [row for row in PAGE.splitlines() if re.match(r"\| `(GET|POST) ", row)]
@@ -42,6 +45,7 @@ def test_every_endpoint_has_a_command() -> None:
     assert all(paths & set(re.findall(r"(?:GET|POST) (/[\w/]*)", row)) for row in rows)
 
 
+@pytest.mark.sample
 def test_every_field_is_described() -> None:
     assert document_keys.render_fields(PAGE) == PAGE, "run `make docs`"
     described, _, _ = PAGE.partition("## Fields of all endpoints")

@@ -18,7 +18,7 @@ from aioinfer.api.batch import batches, file_store, files
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 SETTINGS = {
     "parallel.executor": "inline",
@@ -106,6 +106,7 @@ async def until_answered(client: openai.AsyncOpenAI, batch_id: str, count: int) 
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.sample
 async def test_a_batch_is_answered_in_order(filed: Served, client: openai.AsyncOpenAI) -> None:
     lines = [line(number) for number in range(12)]
     lines[7] = line(7, temperature=-1)
@@ -297,6 +298,7 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     assert [result["custom_id"] for result in parse(data)] == [r["custom_id"] for r in lines]
 
 
+@pytest.mark.sample
 async def test_a_batch_that_cannot_be_read_fails(
     filed: Served, client: openai.AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,8 @@ from tests.functional.conftest import SMOLLM2, Served, serve
 from tests.functional.reference import Reference
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 in_session = pytest.mark.asyncio(loop_scope="session")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SETTINGS = {
@@ -69,6 +71,7 @@ def check_small_model(
 SCARCE = {"cache.num_blocks": 40, "scheduler.max_num_batched_tokens": 16}
 
 
+@pytest.mark.sample
 def test_a_small_model_under_preemption(tiny: Path) -> None:
     """Four searches that all run to their full length."""
     settings = SCARCE | {"cache.enable_prefix_caching": False}

@@ -55,6 +55,7 @@ def test_parameters_that_are_given_go_before_the_configured_ones(llm: LLM) -> No
     assert default_length.token_ids == first.token_ids[:6]
 
 
+@pytest.mark.extended
 async def test_http_has_the_same_defaults() -> None:
     async with serve(**{f"sampling__{name}": value for name, value in SAMPLING.items()}) as served:
         for path, prompt in (

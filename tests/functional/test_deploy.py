@@ -168,6 +168,7 @@ def num_connections(server: HttpServer) -> int:
     return len(server._connections.connections)
 
 
+@pytest.mark.extended
 async def test_a_slow_upload_stays_at_nginx_and_its_stream_is_not_buffered(tmp_path: Path) -> None:
     """The body takes longer than the server would wait, which gets it in one piece."""
     async with impatient_server() as (server, url), nginx(tmp_path, url) as port:

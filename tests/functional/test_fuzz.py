@@ -193,6 +193,7 @@ def test_the_log_holds_no_traceback_and_no_secret(server: ServerProcess) -> None
     assert "secret-key" not in log
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_killed_ends_its_requests_with_an_error() -> None:
     """Without restarts: every client gets an error, and the process ends with status 1, in a
     bounded time. (`test_recovery` tests restarts.)"""

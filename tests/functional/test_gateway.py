@@ -145,6 +145,7 @@ async def test_a_stream_that_a_replica_has_no_time_for_ends_on_another(
         assert registry.get_sample_value("aioinfer:gateway_resumed_requests_total") == 1
 
 
+@pytest.mark.extended
 async def test_what_a_gateway_answers_itself(folder: Path) -> None:
     async with fleet(folder, server__api_keys=["key"]) as found:
         http = found.http
@@ -194,6 +195,7 @@ async def test_what_a_gateway_answers_itself(folder: Path) -> None:
             assert response.headers["Retry-After"] == "1"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")
 async def test_the_page_says_which_replica_it_shows(folder: Path, tmp_path: Path) -> None:
     async with fleet(folder) as found, open_page(tmp_path) as page:

@@ -86,6 +86,7 @@ def test_one_rank(case: Case) -> None:
     check_greedy(case, **CPU)
 
 
+@pytest.mark.extended
 def test_two_ranks(case: Case) -> None:
     settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
     check_greedy(case, **CPU, **settings)

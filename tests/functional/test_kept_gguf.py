@@ -6,9 +6,12 @@ from __future__ import annotations
 from pydoc_data import topics
 
 import numpy as np
+import pytest
 
 from aioinfer import LLM, SamplingParams
 from tests.functional.test_equality import MODEL
+
+pytestmark = pytest.mark.extended
 
 SETTINGS = {
     "parallel.executor": "inline",

@@ -17,6 +17,8 @@ from tests.scheduled_worker import (
 )
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 FAMILIES = ("deepseek_v2", "deepseek_v3")
 
 
@@ -41,6 +43,7 @@ def test_prefix_hits(folder: Path, prompts: list[list[int]], expected: list[list
     assert [group.spec for group in scheduler.kv_cache.groups] == [LatentSpec(24 + 8)]
 
 
+@pytest.mark.sample
 def test_chunks_and_preemption_change_nothing(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:

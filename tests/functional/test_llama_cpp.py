@@ -10,7 +10,7 @@ import torch
 
 from tests.functional.conftest import Served, serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT = "The capital of France is"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "n_predict": 6}
@@ -124,6 +124,7 @@ async def test_parts_of_a_reply(served: Served) -> None:
     assert reply["generation_settings/n_predict"] == 6
 
 
+@pytest.mark.sample
 async def test_tokens_and_texts(served: Served) -> None:
     text = "What is the capital of 媽 and 🤗?"
     tokens = (await served.post("/tokenize", content=text))["tokens"]

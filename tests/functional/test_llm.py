@@ -208,6 +208,7 @@ def test_what_users_of_vllm_write(llm):
         llm.score(["a", "b"], "c")
 
 
+@pytest.mark.extended
 def test_the_longest_request_that_fits_runs(llm):
     longest = llm.frontend.max_model_len
     assert longest == 128 * 16, "what the KV cache holds"

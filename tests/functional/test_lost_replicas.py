@@ -22,7 +22,7 @@ from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address
 from tests.functional.test_lifecycle import ROOT
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 TOKEN = "secret"
 SETTINGS = (
     "parallel.executor=inline",
@@ -200,7 +200,13 @@ def _without(value: Any) -> Any:
     return [_without(item) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("names", [FEW, tuple(RESUMABLE | WHOLE)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, marks=pytest.mark.sample, id="few"),
+        pytest.param(tuple(RESUMABLE | WHOLE), id="all"),
+    ],
+)
 async def test_replies_of_a_killed_replica_go_on_with_another(
     config: Config, names: Sequence[str]
 ) -> None:

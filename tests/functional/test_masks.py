@@ -26,6 +26,8 @@ from tests.automata import Residues, Runs, accepts, constrain
 from tests.disturbance import worker_pids
 from tests.gpu.random_models import random_model
 
+pytestmark = pytest.mark.extended
+
 VOCAB_SIZE = 500  # no multiple of 32, and two ranks have shards that do not begin at a word
 TOKENS = 24
 
@@ -109,6 +111,7 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return together
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     "settings",
     [

@@ -286,6 +286,7 @@ async def test_a_stream_that_fails(page: Page, body: bytes, shown: str) -> None:
 # ---------------------------------------------------------------- tools and JSON
 
 
+@pytest.mark.extended
 async def test_a_round_with_a_tool(page: Page) -> None:
     """The model has to call the example's tool, the user plays it, and the model goes on."""
     await page.run("document.querySelector('[data-example=tools]').click()")
@@ -322,6 +323,7 @@ async def test_a_round_with_a_tool(page: Page) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.extended
 async def test_an_answer_by_a_schema(page: Page) -> None:
     await page.run("document.querySelector('[data-example=response_format]').click()")
     await set_field(page, "max_tokens", "100")
@@ -338,6 +340,7 @@ async def test_an_answer_by_a_schema(page: Page) -> None:
     assert await page.run(switch) == "Show indented"
 
 
+@pytest.mark.extended
 async def test_what_cannot_be_enforced_is_said_at_its_field(page: Page) -> None:
     await set_field(page, "response_format", '{"type": "array", "items": {}, "uniqueItems": true}')
     await say(page, "Hello.")

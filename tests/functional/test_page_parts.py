@@ -28,6 +28,7 @@ from tests.functional.chromium import EXECUTABLE, Page, open_page
 from tests.scripted_server import sse
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
 ]
@@ -137,6 +138,7 @@ async def until_idle(page: Page, num_answers: int = 1) -> None:
 # ---------------------------------------------------------------- below a path
 
 
+@pytest.mark.sample
 async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script, str]) -> None:
     url = mounted[1]
     await browser.open(url)  # without a slash at its end
@@ -170,6 +172,7 @@ async def opened(browser: Page, title: str) -> str:
     return fold
 
 
+@pytest.mark.sample
 async def test_a_call_from_the_page_of_endpoints(
     browser: Page, mounted: tuple[Script, str]
 ) -> None:
@@ -226,6 +229,7 @@ async def test_a_call_from_the_page_of_endpoints(
 # ---------------------------------------------------------------- for screen readers
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("width", [390, 1280])
 async def test_names_and_headings(page: Page, script: Script, width: int) -> None:
     """As the browser tells a screen reader: each control has a name, no level of headings is left
@@ -304,6 +308,7 @@ async def test_a_thought_that_is_stopped_is_no_answer(page: Page, script: Script
 # ---------------------------------------------------------------- tool calls
 
 
+@pytest.mark.sample
 async def test_a_call_streams_and_its_result_goes_on(page: Page, script: Script) -> None:
     await page.run("document.querySelector('[data-example=tools]').click()")
     assert await page.run("document.querySelector('#num-tools').textContent") == "1 set"
@@ -411,6 +416,7 @@ async def test_a_call_that_breaks_off_is_left_out(page: Page, script: Script) ->
 # ---------------------------------------------------------------- JSON
 
 
+@pytest.mark.sample
 async def test_json_is_indented_while_it_comes(page: Page, script: Script) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array"}}}
     await set_field(page, "response_format", json.dumps(schema))

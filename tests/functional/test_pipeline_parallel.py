@@ -24,6 +24,8 @@ from tests.gpu.random_models import random_model
 from tests.prompt_rows import VOCAB_SIZE, Reference, check_all
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 RNG = random.Random(0)

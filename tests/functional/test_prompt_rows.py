@@ -22,6 +22,8 @@ from tests.functional.test_equality import MODEL
 from tests.gpu.random_models import random_model
 from tests.prompt_rows import POOLINGS, VOCAB_SIZE, Reference, check_all, run
 
+pytestmark = pytest.mark.extended
+
 #: Longer than one chunk of logits, and than a step of few tokens; one has a single token.
 LENGTHS = (1, 2, 17, 33, 90, 400)
 BASE = {
@@ -161,6 +163,7 @@ def smollm2() -> Iterator[tuple[LLM, Reference]]:
         yield llm, Reference.of(folder, prompts)
 
 
+@pytest.mark.sample
 def test_real_weights(smollm2: tuple[LLM, Reference]) -> None:
     check_all(*smollm2)
 

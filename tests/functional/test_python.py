@@ -28,6 +28,8 @@ from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.conftest import SMOLLM2, Served
 from tests.functional.test_disconnect import until
 
+pytestmark = pytest.mark.extended
+
 SETTINGS = {
     "model.max_model_len": 256,
     "parallel.executor": "inline",

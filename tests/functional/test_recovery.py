@@ -18,6 +18,8 @@ import pytest
 from tests.functional.test_lifecycle import Process, events
 from tests.gpu.random_models import random_model
 
+pytestmark = pytest.mark.longest
+
 VOCAB_SIZE = 512
 TOKENS = 300
 #: Two that run, greedily and by seed under every count of tokens, and one that waits.
@@ -113,12 +115,16 @@ def until_running(process: Process, count: int) -> None:
 @pytest.mark.parametrize(
     ("process", "fault"),
     [
-        ("", signal.SIGKILL),
-        ("", signal.SIGSTOP),
-        ("parallel.tensor_parallel_size=2", signal.SIGKILL),
+        pytest.param("", signal.SIGKILL, id="one rank, killed"),
+        pytest.param("", signal.SIGSTOP, marks=pytest.mark.extended, id="one rank, stopped"),
+        pytest.param(
+            "parallel.tensor_parallel_size=2",
+            signal.SIGKILL,
+            marks=pytest.mark.extended,
+            id="two ranks, one killed",
+        ),
     ],
     indirect=["process"],
-    ids=["one rank, killed", "one rank, stopped", "two ranks, one killed"],
 )
 def test_requests_outlive_their_workers(process: Process, fault: signal.Signals) -> None:
     expected = [stream(process, body) for body in BODIES]
@@ -148,6 +154,7 @@ def test_requests_outlive_their_workers(process: Process, fault: signal.Signals)
     assert "the workers serve again; 3 requests go on" in log
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("process", ["parallel.restart_workers=2"], indirect=True)
 def test_repeated_crashes_end_the_server(process: Process) -> None:
     """A request that ran at two of them is ended at the second."""
@@ -183,6 +190,7 @@ def until_all_generate(process: Process, count: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "process", ["parallel.data_parallel_size=2 parallel.restart_workers=0"], indirect=True
 )

@@ -18,7 +18,7 @@ from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 USUAL: Any = {"model": "smollm2", "temperature": 0, "max_output_tokens": 6}
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
@@ -39,6 +39,7 @@ async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
+@pytest.mark.sample
 async def test_a_text_that_is_streamed(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(**USUAL, input="What is the capital of France?")
     assert whole.status == "incomplete"
@@ -390,6 +391,7 @@ async def ended(client: openai.AsyncOpenAI, id: str) -> Any:
     return await retrieved(client, id, lambda r: r.status not in ("queued", "in_progress"))
 
 
+@pytest.mark.sample
 async def test_a_response_in_the_background(client: openai.AsyncOpenAI) -> None:
     ask = "What is the capital of France?"
     whole = await client.responses.create(**USUAL, input=ask)

@@ -28,7 +28,7 @@ from tests.gpu.random_models import random_model
 
 pytest.importorskip("ray.serve")
 #: Ray takes a minute to start on a machine that does other work.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 SETTINGS = (
     "parallel.executor=inline",

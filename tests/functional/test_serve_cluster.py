@@ -26,7 +26,7 @@ from tests.serve_cluster_driver import NODES
 from tests.test_torchrun import free_port
 
 #: Ray takes a minute to start on a machine that does other work.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 _SCALING_S = 90.0
 
 

@@ -18,7 +18,7 @@ from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from tests.functional.conftest import SMOLLM2, Served, serve
 from tests.random_schemas import random_schemas
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "Name a city and its country."}]
@@ -40,6 +40,7 @@ class City(pydantic.BaseModel):
     country: str
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(
     "fields",
@@ -141,6 +142,7 @@ async def test_a_grammar_that_fails_while_it_runs(served: Served) -> None:
     assert (await other)["finish_reason"] == "length"
 
 
+@pytest.mark.sample
 async def test_the_openai_client_parses(served: Served) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=0

@@ -34,7 +34,7 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_before_anything_starts
     assert multiprocessing.active_children() == others
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size: int) -> None:
     """Each rank takes the next step's inputs from what it chose itself: greedily, and by seed under
     every adjustment."""
@@ -91,6 +91,7 @@ def test_ranks_that_are_out_of_step_sample_the_same_tokens(tmp_path: Path, size:
     assert len(workers) == size
 
 
+@pytest.mark.extended
 def test_a_stopped_rank_ends_the_server_within_ten_seconds(tmp_path: Path) -> None:
     random_model(tmp_path, vocab_size=VOCAB_SIZE, max_position_embeddings=4096)
     process = Process(

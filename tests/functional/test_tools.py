@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.functional.conftest import Served, serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 CHAT = "/v1/chat/completions"
 WEATHER: dict[str, Any] = {
@@ -168,6 +168,7 @@ async def test_the_model_sees_the_tools_unless_none_may_be_called(served: Served
     assert await prompt_tokens(tools=TOOLS) > without + 50
 
 
+@pytest.mark.sample
 async def test_an_answer_by_a_schema_or_a_call(served: Served) -> None:
     schema = {
         "type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"],

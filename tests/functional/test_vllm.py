@@ -11,7 +11,7 @@ import torch
 
 from tests.functional.conftest import Served, serve
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
 CHAT = "/v1/chat/completions"
 PROMPT = "The capital of France is"

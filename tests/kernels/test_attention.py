@@ -168,12 +168,14 @@ def test_sinks() -> None:
     assert attention_error(rows, 6, 2, 64, 16, window=20, has_sinks=True) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (1, 0.0), (20, 5.0)])
 def test_sinks_with_windows_and_soft_caps(window: int, soft_cap: float) -> None:
     options = {"window": window, "soft_cap": soft_cap, "has_sinks": True}
     assert attention_error(SINK_ROWS, 6, 2, 64, 16, **options) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("programs", [1, 3, 40])
 def test_a_sink_counts_once_however_a_row_is_split(programs: int) -> None:
     rows = [(1, 300), (1, 20)]
@@ -189,11 +191,13 @@ def test_sinks_of_decodes_from_a_projection() -> None:
     assert max(map(error, projected_attention(case, RotationCase(64)))) < 1e-5
 
 
+@pytest.mark.extended
 def test_sinks_over_a_float8_cache() -> None:
     options = {"cache_dtype": torch.float8_e4m3fn, "has_sinks": True}
     assert attention_error(SINK_ROWS, 6, 2, 64, 16, **options) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("logit", [-200.0, 200.0])
 def test_sinks_that_weigh_nothing_and_all(logit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far below and far above every score: as without sinks, and zeros."""
@@ -273,6 +277,7 @@ def test_pairs_of_channels(head_size: int) -> None:
     assert attention_error(PAIRED_ROWS, 6, 2, head_size, 16, **PAIRED) < 2e-3
 
 
+@pytest.mark.extended
 def test_pairs_of_channels_with_options() -> None:
     more = {"window": 20, "soft_cap": 5.0, "has_sinks": True}
     assert attention_error(PAIRED_ROWS, 6, 2, 64, 32, **PAIRED, **more) < 2e-3

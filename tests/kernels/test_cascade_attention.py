@@ -21,6 +21,8 @@ from tests.kernels.bound_model import BLOCK_SIZE, Bound, assert_close, last_toke
 from tests.paged_model import make_step
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_sm=1, min_tiles=1)
 CASCADE = CascadeConfig(
     rows=16, tile=16, programs_per_sm=1, max_splits=4, min_split=16, min_rows=2, min_saved=16
@@ -62,6 +64,7 @@ def test_head_sizes_and_soft_cap(head_size: int) -> None:
     assert largest_error(case(ROWS[:6], 2, 1, head_size, 16, soft_cap=5.0, expected=64)) < 1e-5
 
 
+@pytest.mark.sample
 def test_more_sharing_rows_than_a_tile_has() -> None:
     rows = [(40 + number, 0, 2) for number in range(11)]
     assert largest_error(case(rows, 4, 2, 64, 16, expected=32, max_rows=20)) < 1e-5

@@ -46,6 +46,7 @@ def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
             assert_close(over_kernels.model.logits(hidden[:rows]), expected[:rows])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(
     ("family", "rows"), [("qwen3", [0, 1, 2]), ("mistral", [2, 0]), ("mistral", [])]

@@ -25,6 +25,8 @@ from tests.kernels.bound_model import CPU, assert_close
 from tests.kernels.test_expert_models import SIZES
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 TOP_K, HIDDEN = 3, SIZES["hidden_size"]
 #: Tokens of the ranks in one exchange after the other.
 STEPS = ((5, 3), (0, 4), (1, 0), (0, 0), (9, 2))
@@ -103,6 +105,7 @@ def test_each_rank_gets_what_all_experts_give(
         assert (len(second), int(second.sum())) == (8, own)
 
 
+@pytest.mark.sample
 def test_tiles_go_by_the_tokens_that_may_come() -> None:
     """A rank with few tokens or none has tiles for few rows, and for all that others may send; one
     with a long prompt has tiles for many rows alone."""
@@ -115,6 +118,7 @@ def test_tiles_go_by_the_tokens_that_may_come() -> None:
     assert all(one.many == table[-1] for one in launches)
 
 
+@pytest.mark.sample
 def test_what_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
     tiny_model("mixtral", tmp_path, **SIZES, intermediate_size=20)
     with pytest.raises(ConfigError, match=r"data_parallel_attention on GPUs needs experts"):

@@ -12,6 +12,8 @@ from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from peer_processes import run_ranks
 from references import experts_reference
 
+pytestmark = pytest.mark.extended
+
 HIDDEN, CHANNELS, TOP_K, MAX_TOKENS = 24, 16, 3, 9
 #: Tokens of each rank in one exchange after the other.
 STEPS = ((4, 0), (9, 1), (0, 0), (2, 7))

@@ -64,6 +64,7 @@ VARIANTS = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize(
     "rule", [RULE, GROUPED, RoutingRule(40, 1, is_normalized=False), RoutingRule(6, 3, True)]
@@ -212,6 +213,7 @@ def quantized_case(tokens: int, format: str, **options: object) -> ExpertCase:
     return ExpertCase(tokens, 160, 40, RULE, device="cpu", **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "config"),
@@ -222,6 +224,7 @@ def test_quantized_weights(format: str, tokens: int, config: ExpertConfig | None
     assert error(whole(quantized_case(tokens, format), config)) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("format", ["fp8", "fp8 blocks"])
 @pytest.mark.parametrize("tokens", [2, 18])
 def test_quantized_activations(format: str, tokens: int) -> None:
@@ -229,12 +232,14 @@ def test_quantized_activations(format: str, tokens: int) -> None:
     assert error(whole(quantized_case(tokens, format, quantized=True), config)) < 1e-2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("format", ["plain", "fp8", "mxfp4"])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_biases_and_the_clamped_activation(format: str, tokens: int) -> None:
     assert error(whole(quantized_case(tokens, format, biased=True))) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_rank_with_some_of_the_quantized_experts(format: str) -> None:
     one = quantized_case(5, format, local=range(2, 5), buckets=format == "fp8")

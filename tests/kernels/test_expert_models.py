@@ -18,6 +18,8 @@ from aioinfer.layers.residual import ResidualStream
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 #: Small heads of the size that the attention kernels take; one layer of experts.
 SIZES = {
     "vocab_size": 100, "hidden_size": 64, "head_dim": 64, "num_attention_heads": 2,

@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_a_prefill_and_decodes(name: str, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from aioinfer.kernels.decode_plan import DecodeConfig
 from cases import error
 from latent_cases import LatentCase, cache_write, decode, prefill
 
+pytestmark = pytest.mark.extended
+
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=1)
 LENGTHS = [5, 40, 0, 90, 17, 1]
 
@@ -37,6 +39,7 @@ def test_tiles_smaller_and_larger_than_blocks(block_size: int, tile: int) -> Non
     assert error(decode(small(block_size=block_size, config=config), [100, 64, 3])) < 1e-5
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("num_heads", [4, 64])
 def test_decodes_in_float16(num_heads: int) -> None:
     """64 heads fill a wide product, and are merged in several parts."""
@@ -51,12 +54,14 @@ def test_prefill_in_any_number_of_segments(capacity: int) -> None:
     assert error(prefill(small(num_heads=2), rows, num_decodes=1, capacity=capacity)) < 1e-5
 
 
+@pytest.mark.sample
 def test_prefill_in_float16() -> None:
     rows = [(20, 20), (3, 50)]
     case = small(dtype=torch.float16, num_heads=1)
     assert error(prefill(case, rows, num_decodes=0, capacity=30)) < 1e-2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("num_heads", "latent_size", "rotary_size"), [(3, 24, 8), (20, 32, 16)])
 def test_norm_rotation_and_cache_write(num_heads: int, latent_size: int, rotary_size: int) -> None:
     case = small(num_heads=num_heads, latent_size=latent_size, rotary_size=rotary_size)

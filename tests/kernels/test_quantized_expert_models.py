@@ -21,6 +21,8 @@ from tests.kernels.test_expert_models import Rank
 from tests.mxfp4_models import quantize_experts
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 128, "head_dim": 64, "num_attention_heads": 2,
     "num_key_value_heads": 1, "num_hidden_layers": 1,

@@ -108,6 +108,7 @@ def test_two_ranks_over_symmetric_memory(layout: str, tmp_path: Path) -> None:
             assert (state - of_one).norm() < 0.15 * of_one.norm()
 
 
+@pytest.mark.extended
 @torch.inference_mode()
 def test_latent_attention(tmp_path: Path) -> None:
     """As DeepSeek-V3's checkpoints: projections that are merged end within blocks, and that from

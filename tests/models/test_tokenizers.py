@@ -51,6 +51,7 @@ def test_qwen_tokens_are_those_of_its_published_vocabulary(
     )
 
 
+@pytest.mark.extended
 def test_gemma_tokens_are_those_of_sentencepiece(
     converted: Callable[[str], Path], gguf_path: Callable[[str], Path], texts: list[str]
 ):

@@ -18,7 +18,11 @@ from tests.models.files import QWEN
 from tests.models.tool_questions import ALL_TOOLS, QUESTIONS, SCHEMAS, Question
 
 # a question takes a second or two on two cores
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(1800),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
