@@ -37,9 +37,8 @@ from rich.table import Table
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import DirectSink
-from aioinfer.api.openai.chunks import TextWriter
+from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, TextWriter
 from aioinfer.api.server import HttpServer
-from aioinfer.api.sse import ChunkTemplate, Envelope
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
 from aioinfer.engine.frontend import Frontend

@@ -16,8 +16,9 @@ from typing import get_type_hints
 import msgspec
 
 from aioinfer.api.admin.openapi import OPERATIONS
+from aioinfer.api.decoding import Body
 from aioinfer.api.fields import NO_EFFECT_BY_REASON, REFUSED_BY_ORIGIN
-from aioinfer.api.protocol import Body, Ignored
+from aioinfer.api.protocol import Ignored
 from aioinfer.config import Config, describe_keys
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"

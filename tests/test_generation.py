@@ -13,8 +13,7 @@ import pytest
 from aioinfer.api.anthropic.endpoints import AnthropicDialect
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.openai.chat import ParsedWriter
-from aioinfer.api.openai.chunks import TextWriter
-from aioinfer.api.sse import ChunkTemplate, Envelope
+from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, TextWriter
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams

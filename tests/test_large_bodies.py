@@ -7,14 +7,8 @@ import random
 
 import pytest
 
-from aioinfer.api.large_bodies import MAX_TOKEN_IDS, decode_large
-from aioinfer.api.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode,
-)
+from aioinfer.api.decoding import MAX_TOKEN_IDS, decode, decode_large
+from aioinfer.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from aioinfer.errors import RequestError
 
 

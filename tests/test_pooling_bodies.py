@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.large_bodies import MAX_TOKEN_IDS, decode_large
+from aioinfer.api.decoding import MAX_PROMPTS, MAX_TOKEN_IDS, decode, decode_large
 from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
-from aioinfer.api.protocol import MAX_PROMPTS, decode
 from aioinfer.errors import RequestError
 
 

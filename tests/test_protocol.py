@@ -5,15 +5,13 @@ from typing import Any
 
 import pytest
 
+from aioinfer.api.decoding import MAX_PROMPTS, Body, decode
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.protocol import (
-    MAX_PROMPTS,
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    decode,
     template_options,
 )
 from aioinfer.errors import RequestError
@@ -215,7 +213,7 @@ class TestUndeclaredFields:
     def test_what_is_ignored_does_not_have_a_body_decoded_again(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("aioinfer.api.protocol.decode_again", None)
+        monkeypatch.setattr("aioinfer.api.decoding._decode_again", None)
         chat(store=False, metadata={"a": "b"}, service_tier="auto", cache_prompt=True)
 
     @pytest.mark.parametrize("name", sorted(REFUSED))

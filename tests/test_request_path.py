@@ -23,7 +23,7 @@ import uvloop
 from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.api.protocol import MAX_PROMPTS
+from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config

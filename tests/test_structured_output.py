@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.protocol import CompletionRequest, decode
+from aioinfer.api.decoding import decode
+from aioinfer.api.protocol import CompletionRequest
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import RATE_LIMITER
 from aioinfer.api.http.record import RECORD
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
-from aioinfer.api.large_bodies import decode_large
 from aioinfer.api.messages import Message
-from aioinfer.api.protocol import Body, decode
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 
@@ -29,7 +28,7 @@ STARTED = web.AppKey("started", int)
 #: The `system_fingerprint` of OpenAI's replies.
 FINGERPRINT = web.AppKey("fingerprint", str)
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
-#: run meanwhile: it takes 1.5 ms for a MiB of text; see `large_bodies` for many small values.
+#: run meanwhile: it takes 1.5 ms for a MiB of text; see `decoding` for many small values.
 _SMALL_BODY = 64 * 1024
 #: Some editors and languages begin UTF-8 with it; JSON (RFC 8259, 8.1) lets a reader ignore it.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -1,10 +1,15 @@
-"""Second decoding of a body that the decoder rejects: repairs it where other servers accept it, or
-reports the error in the terms of JSON.
+"""Decoding of request bodies: `decode`, which `read_body` uses, and `decode_large` for bodies that
+are too large to be decoded on the event loop.
 
 The decoder knows the types and the names of all fields, so a valid body is decoded once and costs
-nothing more. Two things that other servers accept and the decoder does not are repaired here: an
-integer that is written `3.0`, and values of refused fields without effect (see `fields`).
-`protocol.decode` is the caller.
+nothing more. A body that it rejects is decoded a second time: two things that other servers accept
+and the decoder does not are repaired (an integer that is written `3.0`, and values of refused
+fields without effect, see `fields`), or the error is reported in the terms of JSON.
+
+The decoder does not let other threads run while it works, nor does Python while it frees the
+decoded values. That takes 20 ms for the longest text that a body may hold, and up to a second for
+millions of small values: for so long the event loop would stand still. So the values of a large
+body are counted before it is decoded, and only token ids may be many.
 
 `count_values` counts the values of a JSON text without decoding it: in slices, with numpy, between
 which (and mostly within which) other threads run, in about 5 ms a megabyte. Finding quoted text by
@@ -14,7 +19,8 @@ the parity of quotes is simdjson's method (Langdale and Lemire 2019).
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar, get_args
+from functools import cache
+from typing import Any, ClassVar, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -24,7 +30,14 @@ from msgspec import Struct
 from aioinfer.api.fields import check_undeclared
 from aioinfer.errors import RequestError
 
-B = TypeVar("B", bound=Struct)
+#: Prompts in one request; each is a request of its own to the scheduler.
+MAX_PROMPTS = 1024
+
+#: Values in lists and objects of a body, token ids not counted: decoding, checking and freeing them
+#: takes up to 20 ms, in which the event loop may stand still.
+MAX_VALUES = 50_000
+#: Token ids in one body: they are decoded in 25 ms.
+MAX_TOKEN_IDS = 2**19
 
 #: Longer bodies are not decoded once more for the value that an error quotes.
 _MAX_QUOTED_BODY = 64 * 1024
@@ -50,7 +63,85 @@ _NAMES = {
 }
 
 
-def decode_again(
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base class of all request bodies. Names that a body does not declare are looked up in
+    `fields`."""
+
+    #: The field that holds token ids, of which there may be more than of other values.
+    token_field: ClassVar[str] = ""
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Checks what types cannot express. Raises `RequestError` naming the field."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
+    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, unknown field
+    names are ignored.
+
+    Raises `RequestError` naming the field by its path, such as `messages[0].role`.
+    """
+    try:
+        body = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        body = _decode_again(raw, kind, error, ignores_unknown=ignores_unknown)
+    if check:
+        body.check()
+    return body
+
+
+def decode_large(raw: bytes, kind: type[B], *, ignores_unknown: bool = False) -> B:
+    """Decodes a body as `decode` does.
+
+    Raises `RequestError`, also for more than `MAX_VALUES` values in lists and objects, token ids
+    not counted, and for more than `MAX_TOKEN_IDS` of these.
+    """
+    num_values = count_values(raw)
+    if num_values > MAX_VALUES:
+        _check_fields(raw, kind, num_values)
+    return decode(raw, kind, ignores_unknown=ignores_unknown)
+
+
+def _check_fields(raw: bytes, kind: type[Body], num_values: int) -> None:
+    """Raises `RequestError` naming the field with the most values, unless enough of the body's
+    `num_values` are token ids."""
+    try:
+        members = msgspec.json.decode(raw, type=_outline(kind))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise as_request_error(error, raw) from error
+    given = {name: bytes(value) for name, value in msgspec.structs.asdict(members).items()}
+    counts = {name: count_values(value) for name, value in given.items()}
+    field = kind.token_field
+    if field and b'"' not in given[field]:
+        if given[field].count(b"[") > MAX_PROMPTS + 1:
+            raise _too_many(field, MAX_PROMPTS, "prompts")
+        num_ids = counts.pop(field)
+        if num_ids > MAX_TOKEN_IDS:
+            raise _too_many(field, MAX_TOKEN_IDS, "token ids")
+        num_values -= num_ids
+    if num_values > MAX_VALUES:
+        most = max(counts, key=counts.__getitem__)
+        raise _too_many(most if counts[most] else "the body", MAX_VALUES, "values")
+
+
+@cache
+def _outline(kind: type[Body]) -> type[msgspec.Struct]:
+    """Returns a type of objects with the fields of a body, whose values are not decoded."""
+    fields = [
+        (field.encode_name, msgspec.Raw, msgspec.Raw()) for field in msgspec.structs.fields(kind)
+    ]
+    return msgspec.defstruct(f"{kind.__name__}Outline", fields)
+
+
+def _too_many(name: str, limit: int, what: str) -> RequestError:
+    return RequestError(f"{name} may hold at most {limit} {what}", param=name)
+
+
+def _decode_again(
     raw: bytes, kind: type[B], error: Exception, *, ignores_unknown: bool = False
 ) -> B:
     """Decodes a body that the decoder rejected with `error`, without refused fields whose values

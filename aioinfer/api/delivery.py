@@ -20,11 +20,10 @@ from aioinfer.api.admission import ADMISSION, deadline_of, sharer
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
-from aioinfer.api.generation import ChoiceWriter, Dialect, Generation
+from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.record import RECORD
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.timings import ProgressReader
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput

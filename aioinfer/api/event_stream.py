@@ -27,8 +27,8 @@ from aiohttp import web
 
 from aioinfer.api.context import RECEIVED
 from aioinfer.api.errors import ERROR_CODE, Handler, error_response
+from aioinfer.api.generation import STREAM_HEADERS
 from aioinfer.api.http.request_body import REQUEST_BODIES
-from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.engine.output import KnownDelta
 from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
 

@@ -13,16 +13,30 @@ msgspec struct, so that `/openapi.json` describes what is sent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.api.sse import STREAM_HEADERS
+import msgspec
+from msgspec import Struct
+
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
+
+#: Makes JSON of anything that a reply holds. `orjson` does so for texts, which it escapes faster.
+encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+#: Headers of every reply that is a stream of events.
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +116,62 @@ class Dialect:
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """Returns the reply in one piece: `choices` has all of each choice in one delta."""
         raise NotImplementedError
+
+
+def error_event(body: Mapping[str, Any] | Struct) -> bytes:
+    """Returns the event that reports that something failed; `DONE` follows it."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+def named_event(fields: Mapping[str, Any]) -> bytes:
+    """Returns an event whose name is its `type`."""
+    return b"event: %b\ndata: %b\n\n" % (str(fields["type"]).encode(), encode(fields))
+
+
+def timings(output: RequestOutput, sequence: int, num_tokens: int) -> dict[str, float]:
+    """Returns the times of a sequence of an output that has `num_tokens` tokens by now. The prompt
+    tokens that were in the prefix cache count apart."""
+    times, cached = output.sequences[sequence].times, output.num_cached_tokens
+    prompt_ms = predicted_ms = 0.0
+    if times is not None and times.first_token:
+        prompt_ms = (times.first_token - times.scheduled) * 1e3
+        predicted_ms = max(0.0, times.last_token - times.first_token) * 1e3
+    return {
+        "cache_n": cached,
+        **_rates("prompt", len(output.prompt_token_ids) - cached, prompt_ms),
+        **_rates("predicted", num_tokens, predicted_ms),
+    }
+
+
+def _rates(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
+        f"{name}_per_second": tokens / milliseconds * 1e3 if milliseconds else 0.0,
+    }
+
+
+class ProgressReader:
+    """Reports the progress of an output's prompt after each step that has computed some of it."""
+
+    def __init__(self, output: RequestOutput):
+        self._output = output
+        self._num_reported = 0
+
+    def news(self) -> dict[str, float] | None:
+        """Returns how many tokens the prompt has, how many of them were in the prefix cache, how
+        many are computed (the cached ones included), and the milliseconds since the prompt's first
+        step; None if that is not wanted or nothing is new."""
+        progress = self._output.prompt_progress
+        if progress is None or progress.num_computed <= self._num_reported:
+            return None
+        self._num_reported = progress.num_computed
+        times = self._output.sequences[0].times
+        began = times.scheduled if times is not None else 0.0
+        return {
+            "total": progress.prompt_len,
+            "cache": self._output.num_cached_tokens,
+            "processed": progress.num_computed,
+            "time_ms": (time.perf_counter() - began) * 1e3 if began else 0.0,
+        }

@@ -11,12 +11,12 @@ bodies from `read_body`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.api.decoding import decode_again
+from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
 from aioinfer.api.messages import ROLES, Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
@@ -29,13 +29,6 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse
 
-#: Prompts in one request; each is a request of its own to the scheduler.
-MAX_PROMPTS = 1024
-
-#: Values in lists and objects of a body, token ids not counted: decoding, checking and freeing them
-#: takes up to 20 ms, in which the event loop may stand still.
-MAX_VALUES = 50_000
-
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 #: Entries of a prompt whose types are looked at before other threads may run.
@@ -47,16 +40,6 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base class of all request bodies. Names that a body does not declare are looked up in
-    `fields`."""
-
-    model: str | None = None
-
-    def check(self) -> None:
-        """Checks what types cannot express. Raises `RequestError` naming the field."""
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -263,6 +246,8 @@ class SamplingBody(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingBody, kw_only=True):
     """`POST /v1/completions`."""
 
+    token_field: ClassVar[str] = "prompt"
+
     prompt: str | list[str | TokenId | list[TokenId]]
     add_special_tokens: bool | None = None
     best_of: Int32 | None = None
@@ -448,6 +433,8 @@ class TokenizeRequest(Body, kw_only=True):
 class DetokenizeRequest(Body, kw_only=True):
     """`POST /detokenize`."""
 
+    token_field: ClassVar[str] = "tokens"
+
     tokens: list[TokenId]
 
 
@@ -491,21 +478,3 @@ def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] |
     }
     given = {name: value for name, value in fields.items() if value is not None}
     return given | (body.chat_template_kwargs or {}) or None
-
-
-B = TypeVar("B", bound=Body)
-
-
-def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
-    """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, unknown field
-    names are ignored.
-
-    Raises `RequestError` naming the field by its path, such as `messages[0].role`.
-    """
-    try:
-        body = msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        body = decode_again(raw, kind, error, ignores_unknown=ignores_unknown)
-    if check:
-        body.check()
-    return body

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 from aioinfer.api.anthropic.body import MessagesRequest
 from aioinfer.api.anthropic.endpoints import encode_body
-from aioinfer.api.large_bodies import decode_large
+from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.prompts import chat_prompt, completion_prompts
-from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest, decode
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model

@@ -16,8 +16,8 @@ from multidict import CIMultiDict
 
 from aioinfer.api.errors import OllamaError, anthropic_error, describe
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
+from aioinfer.api.generation import DONE, encode, error_event
 from aioinfer.api.http.access import REQUEST_ID_HEADER
-from aioinfer.api.sse import DONE, encode, error_event
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
 

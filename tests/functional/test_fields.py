@@ -25,11 +25,12 @@ from aioinfer.api.admin.control import AbortRequest
 from aioinfer.api.admin.openapi import EXAMPLES, OPERATIONS
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch.batches import CreateBatch
+from aioinfer.api.decoding import Body
 from aioinfer.api.fields import NO_EFFECT, REFUSED
 from aioinfer.api.openai.pooling import RerankedText
 from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.api.protocol import Body, ChatRequest, CompletionRequest
+from aioinfer.api.protocol import ChatRequest, CompletionRequest
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from document_keys import supported_fields

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from aioinfer.api.admin.info import READINESS, Status
 from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
-from aioinfer.api.protocol import Body
 from aioinfer.errors import RequestError
 
 _PAUSED = "the server is paused"

@@ -29,7 +29,7 @@ from aioinfer.api.admin.experts import expert_load
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
-from aioinfer.api.sse import STREAM_HEADERS
+from aioinfer.api.generation import STREAM_HEADERS
 from aioinfer.engine.recovery import EngineState
 from aioinfer.features.expert_load.planning import imbalance
 

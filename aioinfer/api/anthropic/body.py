@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.api.protocol import Body, Count, Int32, Seconds
+from aioinfer.api.decoding import Body
+from aioinfer.api.protocol import Count, Int32, Seconds
 from aioinfer.engine.chat_turn import join_thoughts
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import RequestError

@@ -17,10 +17,9 @@ from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, error_event, named_event
 from aioinfer.api.http.access import request_id
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.sse import error_event, named_event
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
 
 if TYPE_CHECKING:

@@ -35,11 +35,11 @@ from aioinfer.api.batch.lines import (
 from aioinfer.api.batch.object_store import page_of
 from aioinfer.api.batch.run import BatchServer, run_batch
 from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.http.dispatch import Dispatcher
 from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, Account, Accounts
 from aioinfer.api.http.request_body import REQUEST_BODIES
-from aioinfer.api.protocol import Body
 from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from aioinfer.api.batch.object_store import (
     page_of,
 )
 from aioinfer.api.context import read_body
+from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.openai.responses_body import Item, input_items
-from aioinfer.api.protocol import Body
 from aioinfer.errors import RequestError
 
 #: Items of one body, as with OpenAI.

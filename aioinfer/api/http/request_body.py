@@ -23,7 +23,7 @@ from aioinfer.errors import OverloadedError, RequestError
 
 #: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
 #: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
-#: never above `MAX_BYTES`, which are decoded without holding other requests up; see `large_bodies`.
+#: never above `MAX_BYTES`, which are decoded without holding other requests up; see `decoding`.
 MAX_BYTES = 16 * 2**20
 _BASE_BYTES = 2 * 2**20
 _BYTES_PER_TOKEN = 2048

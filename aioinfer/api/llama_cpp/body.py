@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.mixed_prompts import Prompt, Prompts, is_single, split_prompts
+from aioinfer.api.prompts import Prompt, Prompts, is_single, split_prompts
 from aioinfer.api.protocol import Ignored, IgnoredFields, Int32, Int64, Length, Seconds
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.errors import RequestError
@@ -178,6 +178,8 @@ class Sampling(IgnoredFields, kw_only=True):
 
 class LlamaCompletion(Sampling, kw_only=True):
     """`POST /completion`."""
+
+    token_field: ClassVar[str] = "prompt"
 
     prompt: Prompts
 

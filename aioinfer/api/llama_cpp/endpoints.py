@@ -20,7 +20,7 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, deliver, submitted
 from aioinfer.api.errors import json_response, local_path, renamed
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, encode
 from aioinfer.api.http.access import request_id
 from aioinfer.api.llama_cpp.body import (
     InfillRequest,
@@ -29,10 +29,9 @@ from aioinfer.api.llama_cpp.body import (
     Sampling,
 )
 from aioinfer.api.llama_cpp.replies import LlamaDialect
-from aioinfer.api.mixed_prompts import encode_prompt
 from aioinfer.api.openai.pooling import numbers_json
+from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import ChatRequest, template_options
-from aioinfer.api.sse import encode
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import ALL_TOKENS, MAX_LOGIT_BIAS_VALUE, SamplingParams

@@ -14,11 +14,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.errors import describe, llama_cpp_error
-from aioinfer.api.generation import ChoiceWriter, Dialect
+from aioinfer.api.generation import ChoiceWriter, Dialect, encode, error_event, timings
 from aioinfer.api.llama_cpp.body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
-from aioinfer.api.sse import encode, error_event
-from aioinfer.api.timings import timings
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend

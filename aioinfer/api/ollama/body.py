@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.protocol import Body, Ignored, Int32, Int64, Seconds
+from aioinfer.api.decoding import Body
+from aioinfer.api.protocol import Ignored, Int32, Int64, Seconds
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec

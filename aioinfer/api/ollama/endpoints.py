@@ -20,13 +20,11 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, STARTED, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import OllamaError, describe, json_response
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, encode, timings
 from aioinfer.api.http.access import request_id
 from aioinfer.api.http.record import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.ollama.body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
-from aioinfer.api.sse import encode
-from aioinfer.api.timings import timings
 from aioinfer.checkpoint.source import weight_files
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
 from aioinfer.engine.tools import NO_TOOLS

@@ -18,10 +18,19 @@ from aioinfer.api.errors import renamed
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import Message
-from aioinfer.api.openai.chunks import ChunkDialect, ChunkWriter, TextWriter, new_envelope, usage
+from aioinfer.api.openai.chunks import (
+    ChunkDialect,
+    ChunkTemplate,
+    ChunkWriter,
+    Envelope,
+    TextWriter,
+    Usage,
+    new_envelope,
+    role_event,
+    usage,
+)
 from aioinfer.api.prompts import chat_prompt, with_token_ids
 from aioinfer.api.protocol import ChatRequest
-from aioinfer.api.sse import ChunkTemplate, Envelope, Usage, role_event
 from aioinfer.engine.chat_turn import (
     Turn,
     make_parser,

@@ -18,10 +18,17 @@ from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import completion_logprobs, echoed_logprobs, formatted, prompt_logprobs
-from aioinfer.api.openai.chunks import ChunkDialect, TextWriter, new_envelope, usage, usage_of
+from aioinfer.api.openai.chunks import (
+    ChunkDialect,
+    ChunkTemplate,
+    TextWriter,
+    Usage,
+    new_envelope,
+    usage,
+    usage_of,
+)
 from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
-from aioinfer.api.sse import ChunkTemplate, Usage
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
 

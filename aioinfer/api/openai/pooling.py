@@ -23,9 +23,8 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, encode
 from aioinfer.api.http.access import request_id
-from aioinfer.api.mixed_prompts import Prompt, encode_prompt
 from aioinfer.api.openai.pooling_bodies import (
     ClassifyRequest,
     EmbeddingBody,
@@ -39,7 +38,7 @@ from aioinfer.api.openai.pooling_bodies import (
     ScoreRequest,
     ScoringBody,
 )
-from aioinfer.api.sse import encode
+from aioinfer.api.prompts import Prompt, encode_prompt
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.ipc.sections import F32

@@ -3,23 +3,15 @@ names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from aioinfer.api.decoding import MAX_PROMPTS, Body
 from aioinfer.api.messages import Message
-from aioinfer.api.mixed_prompts import Prompt, Prompts, split_prompts
-from aioinfer.api.protocol import (
-    MAX_PROMPTS,
-    Body,
-    Count,
-    Ignored,
-    Int32,
-    Length,
-    Seconds,
-    check_messages,
-)
+from aioinfer.api.prompts import Prompt, Prompts, split_prompts
+from aioinfer.api.protocol import Count, Ignored, Int32, Length, Seconds, check_messages
 from aioinfer.errors import RequestError
 
 
@@ -46,7 +38,7 @@ class PoolingBody(Body, kw_only=True):
 
 class InputBody(PoolingBody, kw_only=True):
     """A body with an `input`: one or many texts, or one or many lists of token ids, or what
-    `mixed_prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
+    `prompts` has beside these. Or with `messages`, a conversation, whose text under the chat
     template is the input (vLLM's form)."""
 
     input: Prompts | None = None
@@ -102,6 +94,8 @@ class EmbeddingBody(InputBody, kw_only=True):
 
 class EmbeddingRequest(EmbeddingBody, kw_only=True):
     """`POST /v1/embeddings`."""
+
+    token_field: ClassVar[str] = "input"
 
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
@@ -172,6 +166,8 @@ class OllamaEmbeddingsRequest(OllamaEmbedRequest, kw_only=True):
 
 class ClassifyRequest(InputBody, kw_only=True):
     """`POST /classify`."""
+
+    token_field: ClassVar[str] = "input"
 
 
 Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]

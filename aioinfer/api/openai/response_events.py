@@ -14,9 +14,9 @@ from msgspec import Struct
 
 from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import StreamState
+from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.api.sse import named_event
 from aioinfer.engine.chat_turn import Turn, new_call_id, num_thought_tokens
 from aioinfer.errors import RequestError
 

@@ -15,12 +15,11 @@ from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import STREAM_HEADERS, Generation
 from aioinfer.api.openai.response_events import ResponseDialect
 from aioinfer.api.openai.response_runs import RESPONSE_RUNS, ResponseContext, ResponseRun
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.prompts import with_token_ids
-from aioinfer.api.sse import STREAM_HEADERS
 from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.errors import RequestError
 

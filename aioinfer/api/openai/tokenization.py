@@ -11,9 +11,9 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, read_body, template_messages
-from aioinfer.api.mixed_prompts import encode_prompt
+from aioinfer.api.generation import encode
+from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
-from aioinfer.api.sse import encode
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:

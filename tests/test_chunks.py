@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.sse import DONE, ChunkTemplate, Envelope, error_event, role_event
+from aioinfer.api.generation import DONE, error_event
+from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, role_event
 
 COMPLETION = Envelope(
     "cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name', fingerprint="fp_1"
