@@ -87,7 +87,11 @@ def compile_call(kernel: Any, config: Any, **arguments: Any) -> CompiledKernel:
             for path in find_paths_if(attributes, lambda _, value: isinstance(value, str))
         },
     )
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": getattr(config, "max_registers", None),
+    }
     return checked(triton.compile(source, target=HOPPER, options=options))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_routing import SMALLEST as SMALLEST_SUM
 from aioinfer.kernels.expert_routing import RoutingRule
@@ -505,3 +506,37 @@ def latent_prefill_reference(
     later = torch.arange(length) > torch.arange(length - count, length)[:, None]
     weights = scores.masked_fill(later.to(scores.device), float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def delta_reference(
+    inputs: DeltaInputs, weights: DeltaWeights, window: torch.Tensor, matrix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gated delta rule of one row, token by token in float64: its output [T, HV * V], and the
+    windows [T, C, W - 1] and matrices [T, HV, K, V] after each token, from those before it."""
+    mixed, z, b, a = (x.double() for x in inputs)
+    conv, a_log, dt_bias, norm = (w.double() for w in weights[:4])
+    heads, key, value = matrix.shape
+    key_heads = (mixed.shape[1] - heads * value) // (2 * key)
+    beta, decay = b.sigmoid(), (-a_log.exp() * F.softplus(a + dt_bias)).exp()
+    window, state = window.double(), matrix.double()
+    outputs, windows, matrices = [], [], []
+    for t in range(len(mixed)):
+        taken = torch.cat([window, mixed[t][:, None]], 1)
+        window = taken[:, 1:]
+        x = F.silu((taken * conv).sum(1))
+        q, k, v = x.split([key_heads * key, key_heads * key, heads * value])
+        q, k = (
+            (y / (y.square().sum(1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+                heads // key_heads, 0
+            )
+            for y in (q.view(key_heads, key), k.view(key_heads, key))
+        )
+        state = state * decay[t][:, None, None]
+        delta = beta[t][:, None] * (v.view(heads, value) - torch.einsum("hkv,hk->hv", state, k))
+        state = state + k[:, :, None] * delta[:, None, :]
+        o = torch.einsum("hkv,hk->hv", state, q) * key**-0.5
+        o = o / (o.square().mean(1, keepdim=True) + weights.norm_eps).sqrt()
+        outputs.append((o * norm * F.silu(z[t])).flatten())
+        windows.append(window)
+        matrices.append(state)
+    return torch.stack(outputs), torch.stack(windows), torch.stack(matrices)

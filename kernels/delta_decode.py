@@ -1,0 +1,230 @@
+"""The gated delta rule for rows of one token: one launch a layer, which reads and writes each state
+once.
+
+    delta_decode(inputs, weights, windows, matrices, seq_lens, tickets, out, block_size=...,
+                 query_starts=...)
+
+Convolution, norms, gates, update and gated norm are fused. A program computes one value head of one
+row and keeps its matrix in registers, so one row has HV programs, and the norm of a head needs no
+other program.
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.delta_arguments import (
+    L2_EPS,
+    DeltaInputs,
+    DeltaShape,
+    DeltaWeights,
+    StateTables,
+    log_decay,
+    silu,
+)
+from aioinfer.kernels.launch import wait_for_kernel
+
+
+class DecodeConfig(NamedTuple):
+    """The compile-time configuration: warps of a program and the maximum of a thread's registers;
+    None for as many as it takes."""
+
+    num_warps: int
+    max_registers: int | None
+
+
+def decode_config(shape: DeltaShape) -> DecodeConfig:
+    """Returns the configuration for matrices of a shape. 8 warps hold one of 128 x 128 in 64
+    registers a thread; of 162 that the program would take, 128 suffice without spilling, and two
+    programs with 128 KiB in flight fit a multiprocessor instead of one."""
+    warps = max(1, min(8, shape.key_pad * shape.value_pad // 2048))
+    return DecodeConfig(warps, 128 if warps == 8 else None)
+
+
+@triton.jit
+def _inputs_of(mixed, window, has_window, channels, mask, taps, WIDTH: tl.constexpr):
+    """Returns the convolution's inputs [P, taps] of channels: those of the window, then the
+    token's; 0 past them."""
+    own = mask[:, None] & (taps < WIDTH - 1)[None, :]
+    places = window + channels[:, None] * (WIDTH - 1) + taps[None, :]
+    kept = tl.load(places, own & has_window, 0.0).to(tl.float32)
+    current = tl.load(mixed + channels, mask, 0.0).to(tl.float32)
+    return tl.where((taps == WIDTH - 1)[None, :], current[:, None], kept)
+
+
+@triton.jit
+def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
+    """Stores all inputs but the oldest as the next token's window."""
+    own = mask[:, None] & ((taps > 0) & (taps < WIDTH))[None, :]
+    places = window + channels[:, None] * (WIDTH - 1) + taps[None, :] - 1
+    tl.store(places, x.to(window.dtype.element_ty), own)
+
+
+@triton.jit
+def _load_weights(conv, channels, mask, taps, WIDTH: tl.constexpr):
+    own = mask[:, None] & (taps < WIDTH)[None, :]
+    return tl.load(conv + channels[:, None] * WIDTH + taps[None, :], own, 0.0).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["window_tables", "matrix_tables", "seq_lens", "query_starts"]
+)
+def _delta_decode_kernel(
+    mixed, z, b, a, out, conv, a_log, dt_bias, norm, norm_eps, windows, matrices, window_tables,
+    matrix_tables, seq_lens, query_starts, tickets, mixed_stride, z_stride, b_stride, a_stride,
+    out_stride, window_stride, matrix_stride, window_table_stride, matrix_table_stride,
+    SHAPE: tl.constexpr, HAS_STARTS: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    key_head = head // SHAPE.group
+    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
+    KEY_PAD: tl.constexpr = SHAPE.key_pad
+    VALUE_PAD: tl.constexpr = SHAPE.value_pad
+    i = tl.arange(0, KEY_PAD)
+    j = tl.arange(0, VALUE_PAD)
+    taps = tl.arange(0, TAPS)
+    is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
+    q_channels = key_head * SHAPE.key_size + i
+    k_channels = KEYS + q_channels
+    v_channels = 2 * KEYS + head * SHAPE.value_size + j
+    q_conv = _load_weights(conv, q_channels, is_key, taps, SHAPE.width)
+    k_conv = _load_weights(conv, k_channels, is_key, taps, SHAPE.width)
+    v_conv = _load_weights(conv, v_channels, is_value, taps, SHAPE.width)
+    decay_rate = tl.load(a_log + head).to(tl.float32)
+    bias = tl.load(dt_bias + head).to(tl.float32)
+    norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
+    wait_for_kernel(PDL)
+    seq_len = tl.load(seq_lens + row)
+    token = row.to(tl.int64)
+    length = 1
+    if HAS_STARTS:
+        token = tl.load(query_starts + row).to(tl.int64)
+        length = tl.load(query_starts + row + 1) - token.to(tl.int32)
+    if (seq_len == 0) | (length != 1):
+        return
+    before = tl.maximum(seq_len - 2, 0) // SHAPE.block_size
+    last = (seq_len - 1) // SHAPE.block_size
+    window_table = window_tables + row.to(tl.int64) * window_table_stride
+    matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
+    window = windows + tl.load(window_table + before).to(tl.int64) * window_stride
+    matrix = matrices + tl.load(matrix_table + before).to(tl.int64) * matrix_stride
+    next_window = windows + tl.load(window_table + last).to(tl.int64) * window_stride
+    next_matrix = matrices + tl.load(matrix_table + last).to(tl.int64) * matrix_stride
+
+    x = mixed + token * mixed_stride
+    is_started = seq_len > 1
+    q_inputs = _inputs_of(x, window, is_started, q_channels, is_key, taps, SHAPE.width)
+    k_inputs = _inputs_of(x, window, is_started, k_channels, is_key, taps, SHAPE.width)
+    v_inputs = _inputs_of(x, window, is_started, v_channels, is_value, taps, SHAPE.width)
+    places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
+    is_state = is_key[:, None] & is_value[None, :]
+    state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
+    gate = tl.load(z + token * z_stride + head * SHAPE.value_size + j, is_value, 0.0).to(tl.float32)
+    beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+    a_value = tl.load(a + token * a_stride + head).to(tl.float32)
+    decay = tl.exp(log_decay(a_value, decay_rate, bias))
+
+    q = silu(tl.sum(q_inputs * q_conv, 1))
+    k = silu(tl.sum(k_inputs * k_conv, 1))
+    v = silu(tl.sum(v_inputs * v_conv, 1))
+    q *= tl.rsqrt(tl.sum(q * q) + L2_EPS) * SHAPE.key_size**-0.5
+    k *= tl.rsqrt(tl.sum(k * k) + L2_EPS)
+    # Programs of one key head read the same windows of queries and keys: the last of them to come
+    # here writes the next ones, where the others have their inputs in registers already. Nothing
+    # that another program has written is read after this, so the order may be relaxed.
+    tl.debug_barrier()
+    writes_keys = True
+    if SHAPE.group > 1:
+        ticket = tickets + row * SHAPE.key_heads + key_head
+        writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
+
+    # both products are taken of the state before its update, which is read once
+    known = tl.sum(state * k[:, None], 0) * decay
+    seen = tl.sum(state * q[:, None], 0) * decay
+    delta = beta * (v - known)
+    o = seen + delta * tl.sum(q * k)
+    state = state * decay + k[:, None] * delta[None, :]
+    tl.store(next_matrix + places, state.to(matrices.dtype.element_ty), is_state)
+    scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
+    o = o * scale * norm_weight * silu(gate)
+    tl.store(
+        out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
+    )
+    _store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
+    if writes_keys:
+        _store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
+        _store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
+        if SHAPE.group > 1:
+            tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
+
+
+def make_tickets(rows: int, key_heads: int, device: torch.device) -> torch.Tensor:
+    """Returns counters for `delta_decode` of up to `rows` rows, which all layers may share."""
+    return torch.zeros(rows * key_heads, dtype=torch.int32, device=device)
+
+
+def delta_decode(
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    windows: StateTables,
+    matrices: StateTables,
+    seq_lens: torch.Tensor,
+    tickets: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_size: int,
+    query_starts: torch.Tensor | None = None,
+    config: DecodeConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    """Computes a layer for the rows of one token and updates their states in the cache.
+
+    A row reads its states from entry (seq_len - 2) // block_size of its tables and writes those
+    after its token into entry (seq_len - 1) // block_size.
+
+    Args:
+        inputs: for T tokens.
+        weights: see `DeltaWeights`.
+        windows, matrices: see `StateTables`; the blocks of both entries must be there.
+        seq_lens: int32 [R], tokens of each row, this step's included; 0 for padding rows, for which
+            nothing is read or written. A row of 1 starts from zero.
+        tickets: from `make_tickets`.
+        out: [T, HV * V], rows may be strided.
+        block_size: tokens a block.
+        query_starts: int32 [R + 1], the first token of each row: rows of another number of tokens
+            than one are left alone. None: row r is token r.
+        config: instead of `decode_config` (to tune it).
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    shape = DeltaShape.of(inputs, weights, matrices.states, block_size)
+    heads, rows = shape.key_heads * shape.group, len(seq_lens)
+    channels, kept = inputs.mixed.shape[1], shape.width - 1
+    if (
+        windows.states.shape[1:] != (channels, kept)
+        or windows.states.stride()[1:] != (kept, 1)
+        or len(tickets) < rows * shape.key_heads
+    ):
+        raise ValueError(
+            f"windows {tuple(windows.states.shape)} or {len(tickets)} tickets do not fit {shape} "
+            f"and {rows} rows"
+        )
+    if rows == 0:
+        return
+    config = decode_config(shape) if config is None else config
+    _delta_decode_kernel[(heads, rows)](
+        *inputs, out, *weights, windows.states, matrices.states, windows.tables, matrices.tables,
+        seq_lens, seq_lens if query_starts is None else query_starts, tickets,
+        *(x.stride(0) for x in (*inputs, out)), windows.states.stride(0),
+        matrices.states.stride(0), windows.tables.stride(0), matrices.tables.stride(0),
+        SHAPE=shape, HAS_STARTS=query_starts is not None,
+        TAPS=triton.next_power_of_2(shape.width), PDL=pdl, num_warps=config.num_warps,
+        maxnreg=config.max_registers, launch_pdl=pdl,
+    )  # fmt: skip

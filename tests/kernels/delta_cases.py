@@ -1,0 +1,183 @@
+"""Random inputs for the kernels of the gated delta rule, and their results beside those of the
+float64 recurrence: for the interpreter's tests and the tests on a GPU. Outputs, and blocks that no
+row may read, are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights, StateTables
+from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
+from cases import error, normal, poisoned
+from references import delta_reference
+
+WIDTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a step: its tokens in this step, its length with them, and the entries of its tables
+    that hold a snapshot besides the first that is read and the last that is written."""
+
+    tokens: int
+    length: int
+    wanted: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class DeltaCase:
+    """The shapes of a layer, and what it is computed with."""
+
+    dtype: torch.dtype
+    device: str
+    key_heads: int = 2
+    group: int = 2
+    key: int = 16
+    value: int = 16
+    block_size: int = 16
+    state_dtype: torch.dtype = torch.float32
+    a_log: tuple[float, float] = (-4.0, 2.8)  # uniform between them
+    shift: float = 0.0  # of the logarithm's input, a
+
+    @property
+    def heads(self) -> int:
+        """Value heads."""
+        return self.key_heads * self.group
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.key + self.heads * self.value
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Returns standard normal numbers."""
+        return normal(*shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True)
+class Pool:
+    """The states of one kind: random where a row starts, else NaN; and what is expected of them."""
+
+    states: StateTables
+    expected: torch.Tensor
+    written: list[int] = field(default_factory=list)
+
+    def error(self) -> float:
+        """Returns the error of the written blocks; NaN if any other block has changed."""
+        states, expected = self.states.states, self.expected
+        others = torch.ones(len(states), dtype=torch.bool, device=states.device)
+        others[self.written] = False
+        same = torch.equal(states[others].nan_to_num(7), expected[others].nan_to_num(7))
+        return error((states[self.written], expected[self.written])) if same else float("nan")
+
+
+class DeltaProblem:
+    """A step's rows with inputs, weights and states, and the expected results."""
+
+    def __init__(self, case: DeltaCase, rows: Sequence[Row]):
+        """Makes a problem of `rows` in this order; a row of length 0 is padding."""
+        self.case, self.rows = case, rows
+        tokens = sum(row.tokens for row in rows)
+        wide = case.normal(tokens, case.channels + case.heads * case.value + 16)
+        mixed, z = wide[:, : case.channels], wide[:, case.channels : -16]
+        self.inputs = DeltaInputs(
+            mixed, z.unflatten(1, (case.heads, case.value)), case.normal(tokens, case.heads),
+            case.normal(tokens, case.heads) + case.shift,
+        )  # fmt: skip
+        a_log = torch.empty(case.heads, device=case.device).uniform_(*case.a_log)
+        self.weights = DeltaWeights(
+            case.normal(case.channels, WIDTH) * 0.5, a_log,
+            torch.ones(case.heads, device=case.device), case.normal(case.value), 1e-6,
+        )  # fmt: skip
+        self.windows = self._pool(case.channels, WIDTH - 1, dtype=case.dtype)
+        self.matrices = self._pool(case.heads, case.key, case.value, dtype=case.state_dtype)
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + row.tokens)
+        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=case.device)
+        self.seq_lens = torch.tensor(
+            [row.length for row in rows], dtype=torch.int32, device=case.device
+        )
+        self.out = poisoned(
+            tokens, case.heads * case.value + 5, dtype=case.dtype, device=case.device
+        )[:, :-5]
+
+    def _entries(self, row: Row) -> list[int]:
+        """Returns the entries of a row that have a block."""
+        if row.length == 0:
+            return []
+        size = self.case.block_size
+        start = row.length - row.tokens
+        kept = {(row.length - 1) // size, *row.wanted}
+        return sorted(kept | ({(start - 1) // size} if start else set()))
+
+    def _pool(self, *shape: int, dtype: torch.dtype) -> Pool:
+        device, size = self.case.device, self.case.block_size
+        entries = [self._entries(row) for row in self.rows]
+        blocks = torch.randperm(sum(map(len, entries)) + 3).tolist()
+        states = poisoned(2, len(blocks), *shape, dtype=dtype, device=device)[1]
+        longest = max(row.length for row in self.rows)
+        tables = torch.full((len(self.rows), longest // size + 2), -1, dtype=torch.int32)
+        for index, row in enumerate(self.rows):
+            for entry in entries[index]:
+                tables[index, entry] = blocks.pop()
+            if row.length > row.tokens:
+                start = int(tables[index, (row.length - row.tokens - 1) // size])
+                states[start] = normal(*shape, dtype=dtype, device=device) * 0.5
+        return Pool(StateTables(states, tables.to(device)), states.clone())
+
+    def expect(self, takes: Callable[[Row], bool]) -> torch.Tensor:
+        """Computes the rows that `takes` says; returns the expected output, NaN elsewhere, and
+        updates the expected states of both pools."""
+        size = self.case.block_size
+        expected = torch.full(self.out.shape, float("nan"), device=self.case.device).double()
+        for index, row in enumerate(self.rows):
+            if row.length == 0 or not takes(row):
+                continue
+            start, begin = row.length - row.tokens, int(self.query_starts[index])
+            states = []
+            for pool in (self.windows, self.matrices):
+                tables, kept = pool.states.tables, pool.expected
+                entry = tables[index, (start - 1) // size] if start else 0
+                states.append(kept[entry] if start else torch.zeros_like(kept[0]))
+            inputs = DeltaInputs(*(x[begin : begin + row.tokens] for x in self.inputs))
+            out, *after = delta_reference(inputs, self.weights, *states)
+            expected[begin : begin + row.tokens] = out
+            for pool, of_token in zip((self.windows, self.matrices), after, strict=True):
+                for entry in range(start // size, (row.length - 1) // size + 1):
+                    block = int(pool.states.tables[index, entry])
+                    if block >= 0:
+                        end = min((entry + 1) * size, row.length)
+                        pool.expected[block] = of_token[end - start - 1].to(pool.expected.dtype)
+                        pool.written.append(block)
+        return expected
+
+    def errors(self, expected: torch.Tensor) -> tuple[float, float, float]:
+        """Returns the errors of the output, of the windows and of the matrices; NaN where something
+        was written that should not be."""
+        valid = ~expected.isnan().any(1)
+        kept = self.out[~valid].isnan().all()
+        of_output = error((self.out[valid], expected[valid])) if kept else float("nan")
+        return of_output, self.windows.error(), self.matrices.error()
+
+
+def decode(
+    case: DeltaCase,
+    rows: Sequence[Row],
+    *,
+    has_starts: bool = True,
+    config: DecodeConfig | None = None,
+) -> tuple[float, float, float]:
+    """Runs `delta_decode` and returns the errors of output, windows and matrices."""
+    problem = DeltaProblem(case, rows)
+    expected = problem.expect(lambda row: row.tokens == 1)
+    tickets = make_tickets(len(rows), case.key_heads, torch.device(case.device))
+    delta_decode(
+        problem.inputs, problem.weights, problem.windows.states, problem.matrices.states,
+        problem.seq_lens, tickets, problem.out, block_size=case.block_size,
+        query_starts=problem.query_starts if has_starts else None, config=config,
+    )  # fmt: skip
+    assert not tickets.any()
+    return problem.errors(expected)
