@@ -29,8 +29,8 @@ class PreparedInputs:
     Attributes:
         input_ids: int32 [T]; 0 in padding.
         positions: int32 [T]; 0 in padding.
-        slot_mapping: int64 [T], block * block_size + offset of each token in the KV cache; -1 in
-            padding.
+        slot_mapping: int64 [T], block * block_size + offset of each token in the KV cache, with
+            block 0 in the place of none; -1 in padding.
         query_starts: int32 [R + 1], the first token of each row; padding rows are empty.
         seq_lens: int32 [R], start + length; 0 for padding rows.
         block_tables: int32 [R, max_blocks]; entries past a row's length keep their old values.
@@ -103,7 +103,8 @@ def _prepare_kernel(
         position = start + index
         mask = index < length
         table = tables + slot * tables_stride
-        block = tl.load(table + position // BLOCK_SIZE, mask, 0).to(tl.int64)
+        # a table of states may have no block there; no state is found by the slot mapping
+        block = tl.maximum(tl.load(table + position // BLOCK_SIZE, mask, 0), 0).to(tl.int64)
         tl.store(
             input_ids + first + index,
             tl.load(tokens + slot * tokens_stride + position, mask, 0),

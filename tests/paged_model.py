@@ -96,7 +96,7 @@ class PagedModel:
         kv = KVTensors(groups, [num_blocks] * len(groups), block_size, dtype, CPU)
         for tensor in kv.tensors:
             tensor.fill_(torch.nan)
-        model.bind(groups, kv.tensors, 64, num_tokens)
+        model.bind(groups, kv.tensors, block_size, 64, num_tokens)
         self.num_groups = len(groups)
         self.free = list(range(num_blocks))
         random.Random(1).shuffle(self.free)

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import BeamSearch, SamplingParams
 from aioinfer.scheduler.features import StepFeature
-from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request, RequestStatus, Use
+from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus, Use
 from tests.symbolic_worker import SymbolicWorker, extend
 from tests.test_scheduler import FULL, Harness, assert_complete, make_request, windowed
 

@@ -22,7 +22,7 @@ from aioinfer.executor.host_messages import (
 )
 from aioinfer.ipc import host_link
 from aioinfer.ipc.host_link import FrameKind, HostLink, HostListener, LinkError, connect_to_driver
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
 from aioinfer.worker.process import FailureReport
 from aioinfer.worker.worker import LoadReport
 
@@ -124,7 +124,12 @@ async def test_a_host_does_not_serve_a_false_driver() -> None:
 
 
 def test_what_ranks_report_survives_json() -> None:
-    specs = [AttentionSpec(2, 64), AttentionSpec(2, 64, 128), LatentSpec(576)]
+    specs = [
+        AttentionSpec(2, 64),
+        AttentionSpec(2, 64, 128),
+        LatentSpec(576),
+        StateSpec((3, 4), "float32"),
+    ]
     groups = tuple(KVGroup(spec, (n, n + 4)) for n, spec in enumerate(specs))
     report = LoadReport("cpu", "float32", 7, 16, groups, (1, 2, 3), (5, 6, 7), 2048, 512)
     message = decode_message(encode_message("loaded", report=plain_report(report))[0])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.kv_cache import KVCacheManager
-from aioinfer.scheduler.request import NULL_BLOCK, Request
+from aioinfer.scheduler.request import Request
 
 FULL = KVGroup(AttentionSpec(1, 1), (0,))
 

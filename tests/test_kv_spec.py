@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 from aioinfer.ipc.kv_spec import (
     AttentionSpec,
     KVGroup,
+    KVSpec,
     LatentSpec,
+    StateSpec,
     group_layers,
     groups_of_stage,
 )
 
 FULL, LATENT = AttentionSpec(4, 64), LatentSpec(576)
 WINDOW = AttentionSpec(4, 64, 1024)
+STATE, INPUTS = StateSpec((16, 128, 128), "float32"), StateSpec((3, 4096), "bfloat16")
 
 
 def test_layers_of_equal_specification_are_a_group() -> None:
@@ -32,12 +35,36 @@ def test_a_block_takes_the_bytes_of_all_layers() -> None:
     assert sizes == [2 * 16 * (2 * 4 * 64) * 2, 2 * 16 * 576 * 2]
 
 
+def test_groups_of_states_are_behind_the_others() -> None:
+    groups = group_layers([[INPUTS, STATE], [INPUTS, STATE], [FULL]])
+    assert groups == (
+        KVGroup(FULL, (2,)),
+        KVGroup(INPUTS, (0, 1)),
+        KVGroup(STATE, (0, 1)),
+    )
+    assert [group.keeps_states for group in groups] == [False, True, True]
+
+
+def test_a_block_of_states_takes_the_bytes_of_one_state() -> None:
+    sizes = [KVGroup(spec, (0, 1, 3)).bytes_per_block(128, 1) for spec in (STATE, INPUTS)]
+    assert sizes == [3 * 16 * 128 * 128 * 4, 3 * 3 * 4096 * 2]
+
+
+@given(num_tokens=st.integers(1, 10**6), block_size=st.integers(1, 128), chunk=st.integers(1, 9999))
+def test_a_request_owns_two_states_whatever_its_length(
+    num_tokens: int, block_size: int, chunk: int
+) -> None:
+    blocks = KVGroup(STATE, (0,)).max_blocks(num_tokens, block_size, chunk)
+    assert blocks == (1 if num_tokens <= block_size else 2)
+
+
 def test_specifications_are_described_in_words() -> None:
     assert str(FULL) == "keys and values of 4 heads of size 64"
     assert str(AttentionSpec(1, 8, 9)) == (
         "keys and values of 1 head of size 8, a window of 9 tokens"
     )
     assert str(LATENT) == "latent vectors of size 576"
+    assert str(STATE) == "states of 16 x 128 x 128 in float32"
 
 
 @given(window=st.integers(1, 40), chunk=st.integers(1, 40), block_size=st.integers(1, 17))
@@ -55,13 +82,13 @@ def test_a_window_needs_as_many_blocks_as_its_worst_step_reads(
 
 
 @given(
-    spec=st.sampled_from([FULL, LATENT, AttentionSpec(1, 1, 7)]),
+    spec=st.sampled_from([FULL, LATENT, AttentionSpec(1, 1, 7), STATE]),
     num_blocks=st.integers(1, 30),
     block_size=st.integers(1, 9),
     chunk=st.integers(1, 20),
 )
 def test_the_longest_request_is_the_last_that_its_blocks_suffice_for(
-    spec: AttentionSpec | LatentSpec, num_blocks: int, block_size: int, chunk: int
+    spec: KVSpec, num_blocks: int, block_size: int, chunk: int
 ) -> None:
     group = KVGroup(spec, (0,))
     longest = group.max_tokens(num_blocks, block_size, chunk)

@@ -129,7 +129,7 @@ def test_each_part_gets_the_caches_of_its_own_specifications() -> None:
     groups = group_layers([layer.kv_specs for layer in layers])
     assert [(group.spec, group.layers) for group in groups] == [(WIDE, (0,)), (NARROW, (0, 0))]
     caches = [
-        LayerCache(group.spec, torch.empty(0), number)
+        LayerCache(group.spec, torch.empty(0), number, 16)
         for number, group in enumerate(groups)
         for layer in group.layers
         if layer == 0

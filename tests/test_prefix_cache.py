@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.scheduler.block_pool import (
     MIN_COPIED_TOKENS,
     PartialBlocks,
@@ -242,3 +242,21 @@ def test_many_blocks_are_copied_layer_by_layer(limit: int, monkeypatch: pytest.M
         kv.tensors, before, ([0, 0, 1, 3, 4, 2], [3, 1, 2, 3]), strict=True
     ):
         assert torch.equal(tensor, old[:, :, places])
+
+
+def test_states_are_copied_and_zeroed_in_their_own_dtype() -> None:
+    groups = [
+        KVGroup(AttentionSpec(2, 4), (1,)),
+        KVGroup(StateSpec((3, 2), "float32"), (0, 2)),
+    ]
+    kv = KVTensors(groups, [3, 4], 16, torch.bfloat16, torch.device("cpu"))
+    keys, states = kv.tensors
+    assert (keys.shape, keys.dtype) == ((2, 1, 3, 16, 2, 4), torch.bfloat16)
+    assert (states.shape, states.dtype) == ((2, 4, 3, 2), torch.float32)
+    states.copy_(torch.randn(states.shape))
+    old = states.clone()
+    kv.copy_blocks([0, 2], torch.tensor([0, 3]).int(), torch.tensor([1, 0]).int())
+    assert torch.equal(states, old[:, [3, 0, 2, 3]])
+    kv.zero(2)
+    assert torch.equal(states[:, 2:], old[:, 2:])
+    assert not states[:, :2].any()

@@ -97,7 +97,7 @@ class Steps:
         slots = Slots(8, 100, block_size, VOCAB, CPU)
         groups, num_blocks = group_layers(model.ours.kv_specs), BLOCKS * 4 // block_size
         kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
-        model.ours.bind(groups, kv.tensors, 8, 100)
+        model.ours.bind(groups, kv.tensors, block_size, 8, 100)
         works = StepWorks.load(Rank(model.ours, slots))
         self.runner = ModelRunner(model.ours, CpuDevice(slots, kv), works)
         self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from aioinfer.errors import IntegrityError
 from aioinfer.features.masks.planning import Constrained, Planning
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, FreedSlots, StepPlan, StepResult
 from aioinfer.ipc.request_record import RECORD, AppendedTokens
@@ -24,7 +24,7 @@ from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingPar
 from aioinfer.scheduler import kv_cache
 from aioinfer.scheduler.features import StepFeature, StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
-from aioinfer.scheduler.request import NULL_BLOCK, Finish, Flow, ForkGroup, Request, RequestStatus
+from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.scheduler.steps import StepOutput
 from tests.symbolic_worker import VOCABULARY, SymbolicWorker, complete, expected_output

@@ -64,7 +64,7 @@ def build_stage(folder: Path, stage: int, num_stages: int) -> CausalLM:
     model.load(folder, "auto", 0, lambda done, total: None)
     groups = groups_of_stage(group_layers(model.kv_specs), model.layer_numbers)
     kv = KVTensors(groups, [8] * len(groups), BLOCK_SIZE, torch.float32, CPU)
-    model.bind(groups, kv.tensors, 2, 64)
+    model.bind(groups, kv.tensors, BLOCK_SIZE, 2, 64)
     return model
 
 

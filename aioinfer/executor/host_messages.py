@@ -13,10 +13,12 @@ import orjson
 
 from aioinfer import errors
 from aioinfer.errors import AioinferError, EngineDeadError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, KVSpec, LatentSpec, StateSpec
 from aioinfer.worker.process import FailureReport
 
-_SPECS = {spec.__name__: spec for spec in (AttentionSpec, LatentSpec)}
+_SPECS: dict[str, type[KVSpec]] = {
+    spec.__name__: spec for spec in (AttentionSpec, LatentSpec, StateSpec)
+}
 
 
 def encode_message(kind: str, **values: Any) -> list[memoryview]:
@@ -51,11 +53,16 @@ def load_report(plain: dict[str, Any]) -> Any:
     from aioinfer.worker.worker import LoadReport
 
     groups = tuple(
-        KVGroup(_SPECS[group["type"]](**group["spec"]), tuple(group["layers"]))
+        KVGroup(_spec(group["type"], group["spec"]), tuple(group["layers"]))
         for group in plain["groups"]
     )
     values = {name: _restored(value) for name, value in plain.items()}
     return LoadReport(**values | {"groups": groups})
+
+
+def _spec(kind: str, fields: dict[str, Any]) -> KVSpec:
+    """Returns the specification of a KV group of plain values."""
+    return _SPECS[kind](**{name: _restored(value) for name, value in fields.items()})
 
 
 def _restored(value: Any) -> Any:

@@ -6,6 +6,21 @@ a group: the blocks of a group are numbered together, and a request has one bloc
 scheme of vLLM's hybrid KV cache manager). The model makes the specifications, the worker allocates
 by them, and the scheduler plans with them; so they are plain data that goes from process to
 process.
+
+Keys, values and latent vectors are kept of every token; a recurrent layer keeps a state of fixed
+size of every sequence (`StateSpec`). A block of a group of states holds one whole state, and entry
+i of such a block table is the state at the end of block i's tokens, or at the last computed token
+in the block that it lies in. A step that computes the tokens [start, end) of a sequence:
+
+- reads the state from entry (start - 1) // block_size. With start = 0 there is none: the state is
+  zero, so that no block ever has to be zeroed;
+- writes the state after token end - 1 to entry (end - 1) // block_size;
+- writes the state at the end of block i's tokens to every other entry i, from start // block_size
+  on, that is a block: a **snapshot**, from which another sequence with the same first tokens can go
+  on. Other entries in between are `NULL_BLOCK`, which is negative.
+
+So a decode that begins a block reads one block and writes another, and the block that it leaves is
+a snapshot at its end, made without a copy.
 """
 
 from __future__ import annotations
@@ -36,9 +51,10 @@ class AttentionSpec:
         and channels."""
         return 2, self.num_kv_heads, self.head_size
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
-        return math.prod(self.token_shape) * itemsize
+    def bytes_per_block(self, block_size: int, itemsize: int) -> int:
+        """Returns the bytes of a layer's block of `block_size` tokens, with `itemsize` bytes an
+        element."""
+        return block_size * math.prod(self.token_shape) * itemsize
 
     def __str__(self) -> str:
         heads = f"{self.num_kv_heads} head{'s' if self.num_kv_heads > 1 else ''}"
@@ -67,19 +83,58 @@ class LatentSpec:
         """None: a token attends to all before it."""
         return None
 
-    def bytes_per_token(self, itemsize: int) -> int:
-        """Returns the bytes that a layer keeps of a token, with `itemsize` bytes an element."""
-        return math.prod(self.token_shape) * itemsize
+    def bytes_per_block(self, block_size: int, itemsize: int) -> int:
+        """Returns the bytes of a layer's block of `block_size` tokens, with `itemsize` bytes an
+        element."""
+        return block_size * math.prod(self.token_shape) * itemsize
 
     def __str__(self) -> str:
         return f"latent vectors of size {self.size}"
+
+
+#: Bytes of an element of a state, by the names of dtypes.
+_STATE_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One tensor of the state of a recurrent layer, such as the last inputs of a short convolution,
+    or a matrix a head.
+
+    Attributes:
+        shape: of a layer's state of one sequence, on this rank.
+        dtype: the name of its torch dtype: "float32", "bfloat16" or "float16".
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def window(self) -> int:
+        """2: a token reads the block table's entry of the token before it, and writes its own."""
+        return 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a layer's state of one sequence."""
+        return math.prod(self.shape) * _STATE_ITEMSIZES[self.dtype]
+
+    def bytes_per_block(self, block_size: int, itemsize: int) -> int:
+        """Returns the bytes of a layer's block: one state, whatever the arguments."""
+        return self.nbytes
+
+    def __str__(self) -> str:
+        return f"states of {' x '.join(map(str, self.shape))} in {self.dtype}"
 
 
 #: Attention kernels read tiles of up to so many tokens whole, from a multiple of it on, and mask
 #: the tokens behind the window.
 MAX_ATTENTION_TILE = 64
 
-KVSpec = AttentionSpec | LatentSpec
+KVSpec = AttentionSpec | LatentSpec | StateSpec
+#: Stands in a block table where a sequence has no block: no step reads the entry any more, or no
+#: state is kept there.
+NULL_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +151,21 @@ class KVGroup:
 
     @property
     def window(self) -> int | None:
-        """The sliding window of the layers in tokens, or None."""
+        """How many tokens' block table entries a token needs, its own included; None: of all before
+        it."""
         return self.spec.window
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a block holds a state, in the place of what is kept of each token."""
+        return isinstance(self.spec, StateSpec)
 
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Returns the most blocks that a request of `num_tokens` tokens owns at once.
 
         With a window these are the blocks that hold the tokens of a step and the `window - 1`
-        before them, wherever in a block the first of them lies.
+        before them, wherever in a block the first of them lies. Of states they are two: one that a
+        step reads, and one that it writes. Snapshots beside these are made where blocks are free.
 
         Args:
             num_tokens: prompt and output together, at least 1.
@@ -113,6 +175,8 @@ class KVGroup:
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
+        if self.keeps_states:
+            return min(blocks, 2)
         return min(blocks, (self.window + max_chunk - 3 + block_size) // block_size + 1)
 
     def max_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int | None:
@@ -125,17 +189,19 @@ class KVGroup:
 
     def bytes_per_block(self, block_size: int, itemsize: int) -> int:
         """Returns the bytes of a block of all layers."""
-        return len(self.layers) * block_size * self.spec.bytes_per_token(itemsize)
+        return len(self.layers) * self.spec.bytes_per_block(block_size, itemsize)
 
 
 def group_layers(specs: Sequence[Sequence[KVSpec]]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model in which layer i keeps `specs[i]`, ordered by their first
-    layers. A layer that keeps several things is in several groups."""
+    layers, groups of states behind the others. A layer that keeps several things is in several
+    groups."""
     layers: dict[KVSpec, list[int]] = {}
     for number, of_layer in enumerate(specs):
         for spec in of_layer:
             layers.setdefault(spec, []).append(number)
-    return tuple(KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
+    groups = (KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
+    return tuple(sorted(groups, key=lambda group: group.keeps_states))
 
 
 def groups_of_stage(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:

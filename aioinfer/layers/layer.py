@@ -30,14 +30,16 @@ class LayerCache(NamedTuple):
 
     Attributes:
         spec: of the group.
-        tensor: [parts, num_blocks, block_size, heads, channels], the layer's part of the group's
-            memory.
+        tensor: the layer's part of the group's memory: [parts, num_blocks, block_size, heads,
+            channels], or of a state [num_blocks, *shape].
         group: the number of the group in `StepInputs.groups`.
+        block_size: tokens a block.
     """
 
     spec: KVSpec
     tensor: torch.Tensor
     group: int
+    block_size: int
 
 
 class Part(ABC):

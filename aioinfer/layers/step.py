@@ -17,8 +17,10 @@ class GroupInputs:
     """Slot mapping and block tables of a step for one KV group.
 
     Attributes:
-        slot_mapping: int64 [T], block * block_size + offset of each token; -1 in padding.
-        block_tables: int32 [R, max_blocks]; entries past a row's length may be any block.
+        slot_mapping: int64 [T], block * block_size + offset of each token; -1 in padding. Of
+            states it says no more than which tokens are padding.
+        block_tables: int32 [R, max_blocks]; entries past a row's length may be any block. Of
+            states, an entry may be negative: no block (see `ipc.kv_spec`).
     """
 
     slot_mapping: torch.Tensor

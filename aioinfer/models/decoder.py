@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from aioinfer.ipc.kv_spec import KVGroup, KVSpec
+from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead, Vocabulary
 from aioinfer.layers.experts import MixtureMLP
@@ -84,16 +84,21 @@ class CausalLM(Protocol):
         ...
 
     def bind(
-        self, groups: Sequence[KVGroup], kv: Sequence[torch.Tensor], rows: int, tokens: int
+        self,
+        groups: Sequence[KVGroup],
+        kv: Sequence[torch.Tensor],
+        block_size: int,
+        rows: int,
+        tokens: int,
     ) -> None:
         """Gives the layers their KV cache; the last call holds.
 
         Args:
             groups: the layers of this rank's stage that share block tables, numbered from the
                 stage's first layer on.
-            kv: of each group, [parts, layers, num_blocks, block_size, heads, channels] (see
-                `KVTensors`), in the dtype of the arithmetic or in float8, to which `kv_scales`
-                belong.
+            kv: of each group its memory (see `KVTensors`); keys and values in the dtype of the
+                arithmetic or in float8, to which `kv_scales` belong.
+            block_size: tokens a block.
             rows, tokens: the maximum of a step.
         """
         ...
@@ -341,17 +346,20 @@ class DecoderModel:
         self,
         groups: Sequence[KVGroup],
         kv: Sequence[torch.Tensor],
+        block_size: int,
         rows: int,
         tokens: int,
         programs: int | None = None,
     ) -> None:
         """See `CausalLM.bind`; `programs` as in `AttentionPlans`."""
-        # tensors of attention are [parts, layers, num_blocks, block_size, heads, channels]
-        self._plans = self._make_plans(kv[0].shape[3], rows, tokens, programs)
+        self._plans = self._make_plans(block_size, rows, tokens, programs)
         caches: list[list[LayerCache]] = [[] for _ in self.layers]
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
+            # behind the layers of a state are its blocks; keys and values have parts before them
+            dim = 0 if isinstance(group.spec, StateSpec) else 1
             for index, layer in enumerate(group.layers):
-                caches[layer].append(LayerCache(group.spec, tensors[:, index], number))
+                tensor = tensors.select(dim, index)
+                caches[layer].append(LayerCache(group.spec, tensor, number, block_size))
         for bound, of_layer in zip(self.layers, caches, strict=True):
             bound.bind(of_layer, self._plans)
 

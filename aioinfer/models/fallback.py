@@ -230,10 +230,15 @@ class FallbackModel:
     # ---------------------------------------------------------------- steps
 
     def bind(
-        self, groups: Sequence[KVGroup], kv: Sequence[torch.Tensor], rows: int, tokens: int
+        self,
+        groups: Sequence[KVGroup],
+        kv: Sequence[torch.Tensor],
+        block_size: int,
+        rows: int,
+        tokens: int,
     ) -> None:
         """See `CausalLM.bind`."""
-        self._plans = self._make_plans(kv[0].shape[3], rows, tokens)
+        self._plans = self._make_plans(block_size, rows, tokens)
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             for index, layer in enumerate(group.layers):
                 cache = KVCache.of_layer(tensors[:, index], self.kv_scales[layer])

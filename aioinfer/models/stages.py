@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import TypeVar
 
-from aioinfer.ipc.kv_spec import KVSpec
+from aioinfer.ipc.kv_spec import KVSpec, StateSpec
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.shards import NamedShards
 
@@ -72,8 +72,10 @@ def step_bytes(weights: int, specs: Sequence[KVSpec], itemsize: int) -> int:
     """
 
     def bytes_of(spec: KVSpec) -> int:
+        if isinstance(spec, StateSpec):  # read and written
+            return 2 * STEP_ROWS * spec.nbytes
         keys = STEP_KEYS if spec.window is None else min(STEP_KEYS, STEP_ROWS * spec.window)
-        return keys * spec.bytes_per_token(itemsize)
+        return keys * spec.bytes_per_block(1, itemsize)
 
     return weights + sum(map(bytes_of, specs))
 

@@ -33,9 +33,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
-from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, KVGroup
+from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, NULL_BLOCK, KVGroup
 from aioinfer.scheduler.block_pool import MIN_COPIED_TOKENS, BlockPool, PartialBlocks, extend_hashes
-from aioinfer.scheduler.request import NULL_BLOCK, Request
+from aioinfer.scheduler.request import Request
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
 from aioinfer.ipc.request_record import (
     RECORD,
@@ -21,7 +22,7 @@ from aioinfer.ipc.request_record import (
 )
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.prefill_pacing import PrefillAllowance
-from aioinfer.scheduler.request import NULL_BLOCK, ForkGroup, Request
+from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.scheduler.step_time import StepWork
 from aioinfer.scheduler.steps import Row
 

@@ -13,10 +13,6 @@ from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
 from aioinfer.scheduler.block_pool import root_hash
 
-#: Stands in a block table where no block is needed any more: all tokens that read it are computed.
-NULL_BLOCK = -1
-
-
 U = TypeVar("U", bound="Use")
 
 

@@ -192,7 +192,7 @@ def prepare_step(plan: StepPlan, slots: Slots) -> Step:
     num_blocks = -(-int(seq_lens.max()) // block_size)
     groups = []
     for tables in slots.tables_by_group:
-        block_ids = tables[token_slots, positions // block_size].long()
+        block_ids = tables[token_slots, positions // block_size].long().clamp_(min=0)
         slot_mapping = block_ids * block_size + positions % block_size
         groups.append(GroupInputs(slot_mapping, tables[:, :num_blocks][slot_ids]))
     rotary = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.ipc.kv_spec import KVGroup, StateSpec
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
@@ -23,7 +23,8 @@ class KVTensors:
         groups: the layers that share block tables, of this rank's pipeline stage.
         tensors: of each group, [parts, layers, num_blocks, block_size, heads, channels]: keys and
             values are two parts, latent vectors one, of one head (`token_shape` of the
-            specification).
+            specification). Of states, [layers, num_blocks, *shape], in the dtype of their
+            specification.
     """
 
     def __init__(
@@ -36,8 +37,13 @@ class KVTensors:
     ):
         self.groups = tuple(groups)
         self.tensors = [
-            make_kv(_shape(group, blocks, block_size), dtype, device)
+            _make_tensor(group, blocks, block_size, dtype, device)
             for group, blocks in zip(groups, num_blocks, strict=True)
+        ]
+        # the same, all as [parts, layers, num_blocks, ...]
+        self._blocks = [
+            as_bytes(tensor[None] if group.keeps_states else tensor)
+            for group, tensor in zip(groups, self.tensors, strict=True)
         ]
 
     def copy_blocks(
@@ -50,24 +56,25 @@ class KVTensors:
             sources, targets: int32 [copies] on the device, one group after the other.
         """
         start = 0
-        for tensor, count in zip(self.tensors, counts, strict=True):
-            if count and len(tensor[0]):
+        for blocks, count in zip(self._blocks, counts, strict=True):
+            if count and len(blocks[0]):
                 here = slice(start, start + count)
-                self._copy(as_bytes(tensor), sources[here], targets[here].long())
+                self._copy(blocks, sources[here], targets[here].long())
             start += count
 
     @staticmethod
-    def _copy(tensor: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copies blocks of one group, so many layers at a time that the copy of the sources takes
-        little memory: it is not counted when memory is divided."""
-        layer_bytes = tensor[:, 0, 0].nbytes * len(sources)
-        for layers in tensor.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
+    def _copy(blocks: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies blocks of one group [parts, layers, num_blocks, ...], so many layers at a time
+        that the copy of the sources takes little memory: it is not counted when memory is
+        divided."""
+        layer_bytes = blocks[:, 0, 0].nbytes * len(sources)
+        for layers in blocks.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
             layers.index_copy_(2, targets, layers.index_select(2, sources))
 
-    def zero(self, blocks: int) -> None:
-        """Writes zeros to the first `blocks` blocks of each group."""
-        for tensor in self.tensors:
-            tensor[:, :, :blocks] = 0
+    def zero(self, count: int) -> None:
+        """Writes zeros to the first `count` blocks of each group."""
+        for blocks in self._blocks:
+            blocks[:, :, :count] = 0
 
 
 def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
@@ -78,7 +85,12 @@ def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
     return counts, np.stack([plan.copy_sources, plan.copy_targets])[:, order]
 
 
-def _shape(group: KVGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of a group's tensor."""
-    parts, heads, channels = group.spec.token_shape
-    return parts, len(group.layers), num_blocks, block_size, heads, channels
+def _make_tensor(
+    group: KVGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Returns the tensor of a group."""
+    layers, spec = len(group.layers), group.spec
+    if isinstance(spec, StateSpec):
+        return make_kv((layers, num_blocks, *spec.shape), getattr(torch, spec.dtype), device)
+    parts, heads, channels = spec.token_shape
+    return make_kv((parts, layers, num_blocks, block_size, heads, channels), dtype, device)

@@ -172,8 +172,8 @@ class Slots:
     Attributes:
         tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have,
             since the last token is sampled but never computed.
-        block_tables: int32 [groups * S, blocks of max_model_len], always valid block ids; row
-            group * S + slot.
+        block_tables: int32 [groups * S, blocks of max_model_len], valid block ids, or
+            of states negative where there is none; row group * S + slot.
         tables_by_group: the same by KV group, each [S, blocks of max_model_len].
         rotary_offsets: int32 [S], added to the positions of a slot's tokens where RoPE is applied,
             in models that have three positions a token; 0 unless a step feature sets it. None in

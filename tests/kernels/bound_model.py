@@ -49,7 +49,7 @@ class Bound:
             for scales, (spec,) in zip(self.model.kv_scales, self.model.kv_specs, strict=True):
                 scales.allow_key_shifts(spec.head_size)
         programs = {"programs": 3} if kernels else {}
-        self.model.bind(groups, self.kv, 8, 80, **programs)
+        self.model.bind(groups, self.kv, BLOCK_SIZE, 8, 80, **programs)
 
     def step(self, starts: list[int], lengths: list[int], ids: torch.Tensor) -> Step:
         """Returns a step of three rows with the blocks of `TABLES`."""

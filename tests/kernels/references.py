@@ -308,7 +308,8 @@ def prepare_inputs_reference(
         if inputs.rotary is not None and rotary_offsets is not None:
             inputs.rotary[:, here] = positions.int() + rotary_offsets[slot]
         inputs.slot_mapping[here] = (
-            tables[slot, positions // block_size].long() * block_size + positions % block_size
+            tables[slot, positions // block_size].long().clamp(min=0) * block_size
+            + positions % block_size
         )
         inputs.query_starts[row] = first
         inputs.seq_lens[row] = end

@@ -160,7 +160,7 @@ def test_a_model_finds_the_prefix_of_each_step(
     for bound in (cascade, plain):
         for tensor, values in zip(bound.kv, caches, strict=True):
             tensor.copy_(values)
-    cascade.model.bind(cascade.groups, cascade.kv, 8, 80, programs=3)
+    cascade.model.bind(cascade.groups, cascade.kv, BLOCK_SIZE, 8, 80, programs=3)
     shared = []
     for tables, starts, lengths in (
         ([[3, 1, 0], [3, 1, 2], [3, 1, 4]], [40, 33, 47], [1, 1, 1]),

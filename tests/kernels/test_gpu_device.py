@@ -123,7 +123,8 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
         4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups), uses_kernels=kernels,
         has_rotary_offsets=bound.model.has_rotary_sections,
     )  # fmt: skip
-    bound.model.bind(bound.groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
+    programs = {"programs": 3} if kernels else {}
+    bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, 4, 40, **programs)
     rank = Rank(bound.model, slots)
     works = StepWorks.load(rank)
     works = StepWorks([*works.all, Shift(rank)])
@@ -173,7 +174,8 @@ def make_stages(
         groups = groups_of_stage(of_all, model.layer_numbers)
         kv = KVTensors(groups, [12] * len(groups), BLOCK_SIZE, torch.float32, CPU)
         slots = Slots(4, 40, BLOCK_SIZE, VOCAB, CPU, len(of_all), uses_kernels=kernels)
-        model.bind(groups, kv.tensors, 4, 40, **({"programs": 3} if kernels else {}))
+        programs = {"programs": 3} if kernels else {}
+        model.bind(groups, kv.tensors, BLOCK_SIZE, 4, 40, **programs)
         place: Any = SimpleNamespace(pp=SimpleNamespace(rank=stage, size=2))
         links = StageLinks(place, model.hidden_size, torch.float32, CPU, 40)
         works = StepWorks.load(Rank(model, slots, links))

@@ -24,7 +24,7 @@ def int32(*values: int) -> torch.Tensor:
 def test_rows_become_inputs_and_the_rest_padding(has_rotary: bool) -> None:
     slots, starts, lengths = int32(3, 1, 0, 2), int32(5, 0, 9, 0), int32(1, 150, 21, 0)
     tokens = torch.randint(0, 99, (4, 200), dtype=torch.int32)
-    tables = torch.randint(0, 99, (4, 60), dtype=torch.int32)
+    tables = torch.randint(-9, 99, (4, 60), dtype=torch.int32)  # negative: no block of a state
     ours, reference = (PreparedInputs.empty(4, 180, 60, "cpu") for _ in range(2))
     names = [field.name for field in fields(PreparedInputs)]
     options: dict[str, Any] = {"block_size": 4}
