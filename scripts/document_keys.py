@@ -15,10 +15,10 @@ from typing import get_type_hints
 
 import msgspec
 
-from aioinfer.api.admin.openapi import OPERATIONS
 from aioinfer.api.decoding import Body
 from aioinfer.api.fields import NO_EFFECT_BY_REASON, REFUSED_BY_ORIGIN
 from aioinfer.api.protocol import Ignored
+from aioinfer.api.routes import ROUTES
 from aioinfer.config import Config, describe_keys
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -102,9 +102,9 @@ def supported_fields(kind: type[msgspec.Struct]) -> Iterator[str]:
 def _by_fields() -> dict[tuple[str, ...], list[str]]:
     """Returns the paths of endpoints by the fields that they support."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for (_, path), operation in OPERATIONS.items():
-        if operation.body is not None and issubclass(operation.body, Body):
-            found.setdefault(tuple(supported_fields(operation.body)), []).append(path)
+    for route in ROUTES:
+        if route.body is not None and issubclass(route.body, Body):
+            found.setdefault(tuple(supported_fields(route.body)), []).append(route.path)
     return found
 
 

@@ -1,112 +1,216 @@
-"""The routes of the application: which function answers which path. `openapi` and `page` add their
-own."""
+"""The endpoints: which function answers which path, the type that checks its body, and the type of
+its reply. The application's routes and `/openapi.json` are both made from this table; `page` adds
+the files of the page at "/".
+"""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from aioinfer.api.admin import control as admin
-from aioinfer.api.admin import experts, info, metrics
+from aioinfer.api.admin import experts, info, metrics, openapi, page
+from aioinfer.api.admin.control import AbortReply, AbortRequest
+from aioinfer.api.admin.experts import MAX_COPIES, MAX_RANKS, ExpertLoads, Placement
+from aioinfer.api.admin.info import Load, Model, ModelList, Status, Version
+from aioinfer.api.admin.openapi import Route
 from aioinfer.api.anthropic import endpoints as anthropic
+from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
+from aioinfer.api.anthropic.endpoints import MessageReply, TokenCount
 from aioinfer.api.batch import batches, conversations, files
+from aioinfer.api.batch.batches import BatchObject, CreateBatch
+from aioinfer.api.batch.conversations import (
+    Conversation,
+    CreateConversation,
+    CreateItems,
+    UpdateObject,
+)
+from aioinfer.api.batch.file_store import FileObject
+from aioinfer.api.batch.files import Deleted
+from aioinfer.api.batch.object_store import Page
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.http.request_body import defer_continue
 from aioinfer.api.llama_cpp import endpoints as llama_cpp
+from aioinfer.api.llama_cpp.body import InfillRequest, LlamaCompletion, LlamaEmbedding
+from aioinfer.api.llama_cpp.endpoints import LlamaSlot, LlamaVectors, TemplateReply
+from aioinfer.api.llama_cpp.replies import LlamaReply
 from aioinfer.api.ollama import endpoints as ollama
+from aioinfer.api.ollama.body import OllamaChat, OllamaGenerate, ShowRequest
+from aioinfer.api.ollama.endpoints import Line
 from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
+from aioinfer.api.openai.chat import ChatCompletion
+from aioinfer.api.openai.completions import Completion
+from aioinfer.api.openai.pooling import (
+    Classes,
+    Embeddings,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    PoolingReply,
+    Reranked,
+    RerankedText,
+    Scores,
+)
+from aioinfer.api.openai.pooling_bodies import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from aioinfer.api.openai.response_events import Response
+from aioinfer.api.openai.responses import InputTokens
+from aioinfer.api.openai.responses_body import ResponseRequest
+from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
+from aioinfer.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+
+def _get(path: str, handler: Handler, reply: Any = None, **more: Any) -> Route:
+    return Route("GET", path, handler, reply=reply, **more)
+
+
+_post = partial(Route, "POST")
+
+
+def _delete(path: str, handler: Handler, reply: Any = None) -> Route:
+    return Route("DELETE", path, handler, reply=reply)
+
+
+_SSE, _LINES = "text/event-stream", "application/x-ndjson"
+#: llama.cpp's: one prompt has one reply, several have a list.
+_LlamaReplies = LlamaReply | list[LlamaReply]
+#: With `texts` the reply is a list.
+_Reranked = Reranked | list[RerankedText]
+_TEXT: dict[str, Any] = {"type": "string"}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
+_PAGE = {"limit": _LIMIT, "after": _TEXT, "order": _TEXT | {"enum": ["asc", "desc"]}}
+_CHATS = _PAGE | {"model": _TEXT}
+_FILES = {"purpose": _TEXT} | _PAGE | {"limit": _LIMIT | {"maximum": 10_000}}
+_REPLAY = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
+_PLACEMENT = {
+    "ranks": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS},
+    "copies": {"type": "integer", "minimum": 0, "maximum": MAX_COPIES},
+}
+
+ROUTES: tuple[Route, ...] = (
     # OpenAI
-    ("POST", "/v1/completions", completions.create_completion),
-    ("POST", "/v1/chat/completions", chat.create_chat_completion),
-    ("POST", "/chat/completions", chat.create_chat_completion),
-    ("GET", "/v1/chat/completions", conversations.list_chats),
-    ("GET", "/v1/chat/completions/{id}/messages", conversations.list_chat_messages),
-    ("GET", "/v1/chat/completions/{id}", conversations.get_chat),
-    ("POST", "/v1/chat/completions/{id}", conversations.update_chat),
-    ("DELETE", "/v1/chat/completions/{id}", conversations.delete_chat),
-    ("POST", "/v1/responses", responses.create_response),
-    ("POST", "/responses", responses.create_response),
-    ("POST", "/v1/responses/input_tokens", responses.count_input_tokens),
-    ("GET", "/v1/responses/{id}", responses.get_response),
-    ("DELETE", "/v1/responses/{id}", responses.delete_response),
-    ("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
-    ("GET", "/v1/responses/{id}/input_items", responses.list_input_items),
-    ("POST", "/v1/conversations", conversations.create_conversation),
-    ("POST", "/v1/conversations/{id}/items", conversations.create_items),
-    ("GET", "/v1/conversations/{id}/items", conversations.list_items),
-    ("GET", "/v1/conversations/{id}/items/{item_id}", conversations.get_item),
-    ("DELETE", "/v1/conversations/{id}/items/{item_id}", conversations.delete_item),
-    ("GET", "/v1/conversations/{id}", conversations.get_conversation),
-    ("POST", "/v1/conversations/{id}", conversations.update_conversation),
-    ("DELETE", "/v1/conversations/{id}", conversations.delete_conversation),
-    ("POST", "/v1/files", files.upload_file),
-    ("GET", "/v1/files", files.list_files),
-    ("GET", "/v1/files/{file_id}", files.get_file),
-    ("GET", "/v1/files/{file_id}/content", files.get_content),
-    ("DELETE", "/v1/files/{file_id}", files.delete_file),
-    ("POST", "/v1/batches", batches.create_batch),
-    ("GET", "/v1/batches", batches.list_batches),
-    ("GET", "/v1/batches/{batch_id}", batches.get_batch),
-    ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
+    _post(
+        "/v1/completions", completions.create_completion, CompletionRequest, Completion, stream=_SSE
+    ),
+    _post(
+        "/v1/chat/completions",
+        chat.create_chat_completion,
+        ChatRequest,
+        ChatCompletion,
+        stream=_SSE,
+    ),
+    _post(
+        "/chat/completions", chat.create_chat_completion, ChatRequest, ChatCompletion, stream=_SSE
+    ),
+    _get("/v1/chat/completions", conversations.list_chats, Page, query=_CHATS),
+    _get("/v1/chat/completions/{id}/messages", conversations.list_chat_messages, Page, query=_PAGE),
+    _get("/v1/chat/completions/{id}", conversations.get_chat, ChatCompletion),
+    _post("/v1/chat/completions/{id}", conversations.update_chat, UpdateObject, ChatCompletion),
+    _delete("/v1/chat/completions/{id}", conversations.delete_chat),
+    _post("/v1/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
+    _post("/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
+    _post("/v1/responses/input_tokens", responses.count_input_tokens, ResponseRequest, InputTokens),
+    _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE, query=_REPLAY),
+    _delete("/v1/responses/{id}", responses.delete_response),
+    _post("/v1/responses/{id}/cancel", responses.cancel_response, None, Response),
+    _get("/v1/responses/{id}/input_items", responses.list_input_items, Page, query=_PAGE),
+    _post("/v1/conversations", conversations.create_conversation, CreateConversation, Conversation),
+    _post("/v1/conversations/{id}/items", conversations.create_items, CreateItems, Page),
+    _get("/v1/conversations/{id}/items", conversations.list_items, Page, query=_PAGE),
+    _get("/v1/conversations/{id}/items/{item_id}", conversations.get_item),
+    _delete("/v1/conversations/{id}/items/{item_id}", conversations.delete_item, Conversation),
+    _get("/v1/conversations/{id}", conversations.get_conversation, Conversation),
+    _post("/v1/conversations/{id}", conversations.update_conversation, UpdateObject, Conversation),
+    _delete("/v1/conversations/{id}", conversations.delete_conversation),
+    _post("/v1/files", files.upload_file, None, FileObject),
+    _get("/v1/files", files.list_files, Page, query=_FILES),
+    _get("/v1/files/{file_id}", files.get_file, FileObject),
+    _get("/v1/files/{file_id}/content", files.get_content, content_type="application/octet-stream"),
+    _delete("/v1/files/{file_id}", files.delete_file, Deleted),
+    _post("/v1/batches", batches.create_batch, CreateBatch, BatchObject),
+    _get("/v1/batches", batches.list_batches, Page, query=_PAGE),
+    _get("/v1/batches/{batch_id}", batches.get_batch, BatchObject),
+    _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, None, BatchObject),
     # Anthropic
-    ("POST", "/v1/messages", anthropic.create_message),
-    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    _post("/v1/messages", anthropic.create_message, MessagesRequest, MessageReply, stream=_SSE),
+    _post("/v1/messages/count_tokens", anthropic.count_tokens, CountTokensRequest, TokenCount),
     # Ollama
-    ("POST", "/api/chat", ollama.chat),
-    ("POST", "/api/generate", ollama.generate),
-    ("POST", "/api/show", ollama.show),
-    ("GET", "/api/tags", ollama.list_tags),
-    ("GET", "/api/ps", ollama.list_running),
-    ("GET", "/api/version", ollama.version),
-    ("POST", "/api/embed", pooling.embed_for_ollama),
-    ("POST", "/api/embeddings", pooling.embed_for_ollama),
+    _post("/api/chat", ollama.chat, OllamaChat, Line, stream=_LINES),
+    _post("/api/generate", ollama.generate, OllamaGenerate, Line, stream=_LINES),
+    _post("/api/show", ollama.show, ShowRequest),
+    _get("/api/tags", ollama.list_tags),
+    _get("/api/ps", ollama.list_running),
+    _get("/api/version", ollama.version, Version),
+    _post("/api/embed", pooling.embed_for_ollama, OllamaEmbedRequest, OllamaEmbeddings),
+    _post("/api/embeddings", pooling.embed_for_ollama, OllamaEmbeddingsRequest, OllamaEmbedding),
     # llama.cpp
-    ("POST", "/completion", llama_cpp.complete),
-    ("POST", "/completions", llama_cpp.complete),
-    ("POST", "/infill", llama_cpp.infill),
-    ("POST", "/embedding", llama_cpp.embed),
-    ("POST", "/apply-template", llama_cpp.apply_template),
-    ("GET", "/props", llama_cpp.props),
-    ("GET", "/slots", llama_cpp.slots),
+    _post("/completion", llama_cpp.complete, LlamaCompletion, _LlamaReplies, stream=_SSE),
+    _post("/completions", llama_cpp.complete, LlamaCompletion, _LlamaReplies, stream=_SSE),
+    _post("/infill", llama_cpp.infill, InfillRequest, _LlamaReplies, stream=_SSE),
+    _post("/embedding", llama_cpp.embed, LlamaEmbedding, list[LlamaVectors]),
+    _post("/apply-template", llama_cpp.apply_template, ChatRequest, TemplateReply),
+    _get("/props", llama_cpp.props),
+    _get("/slots", llama_cpp.slots, list[LlamaSlot]),
     # Embeddings and the like, tokens
-    ("POST", "/v1/embeddings", pooling.create_embeddings),
-    ("POST", "/pooling", pooling.create_pooling),
-    ("POST", "/classify", pooling.classify),
-    ("POST", "/score", pooling.score),
-    ("POST", "/v1/score", pooling.score),
-    ("POST", "/rerank", pooling.rerank),
-    ("POST", "/v1/rerank", pooling.rerank),
-    ("POST", "/v2/rerank", pooling.rerank),
-    ("POST", "/tokenize", tokenization.tokenize),
-    ("POST", "/detokenize", tokenization.detokenize),
+    _post("/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, Embeddings),
+    _post("/pooling", pooling.create_pooling, PoolingRequest, PoolingReply),
+    _post("/classify", pooling.classify, ClassifyRequest, Classes),
+    _post("/score", pooling.score, ScoreRequest, Scores),
+    _post("/v1/score", pooling.score, ScoreRequest, Scores),
+    _post("/rerank", pooling.rerank, RerankRequest, _Reranked),
+    _post("/v1/rerank", pooling.rerank, RerankRequest, _Reranked),
+    _post("/v2/rerank", pooling.rerank, RerankRequest, _Reranked),
+    _post("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeReply),
+    _post("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeReply),
     # The server and its model
-    ("GET", "/v1/models", info.list_models),
-    ("GET", "/v1/models/{id:.+}", info.get_model),
-    ("GET", "/models", info.list_models),
-    ("GET", "/health/live", info.live),
-    ("GET", "/health/ready", info.ready),
-    ("GET", "/version", info.version),
-    ("GET", "/load", info.show_load),
-    ("GET", "/server_info", info.server_info),
-    ("GET", "/tokenizer_info", info.tokenizer_info),
-    ("GET", "/metrics", metrics.show_metrics),
-    ("POST", "/abort", admin.abort),
-    ("POST", "/pause", admin.pause),
-    ("POST", "/resume", admin.resume),
-    ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
-    ("GET", "/experts", experts.show_experts),
-    ("GET", "/experts/placement", experts.make_placement),
+    _get("/v1/models", info.list_models, ModelList),
+    _get("/v1/models/{id:.+}", info.get_model, Model),
+    _get("/models", info.list_models, ModelList),
+    _get("/health", info.health, Status),
+    _get("/health/live", info.live, Status),
+    _get("/health/ready", info.ready, Status),
+    _get("/version", info.version, Version),
+    _get("/load", info.show_load, Load),
+    _get("/server_info", info.server_info),
+    _get("/tokenizer_info", info.tokenizer_info),
+    _get("/metrics", metrics.show_metrics, content_type="text/plain"),
+    _post("/abort", admin.abort, AbortRequest, AbortReply),
+    _post("/pause", admin.pause, None, Status),
+    _post("/resume", admin.resume, None, Status),
+    _post("/reset_prefix_cache", admin.reset_prefix_cache, None, Status),
+    _get("/experts", experts.show_experts, ExpertLoads),
+    _get("/experts/placement", experts.make_placement, Placement, query=_PLACEMENT),
+    # This description of them, and the page at "/"
+    _get("/openapi.json", openapi.show_openapi),
+    _get("/page/info", page.show_info),
+    _get("/page/live", page.stream_live, content_type=_SSE),
 )
 
 
 def add_routes(app: web.Application) -> None:
     """Adds all of them to an application."""
-    for method, path, handler in ROUTES:
-        if method == "GET":  # answers HEAD as well
-            app.router.add_get(path, handler)
+    for route in ROUTES:
+        if route.method == "GET":  # answers HEAD as well
+            added = app.router.add_get(route.path, route.handler)
         else:
-            app.router.add_route(method, path, handler, expect_handler=defer_continue)
-    health = app.router.add_get("/health", info.health).resource
-    assert health is not None
-    app[PREFIX] = lambda: health.canonical.removesuffix("/health")
+            added = app.router.add_route(
+                route.method, route.path, route.handler, expect_handler=defer_continue
+            )
+    last = added.resource
+    assert last is not None
+    # where an application is mounted in another one, its resources change
+    app[PREFIX] = lambda: last.canonical.removesuffix(ROUTES[-1].path)
+    app[openapi.DOCUMENT] = openapi.Document(app, ROUTES)

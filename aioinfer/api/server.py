@@ -17,7 +17,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from yarl import URL
 
 from aioinfer.api import routes
-from aioinfer.api.admin import info, openapi, page
+from aioinfer.api.admin import info, page
 from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
@@ -123,7 +123,6 @@ class HttpServer:
         app[FILES] = self._files
         batches.add_batches(app)
         routes.add_routes(app)
-        openapi.add_openapi(app)
         page.add_page(app)
         return app
 

@@ -22,7 +22,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import input_token_count_params, response_create_params
 
 from aioinfer.api.admin.control import AbortRequest
-from aioinfer.api.admin.openapi import EXAMPLES, OPERATIONS
+from aioinfer.api.admin.openapi import EXAMPLES
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.decoding import Body
@@ -31,6 +31,7 @@ from aioinfer.api.openai.pooling import RerankedText
 from aioinfer.api.openai.pooling_bodies import EmbeddingRequest, RerankRequest
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.routes import ROUTES
 from aioinfer.errors import GenerationError, RequestError
 from aioinfer.sampling_params import SamplingParams
 from document_keys import supported_fields
@@ -237,11 +238,12 @@ class TestReplies:
         assert {len(entry["top_logprobs"]) for entry in content} == {20}
 
 
+POSTS = {route.path: route for route in ROUTES if route.method == "POST"}
 #: Bodies by path, one of each kind that is answered without an admin key or a folder.
 BODIES = {
-    path: operation.body
-    for (_, path), operation in OPERATIONS.items()
-    if operation.body not in (None, dict, AbortRequest, CreateBatch)
+    path: route.body
+    for path, route in POSTS.items()
+    if route.body not in (None, AbortRequest, CreateBatch)
     and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/infill", "/r"))
     and path not in ("/v1/score", "/v1/rerank", "/responses")
     and "{" not in path  # of something that is stored
@@ -259,7 +261,7 @@ class TestTable:
 
     @pytest.mark.parametrize("path", BODIES)
     async def test_what_is_refused(self, served: Served, path: str) -> None:
-        example = EXAMPLES[BODIES[path]]
+        example = EXAMPLES[BODIES[path].__name__]
         steps = served.frontend.stats()["steps"]
         for name in REFUSED.keys() - set(supported_fields(BODIES[path])):
             reply = await served.post(path, 400, **example | {name: {"other": [1]}})
@@ -274,13 +276,15 @@ class TestTable:
         length = "n_predict" if "n_predict" in supported else "max_tokens"
         few: dict[str, Any] = {"temperature": 0, "stream": False, length: 2}
         few |= {"max_output_tokens": 2, "options": {"num_predict": 2, "temperature": 0}}
-        body = EXAMPLES[BODIES[path]] | {name: few[name] for name in few if name in supported}
+        body = EXAMPLES[BODIES[path].__name__] | {
+            name: few[name] for name in few if name in supported
+        }
         same = {name: {"deep": [1, {"x": None}]} for name in NO_EFFECT}
         same |= {name: neutral[0] for name, neutral in REFUSED.items() if neutral}
         same = {name: value for name, value in same.items() if name not in supported}
         assert len(same) > 80
         replies = [await served.post(path, **body | more) for more in ({}, same)]
-        reply_type = OPERATIONS["POST", path].reply
+        reply_type = POSTS[path].reply
         for reply in replies:
             assert reply_type is None or msgspec.convert(reply, reply_type)
         plain, other = [reply if isinstance(reply, list) else [reply] for reply in replies]
@@ -293,7 +297,7 @@ class TestTable:
         body = {"query": "a river", "texts": ["a stream", "a loaf"], "return_text": True}
         reply: Any = await served.post("/rerank", **body)
         assert msgspec.convert(reply, list[RerankedText])[0].text == "a stream"
-        body = EXAMPLES[RerankRequest] | {"return_text": True}
+        body = EXAMPLES[RerankRequest.__name__] | {"return_text": True}
         assert "return_text goes with texts" in str(await served.post("/rerank", 400, **body))
 
     @pytest.mark.parametrize("path", BODIES)
@@ -308,7 +312,7 @@ class TestTable:
                     continue
                 wrong = [0.5]
             for value in wrong[:1] or WRONG_TYPES:
-                body = EXAMPLES[kind] | {field.encode_name: value}
+                body = EXAMPLES[kind.__name__] | {field.encode_name: value}
                 async with served.http.post(path, json=body) as response:
                     text = await response.text()
                     if response.status == 400:
@@ -357,7 +361,7 @@ class TestTable:
             needs = NEEDS | {"logprob_token_ids": {"logprobs": more["logprobs"]}}
             assert {*values, *elsewhere, *ELSEWHERE} == set(supported_fields(kind))
             for name, value in values.items():
-                body = EXAMPLES[kind] | needs.get(name, {})
+                body = EXAMPLES[kind.__name__] | needs.get(name, {})
                 for each in (body, body | {name: value}):
                     reply = await served.post(path, 400, **each)
                     assert reply["error"]["message"] == "it is recorded", name

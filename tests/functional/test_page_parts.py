@@ -19,7 +19,6 @@ from aiohttp import web
 from yarl import URL
 
 from aioinfer.api.admin.openapi import EXAMPLES
-from aioinfer.api.protocol import ChatRequest
 from aioinfer.api.server import create_app
 from bench_loop import make_frontend
 from tests.functional import chat_page
@@ -206,7 +205,7 @@ async def test_a_call_from_the_page_of_endpoints(
     script.send(delta(content=" a loaf"), *end("stop"))
     await browser.until(f"{answer}.includes('[DONE]')")
     (sent,) = posted(browser)
-    assert sent == EXAMPLES[ChatRequest] | {"stream": True}
+    assert sent == EXAMPLES["ChatRequest"] | {"stream": True}
 
     await browser.click(f"{fold}.querySelector('button')")
     stop = f"{fold}.querySelectorAll('button')[1]"

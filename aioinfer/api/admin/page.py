@@ -86,7 +86,7 @@ _SETTINGS = (
 
 
 def add_page(app: web.Application) -> None:
-    """Adds the page's routes to an application that has its frontend."""
+    """Adds the routes of the page's files to an application; `routes` has the others."""
     app[_ENDED] = asyncio.Event()
     for path, (file, content_type) in _FILES.items():
         app.router.add_get(path, _file_handler(_FOLDER / file, content_type))
@@ -95,8 +95,6 @@ def add_page(app: web.Application) -> None:
     # The path of an application that is mounted below one. By itself it is "/" once more, where the
     # page comes first.
     app.router.add_get("", add_slash)
-    app.router.add_get("/page/info", show_info)
-    app.router.add_get("/page/live", stream_live)
     app.on_shutdown.append(end_live_streams)
 
 
