@@ -132,9 +132,9 @@ def test_a_wrong_batch_is_refused_before_the_model_is_loaded(
 def test_a_long_line_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
     file = tmp_path / "in"
     file.write_bytes(line(1) + line(5000) + line(2) + b"\n \n" + line(3).rstrip())
-    report = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
-    assert report.total == 4
-    assert [(fault.line, fault.code) for fault in report.faults] == [(2, "line_too_long")]
+    total, faults = check_input(file, paths=("/v1/completions",), max_line_bytes=1000)
+    assert total == 4
+    assert [(fault.line, fault.code) for fault in faults] == [(2, "line_too_long")]
 
 
 def test_requests_that_are_done_are_left_out(tmp_path: Path) -> None:

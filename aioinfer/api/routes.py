@@ -19,17 +19,20 @@ from aioinfer.api.admin.openapi import Route
 from aioinfer.api.anthropic import endpoints as anthropic
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.anthropic.endpoints import MessageReply, TokenCount
-from aioinfer.api.batch import batches, conversations, files
-from aioinfer.api.batch.batches import BatchObject, CreateBatch
-from aioinfer.api.batch.conversations import (
+from aioinfer.api.batch import batches, objects
+from aioinfer.api.batch.batches import CreateBatch
+from aioinfer.api.batch.objects import (
+    BATCHES,
+    CHATS,
+    CONVERSATIONS,
+    FILES,
     Conversation,
     CreateConversation,
     CreateItems,
+    Deleted,
     UpdateObject,
 )
-from aioinfer.api.batch.file_store import FileObject
-from aioinfer.api.batch.files import Deleted
-from aioinfer.api.batch.object_store import Page
+from aioinfer.api.batch.store import BatchObject, FileObject, Page
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.http.request_body import defer_continue
 from aioinfer.api.llama_cpp import endpoints as llama_cpp
@@ -115,11 +118,11 @@ ROUTES: tuple[Route, ...] = (
     _post(
         "/chat/completions", chat.create_chat_completion, ChatRequest, ChatCompletion, stream=_SSE
     ),
-    _get("/v1/chat/completions", conversations.list_chats, Page, query=_CHATS),
-    _get("/v1/chat/completions/{id}/messages", conversations.list_chat_messages, Page, query=_PAGE),
-    _get("/v1/chat/completions/{id}", conversations.get_chat, ChatCompletion),
-    _post("/v1/chat/completions/{id}", conversations.update_chat, UpdateObject, ChatCompletion),
-    _delete("/v1/chat/completions/{id}", conversations.delete_chat),
+    _get("/v1/chat/completions", CHATS.list, Page, query=_CHATS),
+    _get("/v1/chat/completions/{id}/messages", CHATS.list_items, Page, query=_PAGE),
+    _get("/v1/chat/completions/{id}", CHATS.get, ChatCompletion),
+    _post("/v1/chat/completions/{id}", CHATS.update, UpdateObject, ChatCompletion),
+    _delete("/v1/chat/completions/{id}", CHATS.delete, Deleted),
     _post("/v1/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
     _post("/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
     _post("/v1/responses/input_tokens", responses.count_input_tokens, ResponseRequest, InputTokens),
@@ -127,22 +130,24 @@ ROUTES: tuple[Route, ...] = (
     _delete("/v1/responses/{id}", responses.delete_response),
     _post("/v1/responses/{id}/cancel", responses.cancel_response, None, Response),
     _get("/v1/responses/{id}/input_items", responses.list_input_items, Page, query=_PAGE),
-    _post("/v1/conversations", conversations.create_conversation, CreateConversation, Conversation),
-    _post("/v1/conversations/{id}/items", conversations.create_items, CreateItems, Page),
-    _get("/v1/conversations/{id}/items", conversations.list_items, Page, query=_PAGE),
-    _get("/v1/conversations/{id}/items/{item_id}", conversations.get_item),
-    _delete("/v1/conversations/{id}/items/{item_id}", conversations.delete_item, Conversation),
-    _get("/v1/conversations/{id}", conversations.get_conversation, Conversation),
-    _post("/v1/conversations/{id}", conversations.update_conversation, UpdateObject, Conversation),
-    _delete("/v1/conversations/{id}", conversations.delete_conversation),
-    _post("/v1/files", files.upload_file, None, FileObject),
-    _get("/v1/files", files.list_files, Page, query=_FILES),
-    _get("/v1/files/{file_id}", files.get_file, FileObject),
-    _get("/v1/files/{file_id}/content", files.get_content, content_type="application/octet-stream"),
-    _delete("/v1/files/{file_id}", files.delete_file, Deleted),
+    _post("/v1/conversations", objects.create_conversation, CreateConversation, Conversation),
+    _post("/v1/conversations/{id}/items", objects.create_items, CreateItems, Page),
+    _get("/v1/conversations/{id}/items", CONVERSATIONS.list_items, Page, query=_PAGE),
+    _get("/v1/conversations/{id}/items/{item_id}", objects.get_item),
+    _delete("/v1/conversations/{id}/items/{item_id}", objects.delete_item, Conversation),
+    _get("/v1/conversations/{id}", CONVERSATIONS.get, Conversation),
+    _post("/v1/conversations/{id}", CONVERSATIONS.update, UpdateObject, Conversation),
+    _delete("/v1/conversations/{id}", CONVERSATIONS.delete, Deleted),
+    _post("/v1/files", objects.upload_file, None, FileObject),
+    _get("/v1/files", FILES.list, Page, query=_FILES),
+    _get("/v1/files/{file_id}", FILES.get, FileObject),
+    _get(
+        "/v1/files/{file_id}/content", objects.get_content, content_type="application/octet-stream"
+    ),
+    _delete("/v1/files/{file_id}", FILES.delete, Deleted),
     _post("/v1/batches", batches.create_batch, CreateBatch, BatchObject),
-    _get("/v1/batches", batches.list_batches, Page, query=_PAGE),
-    _get("/v1/batches/{batch_id}", batches.get_batch, BatchObject),
+    _get("/v1/batches", BATCHES.list, Page, query=_PAGE),
+    _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, None, BatchObject),
     # Anthropic
     _post("/v1/messages", anthropic.create_message, MessagesRequest, MessageReply, stream=_SSE),

@@ -21,8 +21,7 @@ from aioinfer.api.admin import info, page
 from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
-from aioinfer.api.batch.file_store import FILES, FileStore
-from aioinfer.api.batch.object_store import OBJECT_STORE, ObjectStore
+from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
 from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
@@ -275,7 +274,8 @@ class HttpServer:
                 _log.warning("the pause ends: the server is shutting down, and answers what waits")
                 frontend.resume()
             await page.end_live_streams(self._application.app)
-            await batches.stop(self._application.app)
+            if (under_way := self._application.app[batches.BATCHES]) is not None:
+                await under_way.stop(self._application.app)
         if self._listener is not None:
             await self._listener.stop()
         # not aiohttp's pre_shutdown: it would drop the part of a body that is still to come

@@ -24,8 +24,7 @@ from aioinfer.errors import ConfigError, EngineDeadError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from aioinfer.api.batch.lines import Requests, Written
-    from aioinfer.api.batch.run import BatchServer
+    from aioinfer.api.batch.lines import BatchServer, Requests, Written
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,20 +57,20 @@ def run(options: argparse.Namespace) -> int:
     if options.concurrency is not None and options.concurrency < 1:
         raise ConfigError("--concurrency must be at least 1")
     try:
-        report = check_input(options.input, paths=BATCH_PATHS, max_line_bytes=MAX_BYTES)
-        for fault in report.faults:
+        total, faults = check_input(options.input, paths=BATCH_PATHS, max_line_bytes=MAX_BYTES)
+        for fault in faults:
             sys.stderr.write(f"{options.input}:{fault.line}: {fault.message}\n")
-        if report.faults:
+        if faults:
             return 2
         written = take_up(options.output)
-        if len(written.custom_ids) < report.total:
+        if len(written.custom_ids) < total:
             check_files(config.model)
             announce(f"loads {config.served_model_names[0]}")
 
             import uvloop
 
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_answer(options, config, report.total, written))
+                runner.run(_answer(options, config, total, written))
     except OSError as error:
         raise ConfigError(str(error)) from error
     failed = len(written.custom_ids) - written.num_succeeded
@@ -145,7 +144,7 @@ async def _write_results(
     progress: Progress,
     task: TaskID,
 ) -> None:
-    from aioinfer.api.batch.run import run_batch
+    from aioinfer.api.batch.lines import run_batch
 
     stream = await asyncio.to_thread(output.open, "ab", 0)
     try:
@@ -165,7 +164,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch.run import BatchServer
+    from aioinfer.api.batch.lines import BatchServer
     from aioinfer.api.http.dispatch import Dispatcher
     from aioinfer.api.http.keys import ANONYMOUS
     from aioinfer.api.http.limits import ACCOUNTS

@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from aioinfer.api.batch import batches, file_store, files
+from aioinfer.api.batch import batches, objects, store
 from tests.functional.conftest import Served, serve
 from tests.functional.test_disconnect import until
 
@@ -54,8 +54,8 @@ def parse(data: bytes) -> list[dict[str, Any]]:
 async def filed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     folder = tmp_path_factory.mktemp("files") / "made"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "MAX_FILE_BYTES", 20_000)
-        patch.setattr(file_store, "MAX_FILES", 12)
+        patch.setattr(objects, "MAX_FILE_BYTES", 20_000)
+        patch.setattr(store, "MAX_FILES", 12)
         patch.setattr(batches, "MAX_REQUESTS", 40)
         async with serve(**SETTINGS | {"server.files_folder": str(folder)}) as served:
             yield served

@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from aioinfer.api.batch import object_store
+from aioinfer.api.batch import store
 from aioinfer.api.openai import response_runs
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
@@ -364,7 +364,7 @@ async def test_wrong_fields_are_named(served: Served, fields: dict[str, Any], pa
 
 
 async def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "MAX_STORED", 1)
+    monkeypatch.setattr(store, "MAX_STORED", 1)
     async with serve() as served:
         ids = []
         for _ in range(2):

@@ -1,14 +1,17 @@
-"""The lines of batches, in OpenAI's format: reading and checking requests, writing results, and
-finding out which results a file holds already.
+"""The lines of batches, in OpenAI's format: reading, checking and answering requests, many at a
+time, and finding out which results a file holds already.
 
-All functions read or write files and are called in threads. `batch_run` answers the requests;
-`batches` and the command line own the files.
+What reads or writes files is called in threads. `batches` and the command line own the files.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Collection, Iterator
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -16,7 +19,11 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from aioinfer.errors import ConfigError
+from aioinfer.api.http.dispatch import Dispatcher
+from aioinfer.api.http.limits import Account
+from aioinfer.errors import ConfigError, EngineDeadError
+
+_log = logging.getLogger(__name__)
 
 #: Paths that the requests of a batch may name.
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
@@ -25,6 +32,10 @@ _MAX_FAULTS = 20
 #: Lines that `Requests.read` returns at most, and about how many bytes.
 _LINES_PER_PIECE = 64
 _BYTES_PER_PIECE = 2**20
+#: Results that may wait for an earlier one, for each request that is served at a time.
+_WINDOW = 4
+#: A request that found no room is tried again after this long at the latest.
+_MAX_RETRY_S = 30.0
 
 
 class BatchLine(Struct, kw_only=True):
@@ -34,6 +45,11 @@ class BatchLine(Struct, kw_only=True):
     url: str
     body: Raw
     method: str = "POST"
+
+    def failed(self, error: BatchError, request_id: str | None = None) -> BatchResult:
+        """Returns the result of a request that was not answered."""
+        id = request_id or f"batch_req_{secrets.token_hex(12)}"
+        return BatchResult(id=id, custom_id=self.custom_id, error=error)
 
 
 class _Body(Struct):
@@ -82,21 +98,13 @@ class _Written(Struct):
     response: dict[str, Any] | None
 
 
-@dataclass(slots=True)
-class Fault:
-    """An error in a line of an input; lines count from 1."""
+class BatchFault(Struct, kw_only=True):
+    """An error in a batch, with the line of its input; lines count from 1."""
 
-    line: int
     code: str
     message: str
-
-
-@dataclass(slots=True)
-class InputReport:
-    """The result of `check_input`: the number of requests, and the errors."""
-
-    total: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    line: int | None = None
+    param: str | None = None
 
 
 def check_input(
@@ -105,8 +113,9 @@ def check_input(
     paths: Collection[str],
     max_line_bytes: int,
     max_requests: int | None = None,
-) -> InputReport:
-    """Checks every line of an input, but for the bodies, which their handlers check.
+) -> tuple[int, list[BatchFault]]:
+    """Checks every line of an input, but for the bodies, which their handlers check. Returns the
+    number of requests, and what is wrong.
 
     Args:
         file: the input.
@@ -116,43 +125,41 @@ def check_input(
 
     Raises OSError.
     """
-    report, seen = InputReport(), set[str]()
+    total, faults, seen = 0, list[BatchFault](), set[str]()
     with file.open("rb") as stream:
-        for number, raw in _lines(stream, max_line_bytes):
-            fault = _check_line(raw, number, seen, paths, max_line_bytes)
-            report.total += 1
-            if fault is not None:
-                report.faults.append(fault)
-            if max_requests is not None and report.total > max_requests:
-                message = f"a batch may hold at most {max_requests} requests"
-                report.faults.append(Fault(number, "too_many_requests", message))
+        for total, (number, raw) in enumerate(_lines(stream, max_line_bytes), 1):
+            found = _check_line(raw, seen, paths, max_line_bytes)
+            if found is None and max_requests is not None and total > max_requests:
+                found = "too_many_requests", f"a batch may hold at most {max_requests} requests"
+            if found is not None:
+                faults.append(BatchFault(code=found[0], message=found[1], line=number))
+            if len(faults) >= _MAX_FAULTS or total > (max_requests or total):
                 break
-            if len(report.faults) >= _MAX_FAULTS:
-                break
-    if not report.total:
-        report.faults.append(Fault(1, "empty_file", "the file holds no request"))
-    return report
+    if not total:
+        faults.append(BatchFault(code="empty_file", message="the file holds no request", line=1))
+    return total, faults
 
 
 def _check_line(
-    raw: bytes, number: int, seen: set[str], paths: Collection[str], max_line_bytes: int
-) -> Fault | None:
+    raw: bytes, seen: set[str], paths: Collection[str], max_line_bytes: int
+) -> tuple[str, str] | None:
+    """Returns the code and the message of what is wrong with a line."""
     if len(raw) > max_line_bytes:
-        return Fault(number, "line_too_long", f"the line has more than {max_line_bytes} bytes")
+        return "line_too_long", f"the line has more than {max_line_bytes} bytes"
     try:
         line = msgspec.json.decode(raw, type=BatchLine)
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Fault(number, "invalid_json_line", f"this is not a request of a batch: {error}")
+        return "invalid_json_line", f"this is not a request of a batch: {error}"
     if line.custom_id in seen:
-        return Fault(number, "duplicate_custom_id", "the custom_id is that of an earlier line")
+        return "duplicate_custom_id", "the custom_id is that of an earlier line"
     seen.add(line.custom_id)
     if line.method != "POST":
-        return Fault(number, "invalid_method", "the method must be POST")
+        return "invalid_method", "the method must be POST"
     if line.url not in paths:
-        return Fault(number, "invalid_url", f"the url must be one of {', '.join(paths)}")
+        return "invalid_url", f"the url must be one of {', '.join(paths)}"
     if body.stream:
-        return Fault(number, "invalid_body", "a request of a batch cannot be streamed")
+        return "invalid_body", "a request of a batch cannot be streamed"
     return None
 
 
@@ -236,3 +243,85 @@ def take_up(file: Path) -> Written:
         stream.truncate(end)
         os.fsync(stream.fileno())
     return written
+
+
+@dataclass(frozen=True, slots=True)
+class BatchServer:
+    """The parts that answer a batch's requests.
+
+    Attributes:
+        dispatcher: makes them.
+        account: returns for whom: the account of an API key, looked up for each request.
+        places: bounds how many are served at a time; batches may share it.
+        concurrency: how many places there are.
+    """
+
+    dispatcher: Dispatcher
+    account: Callable[[], Account]
+    places: asyncio.Semaphore
+    concurrency: int
+
+    async def answer(self, line: BatchLine) -> BatchResult:
+        """Returns the result of a request. A request that the server has no room for waits; one
+        whose handler fails has an error, and does not end the others.
+
+        Raises `EngineDeadError` where no answer will come; the request counts as not made then; and
+        what `account` does.
+        """
+        name = f"batch_req_{secrets.token_hex(12)}"
+        while True:
+            async with self.places:
+                account = self.account()
+                try:
+                    reply = await self.dispatcher.post(line.url, bytes(line.body), name, account)
+                except Exception as error:
+                    _log.exception("request %s of a batch failed", name)
+                    fault = BatchError(code="server_error", message=type(error).__name__)
+                    return line.failed(fault, name)
+            if reply.status not in (429, 503):
+                return BatchResult(
+                    id=name,
+                    custom_id=line.custom_id,
+                    response=BatchReply(
+                        status_code=reply.status, request_id=name, body=msgspec.Raw(reply.body)
+                    ),
+                )
+            if reply.retry_after_s is None:
+                raise EngineDeadError("the server stopped before the batch was complete")
+            await asyncio.sleep(min(reply.retry_after_s, _MAX_RETRY_S))
+
+
+async def run_batch(
+    requests: Requests, server: BatchServer
+) -> AsyncGenerator[list[BatchResult], None]:
+    """Yields the results of all requests in order, in groups that are ready together.
+
+    Raises what `BatchServer.answer` and `Requests.read` do. Closing this iterator ends the
+    requests that are being answered.
+    """
+    window = server.concurrency * _WINDOW
+    pending: deque[asyncio.Task[BatchResult]] = deque()
+    try:
+        while lines := await asyncio.to_thread(requests.read):
+            for line in lines:
+                if len(pending) >= window:
+                    await asyncio.wait([pending[0]])
+                    yield _take_ready(pending)
+                pending.append(asyncio.create_task(server.answer(line)))
+        while pending:
+            await asyncio.wait([pending[0]])
+            yield _take_ready(pending)
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _take_ready(pending: deque[asyncio.Task[BatchResult]]) -> list[BatchResult]:
+    """Removes the finished requests at the head, and returns their results."""
+    ready: list[BatchResult] = []
+    while pending and pending[0].done():
+        if ready and pending[0].exception() is not None:
+            break  # raised next time, when these are written
+        ready.append(pending.popleft().result())
+    return ready

@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admission import admit
-from aioinfer.api.batch.object_store import OBJECT_STORE, checked_metadata, owner_of
+from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import renamed

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from aioinfer.api.batch.object_store import OBJECT_STORE, owner_of
+from aioinfer.api.batch.store import OBJECT_STORE, owner_of
 from aioinfer.api.openai.responses_body import ResponseRequest, input_items, to_messages
 from aioinfer.engine.chat_turn import encode_turn
 
@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aioinfer.api.admission import bounded
-from aioinfer.api.batch.object_store import MAX_STORED, ObjectStore, json_size
+from aioinfer.api.batch.store import MAX_STORED, ObjectStore, json_size
 from aioinfer.api.delivery import submitted
 from aioinfer.api.event_stream import StreamState
 from aioinfer.api.generation import Generation

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.admission import admit
-from aioinfer.api.batch.object_store import OBJECT_STORE, owner_of, page_of
+from aioinfer.api.batch.store import OBJECT_STORE, owner_of, page_of
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import deliver
 from aioinfer.api.errors import json_response, renamed

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.batch.object_store import Metadata
+from aioinfer.api.batch.store import Metadata
 from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import only_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.batch import object_store
-from aioinfer.api.batch.object_store import ObjectStore, checked_metadata
+from aioinfer.api.batch import store as stores
+from aioinfer.api.batch.store import ObjectStore, checked_metadata
 from aioinfer.config import ChatConfig
 from aioinfer.errors import RequestError
 
@@ -45,7 +45,7 @@ def test_each_key_finds_its_own() -> None:
 
 
 def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "MAX_STORED", 2)
+    monkeypatch.setattr(stores, "MAX_STORED", 2)
     store = make()
     for id in ("1", "2", "3"):
         store.add("a", response(id), [])
@@ -59,7 +59,7 @@ def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_conversation_is_as_new_as_its_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "MAX_STORED", 2)
+    monkeypatch.setattr(stores, "MAX_STORED", 2)
     store = make()
     store.add(None, conversation("1"), [])
     store.add(None, conversation("2"), [])

@@ -1,0 +1,493 @@
+"""Stores of clients' objects, of which each API key finds its own alone.
+
+`ObjectStore` has responses of `/v1/responses`, conversations, and chat completions made with
+`store`, in memory; they share one limit, in number and in bytes. `FileStore` has the files of
+`/v1/files` and the records of batches in a folder, `server.files_folder`:
+
+    files/ID.data, files/ID.json        a file, and what is known of it
+    batches/ID.json                     a batch
+    batches/ID.output, batches/ID.error results of a batch in progress
+    incoming/                           uploads that are under way; emptied by a start
+
+A record is replaced as a whole, so that a process that is killed leaves either the old or the new
+one. `page_of` makes OpenAI's pages of lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from aioinfer.api.batch.lines import BatchFault
+from aioinfer.api.errors import shorten
+from aioinfer.api.http.limits import ACCOUNT
+from aioinfer.config import ChatConfig, ServerConfig
+from aioinfer.errors import ConfigError, RequestError
+
+#: The kinds of stored objects, by the `object` of their JSON.
+Kind = Literal["response", "conversation", "chat.completion", "file", "batch"]
+
+#: OpenAI's bounds of an object's metadata.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+#: Objects in memory: with the usual ones `chat.max_stored_bytes` is reached before.
+MAX_STORED = 1000
+#: Files in the folder, results of batches included: all of their records are in memory.
+MAX_FILES = 1000
+#: The statuses in which a batch stays.
+ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
+
+
+def checked_metadata(value: Any) -> dict[str, str]:
+    """Returns the metadata that an object is stored with, {} for None. Raises `RequestError`."""
+    try:
+        return {} if value is None else msgspec.convert(value, Metadata)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            "metadata must be an object of at most 16 texts of at most 512 characters, with names "
+            "of at most 64",
+            param="metadata",
+        ) from error
+
+
+class FileObject(Struct, kw_only=True):
+    """A file, as OpenAI describes it."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+    status_details: str | None = None
+    expires_at: int | None = None
+
+
+class RequestCounts(Struct, kw_only=True):
+    """The number of requests of a batch, in total, completed and failed."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchFaults(Struct, kw_only=True):
+    """Everything that is wrong with a batch."""
+
+    data: list[BatchFault]
+    object: str = "list"
+
+
+class BatchObject(Struct, kw_only=True):
+    """A batch, as OpenAI describes it."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: str = "validating"
+    object: str = "batch"
+    errors: BatchFaults | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
+    metadata: dict[str, str] | None = None
+
+    def enter(self, status: str) -> None:
+        """Changes the status, now."""
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+
+@dataclass(slots=True)
+class StoredObject:
+    """An object in memory.
+
+    Attributes:
+        body: as replies show it.
+        items: of a response, the items before its output; of a conversation, all of its items; of
+            a chat completion, its messages.
+        num_bytes: the length of both as JSON, and of the events.
+        events: of the stream of a response in the background, by sequence number.
+    """
+
+    body: dict[str, Any]
+    items: Sequence[dict[str, Any]]
+    num_bytes: int
+    events: Sequence[bytes] = ()
+
+
+class FileRecord(Struct):
+    """A file and the name of the API key that it belongs to, as they are on the disk."""
+
+    owner: str
+    body: FileObject = msgspec.field(name="file")
+
+
+class BatchRecord(Struct):
+    """A batch and the name of the API key that it belongs to, as they are on the disk. `outcome` is
+    the status that it has once its results are in the store."""
+
+    owner: str
+    body: BatchObject = msgspec.field(name="batch")
+    outcome: str = "completed"
+
+
+R = TypeVar("R", StoredObject, FileRecord | BatchRecord)
+
+
+class Store(Generic[R]):
+    """Records of objects by API key and id; the `body` of a record is the object itself."""
+
+    def __init__(self) -> None:
+        self._stored: OrderedDict[tuple[str | None, str], R] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, place: tuple[str | None, str]) -> bool:
+        """Whether an API key has an object of this id."""
+        return place in self._stored
+
+    def find(self, owner: str | None, kind: Kind, id: str, param: str | None = None) -> R:
+        """Returns the record of an object. Raises `RequestError` (404, or 400 for a previous
+        response), which names the field that has the id."""
+        record = self._stored.get((owner, id))
+        if record is None or field_of(record.body, "object") != kind:
+            previous, is_on_disk = param == "previous_response_id", kind in ("file", "batch")
+            code = f"{kind}_not_found" if is_on_disk else "not_found"
+            raise RequestError(
+                f"there is no {kind.replace('.', ' ')} {id[:80]!r}, or no longer",
+                param=f"{kind}_id" if is_on_disk else param,
+                status=400 if previous else 404,
+                code="previous_response_not_found" if previous else code,
+            )
+        return record
+
+    def all_of(self, owner: str | None, kind: Kind) -> Iterator[R]:
+        """Yields the records of a kind that an API key has, the newest first."""
+        for (of, _), record in reversed(self._stored.items()):
+            if of == owner and field_of(record.body, "object") == kind:
+                yield record
+
+    async def delete(self, owner: str | None, kind: Kind, id: str) -> None:
+        """Deletes an object for its client. Raises `RequestError`, OSError."""
+        self.remove(owner, kind, id)
+
+    def remove(self, owner: str | None, kind: Kind, id: str) -> R:
+        """Drops the record of an object and returns it. Raises `RequestError` (404)."""
+        record = self.find(owner, kind, id)
+        del self._stored[owner, id]
+        return record
+
+
+class ObjectStore(Store[StoredObject]):
+    """Objects in memory. Beyond `MAX_STORED` objects and `chat.max_stored_bytes` the oldest go,
+    conversations by their last change.
+
+    Attributes:
+        num_bytes: of all that are stored.
+    """
+
+    def __init__(self, config: ChatConfig):
+        super().__init__()
+        self.num_bytes = 0
+        self._config = config
+
+    def check_room(self, num_bytes: int, what: str, param: str | None = None) -> None:
+        """Raises `RequestError` if an object of this size could not be stored at all. `what` names
+        the object in the message."""
+        if num_bytes > self._config.max_stored_bytes:
+            raise RequestError(
+                f"{what} is stored, and the server's chat.max_stored_bytes leaves no room for it",
+                param=param,
+            )
+
+    def add(
+        self,
+        owner: str | None,
+        body: dict[str, Any],
+        items: Sequence[dict[str, Any]],
+        events: Sequence[bytes] = (),
+    ) -> None:
+        """Stores an object of an API key. An object that is nested too deeply for JSON, or larger
+        than the limit of all objects, is not kept."""
+        try:
+            size = json_size(body) + json_size(items) + sum(map(len, events))
+        except RecursionError:
+            return
+        if (replaced := self._stored.pop((owner, body["id"]), None)) is not None:
+            self.num_bytes -= replaced.num_bytes
+        if size > self._config.max_stored_bytes:
+            return
+        self._stored[owner, body["id"]] = StoredObject(body, items, size, events)
+        self.num_bytes += size
+        self._evict()
+
+    def change_items(
+        self, owner: str | None, conversation: StoredObject, items: Sequence[dict[str, Any]]
+    ) -> None:
+        """Replaces the items of a conversation, which becomes the newest object. A conversation
+        that is then larger than the limit of all objects is not kept."""
+        self.remove(owner, "conversation", conversation.body["id"])
+        self.add(owner, conversation.body, items)
+
+    def change_metadata(self, stored: StoredObject, metadata: dict[str, str]) -> None:
+        """Replaces the metadata of an object."""
+        grown = json_size(metadata) - json_size(stored.body["metadata"])
+        stored.body = stored.body | {"metadata": metadata}
+        stored.num_bytes += grown
+        self.num_bytes += grown
+        self._evict()
+
+    def remove(self, owner: str | None, kind: Kind, id: str) -> StoredObject:
+        """Drops an object and returns it. Raises `RequestError` (404)."""
+        stored = super().remove(owner, kind, id)
+        self.num_bytes -= stored.num_bytes
+        return stored
+
+    def _evict(self) -> None:
+        while len(self._stored) > MAX_STORED or self.num_bytes > self._config.max_stored_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self.num_bytes -= oldest.num_bytes
+
+
+class FileStore(Store[FileRecord | BatchRecord]):
+    """Files and batches in a folder, which one server uses at a time."""
+
+    def __init__(self, folder: Path):
+        """Takes the folder and reads its records. Raises `ConfigError` if it cannot be used, or
+        another server uses it."""
+        super().__init__()
+        self._folder = folder
+        self._num_incoming = 0
+        self._lock: int | None = None
+        self._saving = asyncio.Lock()
+        try:
+            self._take()
+        except (OSError, msgspec.DecodeError) as error:
+            self.close()
+            raise ConfigError(f"server.files_folder = {str(folder)!r}: {error}") from error
+
+    @classmethod
+    def open(cls, config: ServerConfig) -> FileStore | None:
+        """Returns the store of `server.files_folder`, None if there is none. Raises
+        `ConfigError`."""
+        return cls(Path(config.files_folder)) if config.files_folder else None
+
+    def _take(self) -> None:
+        shutil.rmtree(self._folder / "incoming", ignore_errors=True)
+        for name in ("files", "batches", "incoming"):
+            (self._folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError("another server uses this folder") from None
+        kinds: dict[str, type[FileRecord | BatchRecord]]
+        kinds = {"files": FileRecord, "batches": BatchRecord}
+        for name, kind in kinds.items():
+            places = (self._folder / name).glob("*.json")
+            for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
+                record = msgspec.json.decode(place.read_bytes(), type=kind)
+                self._stored[record.owner, record.body.id] = record
+
+    def close(self) -> None:
+        """Lets another server use the folder. Safe to call twice."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def data(self, file_id: str) -> Path:
+        """Returns where a file's content is."""
+        return self._folder / "files" / f"{file_id}.data"
+
+    def batch_file(self, batch_id: str, kind: str) -> Path:
+        """Returns where the record ("json") or the results ("output", "error") of a batch are."""
+        return self._folder / "batches" / f"{batch_id}.{kind}"
+
+    @asynccontextmanager
+    async def incoming(self) -> AsyncIterator[Path]:
+        """The place for a file that comes; one that was not kept goes with the block. Raises
+        `RequestError` if there are too many."""
+        num_files = sum(isinstance(record, FileRecord) for record in self._stored.values())
+        if num_files + self._num_incoming >= MAX_FILES:
+            raise RequestError(
+                f"the server keeps at most {MAX_FILES} files: delete some first",
+                code="too_many_files",
+            )
+        self._num_incoming += 1
+        place = self._folder / "incoming" / secrets.token_hex(12)
+        try:
+            yield place
+        finally:
+            self._num_incoming -= 1
+            await asyncio.to_thread(place.unlink, True)
+
+    async def keep(
+        self, source: Path, owner: str, filename: str, purpose: str, file_id: str | None = None
+    ) -> FileObject:
+        """Moves `source` into the store, under an id if one is given. Safe to repeat with an id:
+        then `source` may be gone. Raises OSError."""
+        data = self.data(file_id or f"file-{secrets.token_hex(12)}")
+
+        def move() -> FileRecord:
+            if source.exists():
+                os.replace(source, data)
+            file = FileObject(
+                id=data.stem,
+                bytes=data.stat().st_size,
+                created_at=int(time.time()),
+                filename=filename,
+                purpose=purpose,
+            )
+            record = FileRecord(owner, file)
+            _write(data.with_suffix(".json"), record)
+            return record
+
+        record = await asyncio.to_thread(move)
+        self._stored[owner, data.stem] = record
+        return record.body
+
+    async def save(self, record: BatchRecord) -> None:
+        """Writes the record of a batch. A new batch that cannot be written is not kept: it would
+        never end, and a later start might run it. Raises OSError."""
+        at, is_new = (record.owner, record.body.id), (record.owner, record.body.id) not in self
+        self._stored[at] = record
+        try:
+            async with self._saving:  # the last to begin writes the current state
+                place = self.batch_file(record.body.id, "json")
+                await asyncio.to_thread(_write, place, msgspec.to_builtins(record))
+        except OSError:
+            if is_new:
+                del self._stored[at]
+            raise
+
+    def open_batches(self) -> list[BatchRecord]:
+        """Returns the batches of all API keys that have not ended."""
+        records = [each for each in self._stored.values() if isinstance(each, BatchRecord)]
+        return [record for record in records if record.body.status not in ENDED]
+
+    async def delete(self, owner: str | None, kind: Kind, id: str) -> None:
+        """Deletes a file. Raises `RequestError` if a batch in progress reads it, OSError."""
+        self.find(owner, kind, id)
+        if any(record.body.input_file_id == id for record in self.open_batches()):
+            message = "a batch in progress reads this file"
+            raise RequestError(message, param="file_id", status=409, code="file_in_use")
+        self.remove(owner, kind, id)
+        for place in (self.data(id).with_suffix(".json"), self.data(id)):
+            await asyncio.to_thread(place.unlink, True)
+
+
+def _write(file: Path, record: Any) -> None:
+    """Writes a record as JSON in the place of the old one. Raises OSError."""
+    new = file.with_suffix(".new")
+    with new.open("wb") as stream:
+        stream.write(msgspec.json.encode(record))
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+
+
+def json_size(value: Any) -> int:
+    """Returns the length of a value as JSON, in bytes."""
+    return len(msgspec.json.encode(value))
+
+
+OBJECT_STORE = web.AppKey("object_store", ObjectStore)
+FILES: web.AppKey[FileStore | None] = web.AppKey("files")
+
+
+def require_files(request: web.Request) -> FileStore:
+    """Returns the server's store of files. Raises `RequestError` (404) if it has none."""
+    store = request.app[FILES]
+    if store is None:
+        raise RequestError(
+            "this server keeps no files: server.files_folder is not set",
+            status=404,
+            code="not_enabled",
+        )
+    return store
+
+
+def owner_of(request: web.Request) -> str:
+    """Returns the name of the API key whose objects a request may see."""
+    return request[ACCOUNT].key.name
+
+
+class Page(Struct, kw_only=True):
+    """A part of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def field_of(body: Any, name: str) -> Any:
+    """Returns a field of an object, which is a struct or JSON; None where it has none."""
+    return body.get(name) if isinstance(body, dict) else getattr(body, name, None)
+
+
+def page_of(
+    items: Sequence[Any],
+    query: Mapping[str, str],
+    *,
+    max_limit: int = 100,
+    default_limit: int = 20,
+    default_order: str = "desc",
+) -> Page:
+    """Returns the page of `items` (structs or JSON with an `id`, the newest first) that `limit`,
+    `after` and `order` of a query ask for: at most `max_limit`.
+
+    Raises `RequestError` naming the parameter.
+    """
+    order = query.get("order", default_order)
+    if order not in ("asc", "desc"):
+        raise RequestError("order must be 'asc' or 'desc'", param="order")
+    text = query.get("limit", str(min(max_limit, default_limit)))
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= max_limit):
+        raise RequestError(
+            f"limit must be an integer from 1 to {max_limit}, not {shorten(text)!r}", param="limit"
+        )
+    ordered = list(items if order == "desc" else reversed(items))
+    ids = [field_of(item, "id") for item in ordered]
+    first = 0
+    if (after := query.get("after")) is not None:
+        if after not in ids:
+            raise RequestError("after is not the id of one in this list", param="after")
+        first = ids.index(after) + 1
+    end = first + int(text)
+    return Page(
+        data=ordered[first:end],
+        first_id=ids[first] if first < len(ids) else None,
+        last_id=ids[first:end][-1] if first < len(ids) else None,
+        has_more=len(ids) > end,
+    )
