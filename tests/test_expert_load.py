@@ -60,11 +60,9 @@ def test_the_page_gets_a_report_once() -> None:
     load.add(report([[0, 0, 6, 0], [0, 2, 2, 2]]), 0.0)
     state = expert_state(load, 0)
     assert state is not None
-    cells = list(base64.b64decode(state.pop("cells")))
-    assert cells == [0, 0, 192, 0, 128, 64]
-    assert state == {
-        "layers": 2, "experts": 3, "layer": 1, "imbalance": 3.0, "rank_imbalance": 2.0,
-    }  # fmt: skip
+    assert list(base64.b64decode(state.cells)) == [0, 0, 192, 0, 128, 64]
+    assert (state.layers, state.experts, state.layer) == (2, 3, 1)
+    assert (state.imbalance, state.rank_imbalance) == (3.0, 2.0)
     assert expert_state(load, load.version) is None
 
 

@@ -10,12 +10,18 @@ from typing import Any
 
 from aiohttp import web
 
-from aioinfer.api.admin import control as admin
-from aioinfer.api.admin import experts, info, metrics, openapi, page
-from aioinfer.api.admin.control import AbortReply, AbortRequest
-from aioinfer.api.admin.experts import MAX_COPIES, MAX_RANKS, ExpertLoads, Placement
-from aioinfer.api.admin.info import Load, Model, ModelList, Status, Version
+from aioinfer.api.admin import control, info, metrics, openapi, page
+from aioinfer.api.admin.control import (
+    MAX_COPIES,
+    MAX_RANKS,
+    AbortReply,
+    AbortRequest,
+    ExpertLoads,
+    Placement,
+)
+from aioinfer.api.admin.info import Load, Model, ModelList, ServerInfo, Status, Version
 from aioinfer.api.admin.openapi import Route
+from aioinfer.api.admin.page import PageInfo
 from aioinfer.api.anthropic import endpoints as anthropic
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.anthropic.endpoints import MessageReply, TokenCount
@@ -189,18 +195,18 @@ ROUTES: tuple[Route, ...] = (
     _get("/health/ready", info.ready, Status),
     _get("/version", info.version, Version),
     _get("/load", info.show_load, Load),
-    _get("/server_info", info.server_info),
+    _get("/server_info", info.server_info, ServerInfo),
     _get("/tokenizer_info", info.tokenizer_info),
     _get("/metrics", metrics.show_metrics, content_type="text/plain"),
-    _post("/abort", admin.abort, AbortRequest, AbortReply),
-    _post("/pause", admin.pause, None, Status),
-    _post("/resume", admin.resume, None, Status),
-    _post("/reset_prefix_cache", admin.reset_prefix_cache, None, Status),
-    _get("/experts", experts.show_experts, ExpertLoads),
-    _get("/experts/placement", experts.make_placement, Placement, query=_PLACEMENT),
+    _post("/abort", control.abort, AbortRequest, AbortReply),
+    _post("/pause", control.pause, None, Status),
+    _post("/resume", control.resume, None, Status),
+    _post("/reset_prefix_cache", control.reset_prefix_cache, None, Status),
+    _get("/experts", control.show_experts, ExpertLoads),
+    _get("/experts/placement", control.make_placement, Placement, query=_PLACEMENT),
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
-    _get("/page/info", page.show_info),
+    _get("/page/info", page.show_info, PageInfo),
     _get("/page/live", page.stream_live, content_type=_SSE),
 )
 

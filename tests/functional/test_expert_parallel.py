@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.features.expert_load.worker import INTERVAL_S
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from tests.gpu.engine_settings import engine_settings

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.errors import ConfigError
 from aioinfer.features.expert_load.worker import INTERVAL_S, STEPS_BETWEEN
 from tests.disturbance import worker_pids

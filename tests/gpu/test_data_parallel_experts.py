@@ -25,7 +25,7 @@ from random_models import random_model, random_prompts
 from safetensors.torch import load_file, save_file
 
 from aioinfer import LLM, AsyncLLM, SamplingParams
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.features.expert_load.worker import INTERVAL_S
 from aioinfer.llm import Output
 from tests.disturbance import disturbed, worker_pids

@@ -27,7 +27,7 @@ from random_models import random_model
 from test_families import Case, check_greedy, make_case, running
 
 from aioinfer import SamplingParams
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.ipc.expert_placement import ExpertPlacement, LayerPlacement
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 

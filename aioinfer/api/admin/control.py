@@ -1,23 +1,31 @@
-"""Endpoints that act on the whole server, behind an admin key: `POST /pause`, `/resume`, `/abort`
-and `/reset_prefix_cache`.
+"""Endpoints behind an admin key: what acts on the whole server (`POST /pause`, `/resume`, `/abort`
+and `/reset_prefix_cache`), and the load of a mixture's experts (`GET /experts`, and `GET
+/experts/placement`, which makes a file for `parallel.expert_placement` of it).
 
 `access` checks the key before a handler sees the request.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
+import numpy as np
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admin.info import READINESS, Status
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
+from aioinfer.engine.engine import Engine
 from aioinfer.errors import RequestError
+from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
+from aioinfer.ipc.expert_placement import ExpertPlacement
 
 _PAUSED = "the server is paused"
+#: More copies or ranks than any server has: they bound the time that a reply takes.
+MAX_COPIES, MAX_RANKS = 4096, 1024
 
 
 class AbortRequest(Body, kw_only=True):
@@ -31,6 +39,35 @@ class AbortReply(Struct, kw_only=True):
 
     status: Literal["aborted"] = "aborted"
     count: int
+
+
+class ExpertLayer(Struct, kw_only=True):
+    """The tokens of a layer's experts, and of the ranks that have experts of their own."""
+
+    layer: int
+    imbalance: float
+    tokens: list[int]
+    rank_imbalance: float | UnsetType = UNSET
+    rank_tokens: list[int] | UnsetType = UNSET
+
+
+class ExpertEngine(Struct, kw_only=True):
+    """The layers of an engine's model that have experts."""
+
+    layers: list[ExpertLayer]
+
+
+class ExpertLoads(Struct, kw_only=True):
+    """The load of the experts of each engine."""
+
+    engines: list[ExpertEngine]
+
+
+class Placement(Struct, kw_only=True):
+    """The content of a file for `parallel.expert_placement`: by layer, the experts of each rank."""
+
+    version: int
+    layers: dict[str, list[list[int]]]
 
 
 async def pause(request: web.Request) -> web.Response:
@@ -81,3 +118,68 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     on."""
     request.app[FRONTEND].reset_prefix_cache()
     return json_response(Status(status="reset"))
+
+
+def expert_load(engine: Engine) -> ExpertLoad:
+    """Returns the load of an engine's experts."""
+    return engine.features.of(Planning).load
+
+
+async def show_experts(request: web.Request) -> web.Response:
+    """Returns, of each engine and layer, the tokens that each expert was given since the start, the
+    busiest expert's over the mean, and, where ranks have experts of their own, the same of ranks.
+
+    Tokens of the last second may be missing. A model without experts has no layers.
+    """
+    loads = [expert_load(engine) for engine in request.app[FRONTEND].engines]
+    engines = [ExpertEngine(layers=_layers(load)) for load in loads]
+    return json_response(ExpertLoads(engines=engines))
+
+
+def _layers(load: ExpertLoad) -> list[ExpertLayer]:
+    experts, ranks = load.by_expert(load.totals), load.by_rank(load.totals)
+    uneven, uneven_ranks = imbalance(experts).tolist(), imbalance(ranks).tolist()
+    found: list[ExpertLayer] = []
+    for row, number in enumerate(load.layers):
+        layer = ExpertLayer(layer=number, imbalance=uneven[row], tokens=experts[row].tolist())
+        if ranks.shape[1]:
+            layer.rank_imbalance = uneven_ranks[row]
+            layer.rank_tokens = ranks[row].tolist()
+        found.append(layer)
+    return found
+
+
+async def make_placement(request: web.Request) -> web.Response:
+    """Returns a placement of the experts for the tokens that they were given since the start, on
+    all engines together, for `ranks` tensor-parallel ranks (by default as many as there are), with
+    `copies` further copies of experts in each layer (by default none).
+
+    404 where nothing was counted yet, or the model has no experts.
+    """
+    frontend = request.app[FRONTEND]
+    ranks = _number(request, "ranks", frontend.config.parallel.tensor_parallel_size, 1, MAX_RANKS)
+    copies = _number(request, "copies", 0, 0, MAX_COPIES)
+    loads = [expert_load(engine) for engine in frontend.engines]
+    known = [load for load in loads if load.version]
+    if not known:
+        raise RequestError("no tokens of experts were counted", status=404, code="nothing_counted")
+    tokens = np.sum([load.by_expert(load.totals) for load in known], axis=0)
+    if ranks > tokens.shape[1] + copies:
+        raise RequestError(f"there are fewer experts than {ranks} ranks", param="ranks")
+    placement = await asyncio.to_thread(
+        lambda: ExpertPlacement(
+            {
+                layer: place_experts(row, ranks, copies)
+                for layer, row in zip(known[0].layers, tokens.tolist(), strict=True)
+            }
+        )
+    )
+    return json_response(Placement(**placement.to_json()))
+
+
+def _number(request: web.Request, name: str, default: int, lowest: int, highest: int) -> int:
+    """Returns a number of the query. Raises `RequestError` for one out of its bounds."""
+    text = request.query.get(name, str(default))
+    if not text.isdecimal() or not lowest <= int(text[:9]) <= highest:
+        raise RequestError(f"{name} must be a number of {lowest} to {highest}", param=name)
+    return int(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,23 +34,12 @@ class Readiness:
     obstacle: str | None = None
 
 
-#: The permissions of a model that older clients of OpenAI's read: all keys may sample from it.
-_PERMISSION = {
-    "object": "model_permission",
-    "allow_create_engine": False,
-    "allow_sampling": True,
-    "allow_logprobs": True,
-    "allow_search_indices": False,
-    "allow_view": True,
-    "allow_fine_tuning": False,
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-}
-
 #: Sections of the configuration that a text may depend on: how rows are batched decides how sums
 #: are rounded.
 _SETTINGS_OF_TEXT = ("model", "sampling", "chat", "cache", "scheduler", "parallel")
+
+#: Sections of the configuration that `/server_info` shows.
+_SHOWN_SECTIONS = ("model", "sampling", "cache", "scheduler", "parallel", "limits")
 
 READINESS = web.AppKey("readiness", Readiness)
 
@@ -75,6 +65,24 @@ class Status(Struct, kw_only=True):
     engines: list[str] | UnsetType = UNSET
 
 
+class ModelPermission(Struct, kw_only=True):
+    """The permissions of a model that older clients of OpenAI's read: all keys may sample from
+    it."""
+
+    object: Literal["model_permission"] = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
+    id: str
+    created: int
+
+
 class Model(Struct, kw_only=True):
     """A name under which the model is served."""
 
@@ -85,7 +93,7 @@ class Model(Struct, kw_only=True):
     root: str | None
     parent: str | None = None
     max_model_len: int | None
-    permission: list[dict[str, Any]]
+    permission: list[ModelPermission]
 
 
 class ModelList(Struct, kw_only=True):
@@ -109,6 +117,32 @@ class Load(Struct, kw_only=True):
     waiting: int
     kv_cache_usage: float
     paused: bool
+
+
+class EngineInfo(Struct, kw_only=True):
+    """The sizes and the devices of an engine; see `WorkerReport`."""
+
+    state: str
+    device: str
+    dtype: str
+    cache_dtype: str
+    implementation: str
+    block_size: int
+    num_blocks: Sequence[int]
+    max_num_seqs: int
+
+
+class ServerInfo(Struct, kw_only=True):
+    """The served model and its settings. `config` has sections of the configuration by name."""
+
+    version: str
+    models: Sequence[str]
+    max_model_len: int | None
+    vocab_size: int
+    started: int
+    uptime_s: int
+    engines: list[EngineInfo]
+    config: dict[str, Any]
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -184,34 +218,31 @@ async def server_info(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     config = frontend.config
     return json_response(
-        {
-            "version": __version__,
-            "models": config.served_model_names,
-            "max_model_len": frontend.max_model_len,
-            "vocab_size": frontend.vocab_size,
-            "started": request.app[STARTED],
-            "uptime_s": max(0, int(time.time()) - request.app[STARTED]),
-            "engines": [_engine_info(engine) for engine in frontend.engines],
-            "config": {
-                name: asdict(getattr(config, name))
-                for name in ("model", "sampling", "cache", "scheduler", "parallel", "limits")
-            },
-        }
+        ServerInfo(
+            version=__version__,
+            models=config.served_model_names,
+            max_model_len=frontend.max_model_len,
+            vocab_size=frontend.vocab_size,
+            started=request.app[STARTED],
+            uptime_s=max(0, int(time.time()) - request.app[STARTED]),
+            engines=[_engine_info(engine) for engine in frontend.engines],
+            config={name: getattr(config, name) for name in _SHOWN_SECTIONS},
+        )
     )
 
 
-def _engine_info(engine: Engine) -> dict[str, Any]:
+def _engine_info(engine: Engine) -> EngineInfo:
     report = engine.report
-    return {
-        "state": engine.state.value,
-        "device": report.device,
-        "dtype": report.dtype,
-        "cache_dtype": report.cache_dtype,
-        "implementation": report.implementation,
-        "block_size": report.block_size,
-        "num_blocks": list(report.num_blocks),
-        "max_num_seqs": engine.scheduler.limits.max_num_seqs,
-    }
+    return EngineInfo(
+        state=engine.state.value,
+        device=report.device,
+        dtype=report.dtype,
+        cache_dtype=report.cache_dtype,
+        implementation=report.implementation,
+        block_size=report.block_size,
+        num_blocks=report.num_blocks,
+        max_num_seqs=engine.scheduler.limits.max_num_seqs,
+    )
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:
@@ -231,5 +262,5 @@ def _card(app: web.Application, name: str) -> Model:
         created=created,
         root=frontend.config.model.path,
         max_model_len=frontend.max_model_len,
-        permission=[_PERMISSION | {"id": f"modelperm-{name}", "created": created}],
+        permission=[ModelPermission(id=f"modelperm-{name}", created=created)],
     )

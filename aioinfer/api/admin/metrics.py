@@ -27,7 +27,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.http.connections import CONNECTIONS
 from aioinfer.api.http.limits import ACCOUNTS

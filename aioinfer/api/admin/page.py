@@ -15,22 +15,24 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 from aiohttp import web
+from msgspec import Struct
 
-from aioinfer.api.admin.experts import expert_load
+from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import json_response
-from aioinfer.api.generation import STREAM_HEADERS
+from aioinfer.api.generation import STREAM_HEADERS, encode
+from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
+from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import imbalance
 
 if TYPE_CHECKING:
@@ -85,6 +87,85 @@ _SETTINGS = (
 )
 
 
+class PageInfo(Struct, kw_only=True):
+    """What the chat page needs to know of the server.
+
+    Attributes:
+        tokenizer: whether texts can be sent at all.
+        chat: whether the model has a chat template.
+        max_model_len: tokens of a request.
+        defaults: the sampling parameters of a request that brings none; `max_tokens` is null where
+            it depends on the endpoint.
+    """
+
+    tokenizer: bool
+    chat: bool
+    max_model_len: int
+    defaults: dict[str, float | None]
+
+
+class ExpertState(Struct, kw_only=True):
+    """How the tokens of the last minutes were spread over the experts.
+
+    Attributes:
+        layers, experts: how many there are.
+        layer: the layer whose busiest expert has the most tokens, by the mean of its layer.
+        imbalance: the busiest expert's tokens over the mean, there.
+        rank_imbalance: the same of ranks, if they have experts of their own.
+        cells: a byte for each expert, layer by layer, in base64: its tokens by the mean of its
+            layer, in 64ths, 255 at most.
+    """
+
+    layers: int
+    experts: int
+    layer: int
+    imbalance: float
+    rank_imbalance: float | None
+    cells: str
+
+
+class LiveState(Struct, kw_only=True):
+    """The state of an engine.
+
+    Attributes:
+        dead: why the engine is dead, if it is.
+        restart: `[attempt, attempts]` while the workers are restarted.
+        stages: `[busy, idle]` of each pipeline stage in seconds (`StageTime`), where there are
+            several.
+        preemptions and all that follow but the last two: totals since the start.
+        log: the steps that were recorded since the last event.
+        experts: None if no tokens of experts were reported since.
+    """
+
+    dead: str | None
+    restart: tuple[int, int] | None
+    slots: int
+    running: int
+    waiting: int
+    blocks: int
+    block_size: int
+    blocks_used: int
+    blocks_cached: int
+    preemptions: int
+    steps: int
+    wasted_rows: int
+    prefix_queried: int
+    prefix_hit: int
+    prompt_tokens: int
+    generation_tokens: int
+    finished: dict[str, int]
+    stages: Sequence[StageTime]
+    log: Sequence[StepRecord]
+    experts: ExpertState | None
+
+
+class LiveEvent(Struct, kw_only=True):
+    """An event of the live stream: a time in seconds, and the state of each engine."""
+
+    time: float
+    engines: list[LiveState]
+
+
 def add_page(app: web.Application) -> None:
     """Adds the routes of the page's files to an application; `routes` has the others."""
     app[_ENDED] = asyncio.Event()
@@ -135,23 +216,18 @@ async def add_slash(request: web.BaseRequest) -> web.Response:
 
 
 async def show_info(request: web.Request) -> web.Response:
-    """Returns the settings and capabilities that the chat page needs.
-
-    `tokenizer`: whether texts can be sent at all; `chat`: whether the model has a chat template;
-    `max_model_len`: tokens of a request; `defaults`: the sampling parameters of a request that
-    brings none, `max_tokens` null where it depends on the endpoint.
-    """
+    """Returns the settings and capabilities that the chat page needs."""
     frontend = request.app[FRONTEND]
     defaults = frontend.defaults
     params = defaults.sampling_params()
     values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
     return json_response(
-        {
-            "tokenizer": frontend.tokenizer is not None,
-            "chat": frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
-            "max_model_len": frontend.max_model_len,
-            "defaults": values | {"max_tokens": defaults.max_tokens},
-        }
+        PageInfo(
+            tokenizer=frontend.tokenizer is not None,
+            chat=frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
+            max_model_len=frontend.max_model_len,
+            defaults=values | {"max_tokens": defaults.max_tokens},
+        )
     )
 
 
@@ -164,9 +240,8 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     """Streams the state of the engines twice a second, until the client goes away or the server
     stops.
 
-    An event is `{"time": seconds, "engines": [state, ...]}`, with states as `engine_state` returns
-    them, and `experts` as `expert_state` does. A client that does not keep up misses events, and
-    nothing is queued for it.
+    An event is a `LiveEvent`. A client that does not keep up misses events, and nothing is queued
+    for it.
     """
     deadline_of(request).lift()  # a live stream has none
     engines, ended = request.app[FRONTEND].engines, request.app[_ENDED]
@@ -179,20 +254,14 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
         while not ended.is_set():
             if request.transport is not None and not request.transport.get_write_buffer_size():
                 states = [
-                    engine_state(engine, last_step)
-                    | {"experts": expert_state(expert_load(engine), last_report)}
-                    for engine, last_step, last_report in zip(
-                        engines, last_steps, last_reports, strict=True
-                    )
+                    engine_state(engine, *last)
+                    for engine, *last in zip(engines, last_steps, last_reports, strict=True)
                 ]
-                await response.write(
-                    b"data: "
-                    + orjson.dumps({"time": time.perf_counter(), "engines": states})
-                    + b"\n\n"
-                )
+                event = LiveEvent(time=time.perf_counter(), engines=states)
+                await response.write(b"data: " + encode(event) + b"\n\n")
                 last_steps = [
-                    s["log"][-1][0] if s["log"] else last
-                    for s, last in zip(states, last_steps, strict=True)
+                    state.log[-1].step_id if state.log else last
+                    for state, last in zip(states, last_steps, strict=True)
                 ]
                 last_reports = [expert_load(engine).version for engine in engines]
             with suppress(TimeoutError):
@@ -200,59 +269,52 @@ async def stream_live(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def engine_state(engine: Engine, last_step: int) -> dict[str, Any]:
-    """Returns the state of an engine as JSON can hold it. It costs some microseconds, and nothing
-    that grows with the load.
-
-    `stages` has `[busy, idle]` of each pipeline stage in seconds (see `StageTime`); nothing if
-    there is one stage. `restart` is `[attempt, attempts]` while the workers are restarted, else
-    null. Counters (`preemptions` and all that follow it but `log`) are totals since the start.
-    `log` holds the recorded `StepRecord`s after `last_step`, as lists of their fields.
-    """
+def engine_state(engine: Engine, last_step: int, last_report: int) -> LiveState:
+    """Returns the state of an engine, with the steps after `last_step` and the load of experts
+    after report `last_report`. It costs some microseconds, and nothing that grows with the load."""
     scheduler, metrics = engine.scheduler, engine.metrics
     cache, totals = scheduler.kv_cache, scheduler.stats
-    return {
-        "dead": engine.dead_reason,
-        "restart": _restart(engine),
-        "slots": scheduler.limits.max_num_seqs,
-        "running": scheduler.num_running,
-        "waiting": scheduler.num_waiting,
-        "blocks": cache.num_blocks,
-        "block_size": scheduler.limits.block_size,
-        "blocks_used": cache.num_blocks - cache.num_free,
-        "blocks_cached": cache.num_free_cached,
-        "preemptions": totals.preemptions,
-        "steps": totals.steps,
-        "wasted_rows": totals.wasted_rows,
-        "prefix_queried": totals.prefix_queried,
-        "prefix_hit": totals.prefix_hit,
-        "prompt_tokens": metrics.prompt_tokens,
-        "generation_tokens": metrics.generation_tokens,
-        "finished": metrics.finished,
-        "stages": [list(time) for time in engine.stage_times()],
-        "log": [list(step) for step in metrics.steps.since(last_step)],
-    }
+    return LiveState(
+        dead=engine.dead_reason,
+        restart=_restart(engine),
+        slots=scheduler.limits.max_num_seqs,
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        blocks=cache.num_blocks,
+        block_size=scheduler.limits.block_size,
+        blocks_used=cache.num_blocks - cache.num_free,
+        blocks_cached=cache.num_free_cached,
+        preemptions=totals.preemptions,
+        steps=totals.steps,
+        wasted_rows=totals.wasted_rows,
+        prefix_queried=totals.prefix_queried,
+        prefix_hit=totals.prefix_hit,
+        prompt_tokens=metrics.prompt_tokens,
+        generation_tokens=metrics.generation_tokens,
+        finished=metrics.finished,
+        stages=engine.stage_times(),
+        log=metrics.steps.since(last_step),
+        experts=expert_state(expert_load(engine), last_report),
+    )
 
 
-def expert_state(load: ExpertLoad, last_report: int) -> dict[str, Any] | None:
-    """Returns how the last minutes' tokens were spread over the experts, if that was reported since
-    report `last_report`: `cells` has a byte for each expert, layer by layer, in base64: its tokens
-    by the mean of its layer, in 64ths, 255 at most. `layer` is the one whose busiest expert has the
-    most, `imbalance` times the mean; `rank_imbalance` is the same of ranks, or null."""
+def expert_state(load: ExpertLoad, last_report: int) -> ExpertState | None:
+    """Returns how the tokens of the last minutes were spread over the experts, if that was reported
+    since report `last_report`."""
     if load.version == last_report:
         return None
     tokens = load.by_expert(load.recent)
     uneven, of_ranks = imbalance(tokens), load.by_rank(load.recent)
     mean = np.maximum(tokens.mean(axis=1, keepdims=True), 1e-9)
     worst = int(uneven.argmax())
-    return {
-        "layers": len(load.layers),
-        "experts": load.num_experts,
-        "layer": load.layers[worst],
-        "imbalance": float(uneven[worst]),
-        "rank_imbalance": float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
-        "cells": base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
-    }
+    return ExpertState(
+        layers=len(load.layers),
+        experts=load.num_experts,
+        layer=load.layers[worst],
+        imbalance=float(uneven[worst]),
+        rank_imbalance=float(imbalance(of_ranks).max()) if of_ranks.shape[1] else None,
+        cells=base64.b64encode(np.minimum(tokens / mean * 64, 255).astype(np.uint8)).decode(),
+    )
 
 
 def _restart(engine: Engine) -> tuple[int, int] | None:
