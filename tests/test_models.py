@@ -254,6 +254,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"decoder_sparse_step": 2, "norm_topk_prob": True, "num_experts_per_tok": 1},
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next MLP in a layer": (
+        "qwen3_next",
+        {"mlp_only_layers": [0], "attention_bias": True, "linear_num_value_heads": 8},
+    ),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5 tied, layers by an interval": (
+        "qwen3_5_text",
+        {
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": True}),
+    "lfm2 size by a rule": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "lfm2_moe without bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     "linear": ("llama", rope("linear")),
     "llama3": (
         "llama",
@@ -340,7 +364,8 @@ def test_decodes_alone(case: Case):
 
 
 def test_bytes_of_the_weights(case: Case):
-    biases = [b for name, b in case.theirs.named_buffers() if "correction_bias" in name]
+    kinds = ("correction_bias", "expert_bias")
+    biases = [buffer for name, buffer in case.theirs.named_buffers() if name.endswith(kinds)]
     parameters = [*case.theirs.parameters(), *biases]
     assert case.ours.weights_bytes == sum(parameter.nbytes for parameter in parameters)
 

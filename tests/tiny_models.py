@@ -37,6 +37,10 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -61,10 +65,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
     StableLmConfig,
@@ -87,6 +97,8 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "granite": (GraniteConfig, GraniteForCausalLM),
     "hunyuan_v1_dense": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
     "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
+    "lfm2_moe": (Lfm2MoeConfig, Lfm2MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -101,6 +113,9 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
@@ -119,7 +134,24 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "head_dim": 16,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 _FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA_NET, **_QWEN_EXPERTS},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_QWEN_EXPERTS},
     "cohere2": {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -193,6 +225,19 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
     },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 16,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        "layer_types": ["full_attention", "conv"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
     "qwen2_moe": {
@@ -206,7 +251,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "olmo2": {"initializer_range": 1.0},
 }
 #: Families whose norms store their weights less one.
-_UNIT_OFFSET = ("gemma2", "gemma3")
+_UNIT_OFFSET = ("gemma2", "gemma3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def tiny_model(
@@ -256,7 +301,7 @@ def randomize(model: Any, offset: float = 0.0) -> None:
     """Makes the biases and norms of a model of transformers random: zeros and ones would hide that
     they are left out. `offset`: norms store their weights less this."""
     for name, parameter in model.named_parameters():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.uniform_(parameter, -0.2, 0.2)
         elif name.endswith(("bias", "sinks")):
             bound = 3.0 if name.endswith("sinks") else 0.5
@@ -264,5 +309,5 @@ def randomize(model: Any, offset: float = 0.0) -> None:
         elif "norm" in name or ".ln_" in name:
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.uniform_(buffer, -0.2, 0.2)

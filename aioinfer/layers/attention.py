@@ -134,6 +134,8 @@ class Attention(Mixer):
         qk_norm_rule: what these are, if there are any.
         sinks: of the query heads, or none.
         slopes: float32 [num_heads], of ALiBi (see `TorchAttention`), or none.
+        gated: whether outputs are multiplied with the sigmoid of gates, which the projection has
+            behind each head's queries in the checkpoint.
         norm: of the residual stream before the projection, or none.
         post_norm: of the addend to the stream, or none.
         residual_scale: multiplied with the addend to the stream.
@@ -153,6 +155,7 @@ class Attention(Mixer):
         qk_norm_rule: QKNorms | None = None,
         sinks: AttentionSinks | None = None,
         slopes: torch.Tensor | None = None,
+        gated: bool = False,
         norm: Norm | None = None,
         post_norm: Norm | None = None,
         residual_scale: float = 1.0,
@@ -169,6 +172,8 @@ class Attention(Mixer):
             self._fused_norms = _as_fused(*qk_norms)
         self._sinks = None if sinks is None else sinks.logits
         self._slopes = slopes
+        self._gated = gated
+        self._qkv_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
         self._compiled = compiled
@@ -185,7 +190,11 @@ class Attention(Mixer):
     def finalize(self) -> None:
         """Brings the rotated channels of heads into GPT-NeoX's order, the only one that is computed
         with, where the checkpoint has them in GPT-J's. Scores stay the same, since queries and keys
-        are reordered alike. Called before the projection's own `finalize`."""
+        are reordered alike. Brings gates behind the values. Called before the projection's own
+        `finalize`."""
+        if self._gated:
+            assert self._rotary is None or not self._rotary.interleaved
+            self.qkv.reorder_rows(self._gates_last())
         if self._rotary is None or not self._rotary.interleaved:
             return
         shape = self.shape
@@ -195,6 +204,15 @@ class Attention(Mixer):
             rotated, shape.head_size, self._rotary.cos_sin.shape[1]
         )
         self.qkv.reorder_rows(order)
+
+    def _gates_last(self) -> torch.Tensor:
+        """Returns the order of the projection's rows that has all heads' queries, keys, values and
+        then gates, of a checkpoint in which each head's gates follow its queries."""
+        shape = self.shape
+        heads, size = shape.num_heads, shape.head_size
+        gated = torch.arange(2 * heads * size).view(heads, 2, size)
+        others = 2 * heads * size + torch.arange(2 * shape.num_kv_heads * size)
+        return torch.cat((gated[:, 0].flatten(), others, gated[:, 1].flatten()))
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
@@ -241,6 +259,10 @@ class Attention(Mixer):
         if self._kernel is not None and sampled is not None:
             self._kernel.plan_sampled(sampled)
         qkv = self.qkv.of_normed(stream, self._norm)
+        gates = None
+        if self._gated:
+            gates = qkv[:, self._qkv_size :]
+            qkv = qkv[:, : self._qkv_size]
         if self._qk_norms is not None and self._fused_norms is None:
             self._norm_queries_and_keys(qkv)
         if self._kernel is None:
@@ -253,10 +275,12 @@ class Attention(Mixer):
             attended = self._kernel.attend_sampled(qkv, step, sampled)
         if sampled is not None and len(sampled.rows) < len(stream):
             stream.select(sampled.last)
+            gates = None if gates is None else gates.index_select(0, sampled.last)
         if len(stream):
-            self.output.add_to(
-                stream, attended.flatten(1), norm=self._post_norm, scale=self._residual_scale
-            )
+            attended = attended.flatten(1)
+            if gates is not None:
+                attended = attended.mul_(gates.sigmoid())
+            self.output.add_to(stream, attended, norm=self._post_norm, scale=self._residual_scale)
 
     def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
         """Norms queries and keys of the projection [T, features] in place."""
@@ -283,7 +307,7 @@ class Attention(Mixer):
             self.shape.num_kv_heads,
             self.shape.head_size,
         )
-        projected = qkv.view(len(qkv), heads + 2 * kv_heads, size)
+        projected = qkv.unflatten(1, (heads + 2 * kv_heads, size))
         assert self._torch is not None
         queries, keys = projected[:, :heads], projected[:, heads : heads + kv_heads]
         norms, values = self._fused_norms, projected[:, heads + kv_heads :]
@@ -378,7 +402,7 @@ def make_attention(
     qk_norms: QKNorms | None = None, window: int | None = None, scale: float | None = None,
     soft_cap: float = 0.0, sinks: bool = False, alibi: float = 0.0,
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
-    merged: str | None = None, merged_by_group: bool = False,
+    merged: str | None = None, merged_by_group: bool = False, gated: bool = False,
 ) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -398,6 +422,8 @@ def make_attention(
         merged: the module that holds queries, keys and values together in the checkpoint, if one
             does, all of a kind one after the other; `merged_by_group`: for each KV head its
             queries, key and value.
+        gated: whether outputs are multiplied with the sigmoid of gates, of which each head has as
+            many as channels; the projection of queries has them behind each head's queries.
     """
     heads, kv_heads = head_shards(num_heads, num_kv_heads, make.backend.group)
     device, scale = make.backend.device, head_size**-0.5 if scale is None else scale
@@ -405,6 +431,9 @@ def make_attention(
     sources = _qkv_sources(
         name, projections[:3], (heads, kv_heads, kv_heads), head_size, merged, merged_by_group
     )
+    if gated:
+        assert merged is None
+        sources[0] = Source(f"{name}.{projections[0]}", heads.times(2 * head_size))
     rotary = None if rope is None else make.rotary(rope, head_size)
     norms = None
     if qk_norms is not None:
@@ -418,7 +447,7 @@ def make_attention(
         qk_norms=norms,
         qk_norm_rule=qk_norms,
         sinks=make.keep(AttentionSinks(name, heads, device)) if sinks else None,
-        slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None,
+        slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None, gated=gated,
         norm=norm, post_norm=post_norm, residual_scale=residual_scale,
         compiled=make.has_compiled_weights, backend=make.backend,
     )  # fmt: skip

@@ -16,6 +16,8 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.convolution import make_short_convolution
+from aioinfer.layers.delta_net import make_gated_delta_net
 from aioinfer.layers.experts import (
     BiasedExpert,
     ClampedSwiGLU,
@@ -263,7 +265,9 @@ class LayerMaker(PartMaker):
 
     # functions, which take the maker as their first parameter
     attention = make_attention
+    gated_delta_net = make_gated_delta_net
     latent_attention = make_latent_attention
+    short_convolution = make_short_convolution
     mixture = make_mixture
     biased_mixture = make_biased_mixture
 
@@ -277,6 +281,7 @@ class LayerMaker(PartMaker):
         post_norm: Norm | None = None,
         residual_scale: float = 1.0,
         bias: bool = False,
+        projections: Modules = ("gate_proj", "up_proj", "down_proj"),
         merged: str | None = None,
     ) -> GatedMLP:
         """Returns the gated MLP of the checkpoint module `name`.
@@ -286,13 +291,14 @@ class LayerMaker(PartMaker):
             activation: of the gate; see `formats.base.ACTIVATIONS`.
             norm, post_norm, residual_scale: as in `Attention`.
             bias: of all projections.
+            projections: the modules of gate, up and down.
             merged: the module that holds gate and up together in the checkpoint, if one does.
         """
         shard = row_shard(intermediate_size, self.backend)
-        sources = merged_sources(name, ("gate_proj", "up_proj"), (shard, shard), merged)
+        sources = merged_sources(name, projections[:2], (shard, shard), merged)
         mlp = GatedMLP(
             self.column(sources, bias=bias),
-            self.row(f"{name}.down_proj", shard, bias=bias),
+            self.row(f"{name}.{projections[2]}", shard, bias=bias),
             shard.size,
             activation=activation,
             norm=norm,
@@ -346,8 +352,12 @@ class LayerMaker(PartMaker):
         arguments as in `mixture`."""
         shape = config.mixture
         if shape is None or number in shape.dense_layers:
-            size, activation = config.intermediate_size, config.activation
-            return self.gated_mlp(name, size, norm=norm, activation=activation)
+            size, activation, modules = (
+                config.intermediate_size,
+                config.activation,
+                names.projections,
+            )
+            return self.gated_mlp(name, size, norm=norm, activation=activation, projections=modules)
         return self.mixture(name, shape, norm=norm, activation=config.activation, names=names)
 
 

@@ -167,6 +167,14 @@ class PartMaker:
             sources = [replace(source, is_transposed=True) for source in sources]
         return self.count(make_weight(sources, columns, self.backend, self.quantization))
 
+    def is_one_product(self, modules: Sequence[str]) -> bool:
+        """Whether checkpoint modules of the same inputs can be computed as one product: quantizers
+        may leave some of them as they are."""
+        quantization = self.quantization
+        if quantization is None or any(quantization.affine_schemes_of(modules)):
+            return True
+        return len({quantization.scheme_of(module) for module in modules}) == 1
+
     @property
     def has_compiled_weights(self) -> bool:
         """Whether some weights are multiplied by kernels that numba compiles for CPUs."""

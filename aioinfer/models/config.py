@@ -50,6 +50,7 @@ class DecoderConfig:
         dtype: of the checkpoint.
         mixture: the experts of layers that have them.
         unused_layers: how many layers behind the last one checkpoints have.
+        state_heads: how many heads of layers with a state the ranks divide; 0 for no such layers.
         has_other_parts: whether checkpoints have parts beside the text model, which are not loaded.
     """
 
@@ -71,6 +72,7 @@ class DecoderConfig:
     dtype: torch.dtype
     mixture: MixtureShape | None = None
     unused_layers: int = 0
+    state_heads: int = 0
     has_other_parts: bool = False
 
     @classmethod
@@ -159,13 +161,14 @@ class DecoderConfig:
         if not self._divides(size, expert_parallel):
             sizes = range(1, self.num_heads + 1)
             fitting = ", ".join(str(n) for n in sizes if self._divides(n, expert_parallel))
+            states = f"{self.state_heads} heads of states, " if self.state_heads else ""
             experts = "" if mixture is None else f", experts of {mixture.expert_size} channels"
             if mixture is not None and expert_parallel:
                 experts = f", {mixture.routing.num_experts} experts"
             raise ConfigError(
                 f"parallel.tensor_parallel_size = {size} does not divide this model "
-                f"({self.num_heads} heads, {self.num_kv_heads} KV heads, intermediate size "
-                f"{self.intermediate_size}{experts}); these do: {fitting}"
+                f"({self.num_heads} heads, {self.num_kv_heads} KV heads, {states}intermediate "
+                f"size {self.intermediate_size}{experts}); these do: {fitting}"
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
@@ -181,7 +184,11 @@ class DecoderConfig:
         if mixture is not None and not mixture.divides(size, expert_parallel=expert_parallel):
             return False
         kv_fit = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
-        return self.num_heads % size == 0 and kv_fit and self.intermediate_size % size == 0
+        is_divided = all(
+            count % size == 0
+            for count in (self.num_heads, self.intermediate_size, self.state_heads)
+        )
+        return is_divided and kv_fit
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -306,6 +313,9 @@ def read_windows(
         "full_attention" if full_every and (number + 1) % full_every == 0 else "sliding_attention"
         for number in range(layers)
     ]
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"layer_types holds {unknown.pop()!r}, which this family has not")
     return tuple(window or None if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -66,10 +66,20 @@ _COUNTS = {
     "qk_nope_head_dim": _Number(1, _MAX_HEADS),
     "qk_rope_head_dim": _Number(2, _MAX_HEADS),
     "v_head_dim": _Number(1, _MAX_HEADS),
+    "linear_num_key_heads": _Number(1, _MAX_HEADS),
+    "linear_num_value_heads": _Number(1, _MAX_HEADS),
+    "linear_key_head_dim": _Number(1, _MAX_HEADS),
+    "linear_value_head_dim": _Number(1, _MAX_HEADS),
+    "linear_conv_kernel_dim": _Number(2, _MAX_HEADS),
+    "conv_L_cache": _Number(2, _MAX_HEADS),
+    "block_multiple_of": _Number(1, _INT32_MAX),
+    "num_dense_layers": _Number(0, _MAX_LAYERS),
+    "full_attention_interval": _Number(1, _MAX_LAYERS),
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
     "layer_norm_eps": _Number(0, 1),
+    "block_ffn_dim_multiplier": _Number(0, is_open=True),
     "logit_scale": _Number(-math.inf),
     "rope_theta": _Number(1, is_open=True),
     "rope_local_base_freq": _Number(1, is_open=True),
@@ -91,12 +101,14 @@ _FLAGS = (
     "attention_out_bias", "use_bias", "use_qkv_bias", "qk_layernorm", "use_parallel_residual",
     "alibi", "new_decoder_architecture", "multi_query", "parallel_attn", "bias", "enable_bias",
     "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights",
-    "scale_attn_by_inverse_layer_idx",
+    "scale_attn_by_inverse_layer_idx", "conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias",
 )  # fmt: skip
 _TEXTS = (
     "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",
 )  # fmt: skip
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = (
+    "full_attention", "sliding_attention", "linear_attention", "conv", "attention", "mamba",
+)  # fmt: skip
 _ROPES = ("rope_parameters", "rope_scaling")
 #: Fields that may not be null; of the others null means the same as a field that is left out.
 _REQUIRED = (

@@ -25,7 +25,7 @@ class Qwen2MoeConfig(Qwen2Config):
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the experts and the biases."""
         shared = config["shared_expert_intermediate_size"]
-        own = {"mixture": _read_mixture(config, shared)}
+        own = {"mixture": read_mixture(config, shared)}
         return {**Qwen2Config.own_fields(config), **own, "qkv_bias": config.get("qkv_bias", True)}
 
 
@@ -36,10 +36,10 @@ class Qwen3MoeConfig(Qwen3Config):
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the experts."""
-        return {**Qwen3Config.own_fields(config), "mixture": _read_mixture(config, 0)}
+        return {**Qwen3Config.own_fields(config), "mixture": read_mixture(config, 0)}
 
 
-def _read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
+def read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
     """Returns the experts. Layers in `mlp_only_layers` have none, and of the others only every
     `decoder_sparse_step`-th has."""
     step, layers = config.get("decoder_sparse_step") or 1, range(config["num_hidden_layers"])
@@ -52,13 +52,17 @@ def _read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
     )
     # quantizers write a tensor for each expert
     is_wide = not config.get("quantization_config")
+    kind = config.get("model_type")
+    is_stacked = kind == "qwen3_vl_moe_text" or (
+        kind == "qwen3_5_moe_text" and "vision_config" in config
+    )
     return MixtureShape(
         routing,
         config["moe_intermediate_size"],
         shared_size,
         is_shared_gated=shared_size > 0,
         dense_layers=frozenset(dense),
-        is_stacked=config.get("model_type") == "qwen3_vl_moe_text" and is_wide,
+        is_stacked=is_stacked and is_wide,
     )
 
 

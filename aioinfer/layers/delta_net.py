@@ -1,0 +1,304 @@
+"""Gated DeltaNet (Yang et al. 2025): the layers of Qwen3-Next and Qwen3.5 that keep a state instead
+of keys and values.
+
+Queries, keys and values pass a short convolution and SiLU; queries and keys are scaled to length
+one, and several heads of values share a head of these. Each head of values keeps a matrix, which
+changes by the gated delta rule (`delta_rule`). The outputs are normed by head, times the SiLU of a
+gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.ipc.kv_spec import StateSpec
+from aioinfer.layers.convolution import Convolution, select_sampled
+from aioinfer.layers.delta_rule import HeadInputs, delta_rule
+from aioinfer.layers.layer import LayerCache, Mixer
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
+from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, merged_sources
+from aioinfer.layers.state_rows import StateRows
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.part_maker import PartMaker
+
+#: Added to the squared length of queries and keys.
+_LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """The shape of a Gated DeltaNet.
+
+    Attributes:
+        num_key_heads: heads of queries and keys, of the model or of this rank.
+        num_heads: heads of values, a multiple of these.
+        key_size, value_size: channels of a head.
+        width: tokens of the convolution.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def shared(self) -> int:
+        """How many heads of values share a head of keys."""
+        return self.num_heads // self.num_key_heads
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.num_key_heads * self.key_size
+        return keys, keys, self.num_heads * self.value_size
+
+    @property
+    def projected_sizes(self) -> tuple[int, int, int, int]:
+        """Channels of the projection: the convolution's, the gate's, and rates and decays."""
+        values = self.num_heads * self.value_size
+        return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
+
+
+class DecayParameters:
+    """The parameters of the heads' decays, exp(-exp(A) softplus(x + bias)), of this rank.
+
+    Args:
+        name: of the checkpoint module that has them, as `A_log` and `dt_bias`.
+        heads: which of its heads this rank has.
+        device: of the parameters.
+
+    Attributes:
+        logs: float32 [heads], A. biases: float32 [heads].
+    """
+
+    def __init__(self, name: str, heads: Shard, device: torch.device):
+        self._name, self._heads = name, heads
+        self.logs = torch.zeros(heads.size, dtype=torch.float32, device=device)
+        self.biases = torch.zeros(heads.size, dtype=torch.float32, device=device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's heads of the checkpoint's tensors go."""
+        heads = self._heads
+        for name, parameter in (("A_log", self.logs), ("dt_bias", self.biases)):
+            yield f"{self._name}.{name}", WeightShard(parameter, 0, heads.start, heads.total)
+
+    def finalize(self) -> None:
+        """Leaves the parameters as they are."""
+
+    def decays(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the logarithms of the decays, float32 [T, heads], for x [T, heads]."""
+        return F.softplus(x.float() + self.biases).mul_(-self.logs.exp())
+
+
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet of one layer on one rank. Made by `LayerMaker.gated_delta_net`.
+
+    Args:
+        shape: of this rank.
+        inputs: the projections of the stream, one or several, whose outputs one after the other
+            are queries, keys, values, gates, rates and decays.
+        row_orders: of each projection, its rows in the order above; None where the checkpoint has
+            them so.
+        convolution: of queries, keys and values.
+        decay: of the heads.
+        output_norm: of a head's outputs.
+        output: the output projection.
+        norm: of the residual stream before the projections.
+    """
+
+    scales = None
+    #: The rows of a step are divided on the host.
+    supports_graphs = False
+
+    def __init__(
+        self,
+        shape: DeltaNetShape,
+        inputs: Sequence[ColumnParallelLinear],
+        row_orders: Sequence[torch.Tensor | None],
+        convolution: Convolution,
+        decay: DecayParameters,
+        output_norm: RMSNorm,
+        output: RowParallelLinear,
+        *,
+        norm: Norm,
+    ):
+        self.shape = shape
+        self.inputs, self._row_orders = inputs, row_orders
+        self.convolution, self.decay = convolution, decay
+        self.output_norm, self.output = output_norm, output
+        self._norm = norm
+        self._caches: Sequence[LayerCache] = ()
+
+    @property
+    def kv_specs(self) -> tuple[StateSpec, StateSpec]:
+        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices in float32."""
+        shape = self.shape
+        matrices = StateSpec((shape.num_heads, shape.key_size, shape.value_size), "float32")
+        return self.convolution.kv_spec, matrices
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """See `Part.kinds`."""
+        return *(linear.weight.kind for linear in self.inputs), self.output.weight.kind
+
+    def finalize(self) -> None:
+        """Brings the rows of the projections into the order in which they are computed with. Called
+        before the projections' own `finalize`."""
+        for linear, order in zip(self.inputs, self._row_orders, strict=True):
+            if order is not None:
+                linear.reorder_rows(order)
+
+    def warm_up(self, hidden_size: int) -> None:
+        """See `Part.warm_up`."""
+        for linear in self.inputs:
+            linear.warm_up(self._norm)
+        self.output.warm_up()
+
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """See `Mixer.bind`."""
+        self._caches = caches
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """See `Mixer`."""
+        mixed, gates, rates, decays = self._project(stream)
+        outputs = self._mix_in_torch(mixed, rates, decays, step)
+        gates = F.silu(gates.float()).view(outputs.shape)
+        outputs = self.output_norm(outputs).mul_(gates).to(mixed.dtype).flatten(1)
+        outputs = select_sampled(stream, step, outputs, is_last=is_last)
+        if len(stream):
+            self.output.add_to(stream, outputs)
+
+    def _project(self, stream: ResidualStream) -> tuple[torch.Tensor, ...]:
+        """Returns the inputs of the convolution [T, channels], gates [T, heads * value_size],
+        rates and decays [T, heads]; rows are strided."""
+        sizes = self.shape.projected_sizes
+        if len(self.inputs) == 1:
+            return self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
+        x = stream.normed(self._norm)
+        wide, narrow = (linear(x) for linear in self.inputs)
+        return *wide.split(sizes[:2], dim=-1), *narrow.split(sizes[2:], dim=-1)
+
+    def _mix_in_torch(
+        self, mixed: torch.Tensor, rates: torch.Tensor, decays: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Returns the heads' outputs [T, heads, value_size] in float32."""
+        shape, (windows, matrices) = self.shape, self._caches
+        rows = StateRows.of_step(step, windows.group, windows.block_size)
+        mixed = F.silu(self.convolution(mixed, windows.tensor, rows), inplace=True)
+        queries, keys, values = mixed.split(shape.mixed_sizes, dim=-1)
+        inputs = HeadInputs(
+            self._of_length_one(queries).mul_(shape.key_size**-0.5),
+            self._of_length_one(keys),
+            values.unflatten(-1, (shape.num_heads, shape.value_size)),
+            self.decay.decays(decays),
+            rates.float().sigmoid(),
+        )
+        rows = StateRows.of_step(step, matrices.group, matrices.block_size)
+        return delta_rule(inputs, matrices.tensor, rows)
+
+    def _of_length_one(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns queries or keys [T, heads * key_size] scaled to length one, for each head of
+        values: [T, heads, key_size]."""
+        heads = x.unflatten(-1, (self.shape.num_key_heads, self.shape.key_size))
+        lengths = heads.square().sum(-1, keepdim=True).add_(_LENGTH_EPS)
+        heads = heads * lengths.rsqrt_()
+        return heads.repeat_interleave(self.shape.shared, dim=1) if self.shape.shared > 1 else heads
+
+
+def _projections_by_group(
+    name: str, shape: DeltaNetShape, key_heads: Shard
+) -> list[tuple[list[Source], torch.Tensor | None]]:
+    """Returns the modules of the projections, and the order of their rows, of a checkpoint that
+    has the rows of each head of keys together (Qwen3-Next).
+
+    Args:
+        name: of the checkpoint module.
+        shape: of all ranks together.
+        key_heads: which of its heads of keys this rank has.
+    """
+    values = shape.shared * shape.value_size
+
+    def order(*sizes: int) -> torch.Tensor:
+        """Returns the order that has parts of such sizes of all heads one after the other."""
+        rows = torch.arange(key_heads.size * sum(sizes)).view(key_heads.size, -1)
+        return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+
+    wide = Source(f"{name}.in_proj_qkvz", key_heads.times(2 * shape.key_size + 2 * values))
+    narrow = Source(f"{name}.in_proj_ba", key_heads.times(2 * shape.shared))
+    return [
+        ([wide], order(shape.key_size, shape.key_size, values, values)),
+        ([narrow], order(shape.shared, shape.shared)),
+    ]
+
+
+def _projections(
+    name: str, shape: DeltaNetShape, key_heads: Shard, heads: Shard
+) -> list[tuple[list[Source], torch.Tensor | None]]:
+    """Returns what `_projections_by_group` does, of a checkpoint that has queries, keys and values
+    one after the other in one module, and each of the others in one of its own (Qwen3.5)."""
+    keys, values = key_heads.times(shape.key_size), heads.times(shape.value_size)
+    mixed = merged_sources(name, ("", "", ""), (keys, keys, values), "in_proj_qkv")
+    narrow = [Source(f"{name}.in_proj_{letter}", heads) for letter in "ba"]
+    return [([*mixed, Source(f"{name}.in_proj_z", values)], None), (narrow, None)]
+
+
+def make_gated_delta_net(
+    make: PartMaker, name: str, shape: DeltaNetShape, *, norm: Norm, by_group: bool = False
+) -> GatedDeltaNet:
+    """Returns the Gated DeltaNet of the checkpoint module `name`.
+
+    Args:
+        shape: of all ranks together.
+        norm: of the residual stream before it.
+        by_group: whether the checkpoint has the rows of each head of keys together.
+    """
+    backend = make.backend
+    key_heads, heads = row_shard(shape.num_key_heads, backend), row_shard(shape.num_heads, backend)
+    if by_group:
+        parts = _projections_by_group(name, shape, key_heads)
+    else:
+        parts = _projections(name, shape, key_heads, heads)
+    if make.is_one_product([source.name for sources, _ in parts for source in sources]):
+        parts = [_joined(parts)]
+    keys, values = key_heads.times(shape.key_size), heads.times(shape.value_size)
+    mixed = merged_sources(name, ("", "", ""), (keys, keys, values), "conv1d")
+    channels = [source.rows for source in mixed]
+    convolution = Convolution(f"{name}.conv1d", channels, shape.width, bias=False, backend=backend)
+    local = replace(shape, num_key_heads=key_heads.size, num_heads=heads.size)
+    net = GatedDeltaNet(
+        local,
+        [make.column(sources) for sources, _ in parts],
+        [order for _, order in parts],
+        make.keep(convolution),
+        make.keep(DecayParameters(name, heads, backend.device)),
+        make.norm(f"{name}.norm", shape.value_size),
+        make.row(f"{name}.out_proj", values, bias=False),
+        norm=norm,
+    )
+    return make.prepare(net)
+
+
+def _joined(
+    parts: Sequence[tuple[list[Source], torch.Tensor | None]],
+) -> tuple[list[Source], torch.Tensor | None]:
+    """Returns projections as one product, with the order of its rows."""
+    orders, first = [], 0
+    for sources, order in parts:
+        count = sum(source.rows.size for source in sources)
+        orders.append(first + (torch.arange(count) if order is None else order))
+        first += count
+    is_ordered = all(order is None for _, order in parts)
+    return [source for sources, _ in parts for source in sources], (
+        None if is_ordered else torch.cat(orders)
+    )
