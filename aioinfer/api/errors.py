@@ -58,6 +58,11 @@ class ErrorReply(Struct, kw_only=True):
 
     error: ErrorDetail
 
+    @classmethod
+    def of(cls, status: int, body: ErrorReply) -> ErrorReply:
+        """Returns the body of an error (see `describe`) in the shape of this API."""
+        return body
+
 
 class AnthropicDetail(Struct, kw_only=True):
     """The details of an error, in the terms of Anthropic's API."""
@@ -67,10 +72,20 @@ class AnthropicDetail(Struct, kw_only=True):
 
 
 class AnthropicError(Struct, kw_only=True):
-    """The body of an error below `/v1/messages`."""
+    """The body of an error below `/v1/messages`. Its messages name the field."""
 
     type: Literal["error"] = "error"
     error: AnthropicDetail
+
+    @classmethod
+    def of(cls, status: int, body: ErrorReply) -> AnthropicError:
+        """See `ErrorReply.of`."""
+        message, param = body.error.message, body.error.param
+        if param is not None and param not in message:
+            message = f"{param}: {message}"
+        kind = "invalid_request_error" if status < 500 else "api_error"
+        kind = _ANTHROPIC_TYPES.get(status, kind)
+        return cls(error=AnthropicDetail(type=kind, message=message))
 
 
 class LlamaDetail(Struct, kw_only=True):
@@ -87,11 +102,62 @@ class LlamaError(Struct, kw_only=True):
 
     error: LlamaDetail
 
+    @classmethod
+    def of(cls, status: int, body: ErrorReply) -> LlamaError:
+        """See `ErrorReply.of`."""
+        error, message = body.error, body.error.message
+        kind = _LLAMA_CPP_TYPES.get(status, error.type)
+        if error.code == "unsupported_parameter":
+            kind = "not_supported_error"
+        if error.code == "context_length_exceeded":
+            kind = "exceed_context_size_error"
+            message += " The request exceeds the available context size."
+        return cls(error=LlamaDetail(code=status, message=message, type=kind, param=error.param))
+
 
 class OllamaError(Struct, kw_only=True):
     """The body of an error below `/api`."""
 
     error: str
+
+    @classmethod
+    def of(cls, status: int, body: ErrorReply) -> OllamaError:
+        """See `ErrorReply.of`."""
+        return cls(error=body.error.message)
+
+
+ErrorShape = type[ErrorReply] | type[AnthropicError] | type[LlamaError] | type[OllamaError]
+
+#: Anthropic's types of errors by HTTP status.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+#: llama.cpp's types of errors by HTTP status.
+_LLAMA_CPP_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+#: Paths of llama.cpp's API.
+_LLAMA_CPP_PATHS = frozenset(
+    ("/apply-template", "/completion", "/completions", "/embedding", "/infill", "/props", "/slots")
+)
+
+
+def error_shape(path: str) -> ErrorShape:
+    """Returns the type of the errors of the API that a path belongs to."""
+    if path.startswith("/v1/messages"):
+        return AnthropicError
+    if path in _LLAMA_CPP_PATHS:
+        return LlamaError
+    return OllamaError if path.startswith("/api/") else ErrorReply
 
 
 def error_body(
@@ -201,55 +267,6 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         return error_response(error, local_path(request))
 
 
-#: Anthropic's types of errors by HTTP status.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_error(status: int, body: ErrorReply) -> AnthropicError:
-    """Returns an error's body in the shape of Anthropic's API, whose messages name the field."""
-    message, param = body.error.message, body.error.param
-    if param is not None and param not in message:
-        message = f"{param}: {message}"
-    kind = "invalid_request_error" if status < 500 else "api_error"
-    kind = _ANTHROPIC_TYPES.get(status, kind)
-    return AnthropicError(error=AnthropicDetail(type=kind, message=message))
-
-
-#: Paths of llama.cpp's API, whose errors have its shape.
-LLAMA_CPP_PATHS = frozenset(
-    ("/apply-template", "/completion", "/completions", "/embedding", "/infill", "/props", "/slots")
-)
-#: llama.cpp's types of errors by HTTP status.
-_LLAMA_CPP_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    503: "unavailable_error",
-}
-
-
-def llama_cpp_error(status: int, body: ErrorReply) -> LlamaError:
-    """Returns an error's body in the shape of llama.cpp's API: the code is the HTTP status."""
-    error = body.error
-    message = error.message
-    kind = _LLAMA_CPP_TYPES.get(status, error.type)
-    if error.code == "unsupported_parameter":
-        kind = "not_supported_error"
-    if error.code == "context_length_exceeded":
-        kind = "exceed_context_size_error"
-        message += " The request exceeds the available context size."
-    detail = LlamaDetail(code=status, message=message, type=kind, param=error.param)
-    return LlamaError(error=detail)
-
-
 def _unknown_path(request: web.Request) -> RequestError:
     """Returns the error that answers a path at which there is nothing, with the one that was meant
     where it is clear: a missing or a doubled `/v1`, further slashes, capital letters."""
@@ -272,14 +289,7 @@ def _unknown_path(request: web.Request) -> RequestError:
 def error_response(error: Exception, path: str = "") -> web.Response:
     """Returns the response that answers an exception, in the shape of the path's API."""
     status, body = describe(error)
-    if path.startswith("/v1/messages"):
-        shown: Struct = anthropic_error(status, body)
-    elif path.startswith("/api/"):  # Ollama's
-        shown = OllamaError(error=body.error.message)
-    elif path in LLAMA_CPP_PATHS:
-        shown = llama_cpp_error(status, body)
-    else:
-        shown = body
+    shown = error_shape(path).of(status, body)
     response = json_response(shown, status=status, headers=_headers(status, error))
     if code := body.error.code:
         response[ERROR_CODE] = code

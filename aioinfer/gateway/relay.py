@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from aioinfer.api.errors import OllamaError, anthropic_error, describe
+from aioinfer.api.errors import AnthropicError, OllamaError, describe
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
 from aioinfer.api.generation import DONE, encode, error_event
 from aioinfer.api.http.access import REQUEST_ID_HEADER
@@ -213,7 +213,7 @@ def _lost_event(target: str) -> bytes:
     API."""
     status, body = describe(ReplicaLostError())
     if target.startswith("/v1/messages"):
-        return b"event: error\n" + error_event(anthropic_error(status, body))
+        return b"event: error\n" + error_event(AnthropicError.of(status, body))
     if target.startswith("/api/"):
-        return encode(OllamaError(error=body.error.message)) + b"\n"
+        return encode(OllamaError.of(status, body)) + b"\n"
     return error_event(body) + DONE

@@ -21,13 +21,13 @@ from aiohttp import web
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.errors import (
-    LLAMA_CPP_PATHS,
     PREFIX,
     AnthropicError,
     ErrorReply,
     Handler,
     LlamaError,
     OllamaError,
+    error_shape,
 )
 from aioinfer.api.fields import NO_EFFECT
 from aioinfer.api.http.access import ADMIN_PATHS, OPEN_PATHS
@@ -100,15 +100,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def _error_of(path: str) -> type:
-    """Returns the shape of errors at a path; see `errors.error_response`."""
-    if path.startswith("/v1/messages"):
-        return AnthropicError
-    if path in LLAMA_CPP_PATHS:
-        return LlamaError
-    return OllamaError if path.startswith("/api/") else ErrorReply
-
-
 _FORM = {
     "type": "object",
     "properties": {
@@ -170,7 +161,7 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
         content = {"application/json": {"schema": schema}}
     if route.stream is not None:
         content[route.stream] = {}
-    error = {"content": {"application/json": {"schema": schema_of[_error_of(path)]}}}
+    error = {"content": {"application/json": {"schema": schema_of[error_shape(path)]}}}
     found: dict[str, Any] = {
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', path)}".rstrip("_"),
         "summary": " ".join(summary.split()),

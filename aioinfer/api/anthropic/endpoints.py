@@ -16,7 +16,7 @@ from aioinfer.api.admission import admit
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import deliver
-from aioinfer.api.errors import anthropic_error, describe, json_response, renamed
+from aioinfer.api.errors import AnthropicError, describe, json_response, renamed
 from aioinfer.api.generation import Generation, error_event, named_event
 from aioinfer.api.http.access import request_id
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
@@ -148,7 +148,7 @@ class AnthropicDialect(MessageDialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return b"event: error\n" + error_event(anthropic_error(*describe(error)))
+        return b"event: error\n" + error_event(AnthropicError.of(*describe(error)))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

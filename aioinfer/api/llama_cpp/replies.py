@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.errors import describe, llama_cpp_error
+from aioinfer.api.errors import LlamaError, describe
 from aioinfer.api.generation import ChoiceWriter, Dialect, encode, error_event, timings
 from aioinfer.api.llama_cpp.body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
@@ -108,7 +108,7 @@ class LlamaDialect(Dialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return error_event(llama_cpp_error(*describe(error)))
+        return error_event(LlamaError.of(*describe(error)))
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """See `Dialect.whole`."""

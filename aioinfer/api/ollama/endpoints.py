@@ -241,7 +241,7 @@ class OllamaDialect(MessageDialect):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return self._event(OllamaError(error=describe(error)[1].error.message))
+        return self._event(OllamaError.of(*describe(error)))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
         """See `MessageDialect.message`."""
