@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.host_sampling import filter_tokens, gumbel_keys, uniforms
 from tests.filled_slots import assert_fits
+from tests.pairs import pairwise
 
 MASK = 2**32 - 1
 
@@ -84,10 +85,12 @@ def warped(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return warpers(torch.zeros(1, 1, dtype=torch.long), scaled[None])[0]
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 30.0])
-@pytest.mark.parametrize("top_k", [0, 1, 50, 2999, 3000])
-@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.5, 1e-6])
-@pytest.mark.parametrize("min_p", [0.0, 0.3, 1e-6])
+@pairwise(
+    spread=[0.01, 1.0, 4.0, 30.0],
+    top_k=[0, 1, 50, 2999, 3000],
+    top_p=[1.0, 0.999, 0.5, 1e-6],
+    min_p=[0.0, 0.3, 1e-6],
+)
 def test_filters_keep_what_transformers_keeps(
     spread: float, top_k: int, top_p: float, min_p: float
 ) -> None:

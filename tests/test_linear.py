@@ -15,6 +15,7 @@ from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard, Source, WeightShard
+from tests.pairs import pairwise
 
 CPU = torch.device("cpu")
 
@@ -47,9 +48,7 @@ def dense_weight(layer: ColumnParallelLinear | RowParallelLinear) -> torch.Tenso
     return layer.weight.weight
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])
+@pairwise(bias=[True, False], dtype=[torch.float32, torch.bfloat16], rows=[1, 2, 8, 33, 200])
 def test_preparing_changes_no_result(rows: int, dtype: torch.dtype, bias: bool):
     layer, weight, offset = filled(column(96, 40, bias=bias, dtype=dtype))
     x = torch.randn(rows, 96).to(dtype)
@@ -62,11 +61,11 @@ def test_preparing_changes_no_result(rows: int, dtype: torch.dtype, bias: bool):
     torch.testing.assert_close(layer(wide), F.linear(wide, weight, offset), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("out_features", "in_features"), [(16, 8), (8, 16), (18, 9), (9, 18), (7, 5), (5, 7)]
+@pairwise(
+    threads=[1, 2, 3],
+    out_features__in_features=[(16, 8), (8, 16), (18, 9), (9, 18), (7, 5), (5, 7)],
+    rows=[1, 2],
 )
-@pytest.mark.parametrize("rows", [1, 2])
 def test_every_layout_gives_the_product(
     threads: int, out_features: int, in_features: int, rows: int
 ):

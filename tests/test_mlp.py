@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +10,7 @@ from aioinfer.layers.formats.base import ACTIVATIONS
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from tests.pairs import pairwise
 
 HIDDEN, CHANNELS = 24, 40
 
@@ -32,9 +32,7 @@ def load_random(make: LayerMaker) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_new"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pairwise(bias=[True, False], activation=["relu", "gelu", "gelu_new"], tokens=[1, 5])
 def test_an_mlp_without_a_gate(tokens: int, activation: str, bias: bool):
     make = make_layers()
     mlp = make.mlp(
@@ -56,9 +54,7 @@ def test_an_mlp_without_a_gate(tokens: int, activation: str, bias: bool):
     torch.testing.assert_close(stream.hidden, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pairwise(bias=[True, False], activation=["silu", "gelu_pytorch_tanh"], tokens=[1, 5])
 def test_an_mlp_with_a_gate(tokens: int, activation: str, bias: bool):
     make = make_layers()
     norm = make.norm("norm")

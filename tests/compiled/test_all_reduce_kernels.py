@@ -16,6 +16,7 @@ import triton.language as tl
 from aioinfer.kernels import all_reduce
 
 from tests.compiled.hopper import compile_kernel, spilled
+from tests.pairs import pairwise
 
 TYPES = {
     "partial": "*i32", "residual": "*i32", "weight": "*i32", "scales": "*fp32",
@@ -25,9 +26,7 @@ PLAIN = {"SCALED": 0, "IS_STATIC": False, "MAXIMUM": 0.0, "VALUE": tl.int8}
 FLOAT8 = {"IS_STATIC": False, "MAXIMUM": 448.0, "VALUE": tl.float8e4nv}
 
 
-@pytest.mark.parametrize("name", ["push", "two_shot"])
-@pytest.mark.parametrize("hidden", [4096, 5120])
-@pytest.mark.parametrize("format", ["none", "tokens", "groups"])
+@pairwise(name=["push", "two_shot"], hidden=[4096, 5120], format=["none", "tokens", "groups"])
 def test_kernels(name: str, hidden: int, format: str, tmp_path: Path) -> None:
     width = hidden // 2
     block = 2048 if width == 2048 else 4096

@@ -29,6 +29,7 @@ from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
+from tests.pairs import pairwise
 
 pytestmark = pytest.mark.extended
 
@@ -89,11 +90,11 @@ def product(
     return compile_kernel(expert_matrix._expert_kernel, types, constants, config)
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(
-    ("config", "scanned"),
-    [(config, False) for _, config in CONFIGS] + [(config, True) for _, config in SCANNED_CONFIGS],
+@pairwise(
+    partial=[False, True],
+    gated=[True, False],
+    config__scanned=[(config, False) for _, config in CONFIGS]
+    + [(config, True) for _, config in SCANNED_CONFIGS],
 )
 def test_products(
     config: ExpertConfig, scanned: bool, gated: bool, partial: bool, tmp_path: Path
@@ -141,9 +142,11 @@ def test_quantized_products(
         assert "mul.rn.bf16x2" in ptx
 
 
-@pytest.mark.parametrize("format", ["", "scaled", "blocks"])
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize(("gated", "normed"), [(True, True), (True, False), (False, False)])
+@pairwise(
+    format=["", "scaled", "blocks"],
+    partial=[False, True],
+    gated__normed=[(True, True), (True, False), (False, False)],
+)
 def test_products_of_one_token(
     gated: bool, normed: bool, partial: bool, format: str, tmp_path: Path
 ) -> None:
@@ -166,9 +169,7 @@ def test_products_of_one_token(
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("inputs", [CHANNELS, 1024])
+@pairwise(scaled=[False, True], partial=[False, True], inputs=[CHANNELS, 1024])
 def test_the_summed_product(inputs: int, partial: bool, scaled: bool, tmp_path: Path) -> None:
     config = expert_sum.CONFIG
     types = {
@@ -250,9 +251,7 @@ def test_routing(
     assert "cp.async.ca" not in kernel.asm["ptx"]
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("part", [1, 2])
-@pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
+@pairwise(normed=[False, True], part=[1, 2], experts__groups__sigmoid__copies=ROUTED)
 def test_routing_of_few_tokens(
     experts: int, groups: int, sigmoid: bool, copies: int, part: int, normed: bool, tmp_path: Path
 ) -> None:

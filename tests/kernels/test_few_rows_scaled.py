@@ -22,10 +22,14 @@ from scaled_cases import (
     quantized,
 )
 
+from tests.pairs import pairwise
 
-@pytest.mark.parametrize(("gated", "normed"), [(True, True), (False, False)])
-@pytest.mark.parametrize("rows", [1, 7, 16])
-@pytest.mark.parametrize(("kind", "grouped"), [(FP8, False), (FP8, True), (INT8, False)])
+
+@pairwise(
+    gated__normed=[(True, True), (False, False)],
+    rows=[1, 7, 16],
+    kind__grouped=[(FP8, False), (FP8, True), (INT8, False)],
+)
 def test_few_rows(kind: torch.dtype, grouped: bool, rows: int, gated: bool, normed: bool) -> None:
     """Inputs that are no multiple of a step; blocks of rows of eight, as interleaving leaves
     them."""
@@ -124,9 +128,9 @@ def test_no_rows() -> None:
     assert scaled_product(x, matrix, torch.float32).shape == (0, 16)
 
 
-@pytest.mark.parametrize("before", ["", "norm"])
-@pytest.mark.parametrize("width", [96, 304])
-@pytest.mark.parametrize(("kind", "grouped"), [(FP8, False), (FP8, True), (INT8, False)])
+@pairwise(
+    before=["", "norm"], width=[96, 304], kind__grouped=[(FP8, False), (FP8, True), (INT8, False)]
+)
 def test_quantization(kind: torch.dtype, grouped: bool, width: int, before: str) -> None:
     """Tokens of zeros; groups that are not whole."""
     pair = quantized(5, width, InputFormat(kind, grouped), torch.float32, "cpu", before=before)

@@ -34,15 +34,14 @@ from aioinfer.models.loader import load_weights
 from aioinfer.models.quantization import read_quantization
 from benchlib.quantized_folder import Format, Groups, awq, gptq, packed, quantize_folder
 from tests.kernels.bound_model import CPU, assert_close
+from tests.pairs import pairwise
 from tests.tiny_models import tiny_model
 
 #: Groups, and inputs that do and do not fill the last unit of runs.
 GROUPS = [(32, 128), (32, 192), (64, 320), (128, 512), (128, 300), (256, 600), (None, 200)]
 
 
-@pytest.mark.parametrize("has_zeros", [True, False])
-@pytest.mark.parametrize(("group", "inputs"), GROUPS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pairwise(has_zeros=[True, False], group__inputs=GROUPS, bits=[4, 8])
 def test_the_order_holds_the_weight(
     bits: int, group: int | None, inputs: int, has_zeros: bool
 ) -> None:

@@ -25,6 +25,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
+from tests.pairs import pairwise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -142,10 +143,7 @@ def test_kv_write_in_float8() -> None:
     assert max(map(error, caches)) < 2e-3
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
-@pytest.mark.parametrize("inputs", [90, 192])
+@pairwise(normed=[True, False], gated=[True, False], rows=[1, 2, 7, 16], inputs=[90, 192])
 def test_few_rows_dense(inputs: int, rows: int, gated: bool, normed: bool) -> None:
     """With a last step that is whole, and one that is not."""
     config = FewRowsConfig(4, 64, 4) if rows == 1 else FewRowsConfig(16, 32, 2, 2)
