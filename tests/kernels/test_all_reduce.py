@@ -111,8 +111,9 @@ def quantize_all(
     return results
 
 
-@pytest.mark.parametrize("hidden", [HIDDEN, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [(torch.float32, HIDDEN), (torch.float16, 300), (torch.bfloat16, 300)]
+)
 def test_the_norm_is_quantized_as_by_itself(dtype: torch.dtype, hidden: int) -> None:
     """In float8 and int8, with scales of tokens, groups, and a static one; the last group is not
     whole."""

@@ -91,8 +91,7 @@ def test_equal_scores_go_to_the_first_experts(
     assert torch.equal(found.experts.long(), expected)
 
 
-@pytest.mark.parametrize("config", [None, FewTokensConfig(1, 16)])
-@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize(("tokens", "config"), [(1, None), (21, None), (1, FewTokensConfig(1, 16))])
 def test_tokens_are_divided_among_copies_and_counted(
     tokens: int, config: FewTokensConfig | None
 ) -> None:

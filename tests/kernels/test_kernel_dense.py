@@ -85,7 +85,7 @@ def test_candidates_compute_the_same(rows: int, backend: Backend) -> None:
     assert (NORM_FEW_ROWS in {each.kernel for each in weight.candidates("normed", rows)}) == is_one
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_what_kernels_do_not_fuse_is_composed(rows: int, backend: Backend) -> None:
     """Norms other than RMSNorm, activations other than SiLU, and combinations."""
     torch.manual_seed(rows)

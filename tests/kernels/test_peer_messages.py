@@ -41,8 +41,7 @@ def send_or_receive(peers: SymmetricBuffer, slots: int, slow: int) -> list[torch
     return received
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(("slots", "slow"), [(1, 0), (1, 1), (2, 1), (4, 0)])
 def test_messages_come_whole_and_in_order(slots: int, slow: int) -> None:
     layout = ChannelLayout.of(256, slots, MAX_BYTES)
     _, received = run_ranks(2, layout.end, send_or_receive, slots, slow)

@@ -34,7 +34,10 @@ def visible_keys(rows: Rows, row: int, tile: int, group: int, tile_rows: int) ->
     return keys - tokens + min(((tile + 1) * tile_rows - 1) // group, tokens - 1) + 1
 
 
-@pytest.mark.parametrize(("group", "tile_rows"), [(1, 16), (3, 16), (4, 64), (2, 128)])
+@pytest.mark.parametrize(
+    ("group", "tile_rows"),
+    [(1, 16), pytest.param(3, 16, marks=pytest.mark.extended), (4, 64), (2, 128)],
+)
 def test_every_tile_is_listed_once_in_descending_order_of_its_visible_keys(
     group: int, tile_rows: int
 ) -> None:

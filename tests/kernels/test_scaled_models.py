@@ -88,7 +88,9 @@ def quantized_states(
     return rank_states(memory, folder, 4), launches
 
 
-@pytest.mark.parametrize("layout", ["float channel", "float block"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("float channel", marks=pytest.mark.extended), "float block"]
+)
 def test_two_ranks_over_symmetric_memory(layout: str, tmp_path: Path) -> None:
     """The all-reduces quantize what they norm; the parts of products are quantized on each rank."""
     sizes = {"vocab_size": 101, "head_dim": 64, "num_attention_heads": 4, "hidden_size": 128}
