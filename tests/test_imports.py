@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: From the top down, as in docs/architecture.md. Packages of one line do not import each other.
+#: From the top down; docs/architecture.md shows it. Packages of one line do not import each other.
 ORDER = (
     ("__main__", "__init__"),
     ("cli",),
@@ -96,6 +96,12 @@ def climbs(name: str, file: Path) -> list[str]:
         if other != own and HEIGHT[other] >= HEIGHT[own]:
             found.append(f"line {line}: {target}")
     return found
+
+
+def test_the_page_shows_the_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    block = page.partition("### Imports\n")[2].split("```")[1]
+    assert [tuple(line.split()) for line in block.strip().splitlines()] == list(ORDER)
 
 
 def test_every_module_has_a_place() -> None:

@@ -73,8 +73,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
-def test_architecture_names_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["architecture", "extending", "tour"])
+def test_pages_of_the_code_name_files_that_exist(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
     for file in re.findall(r"`((?:[\w]+/)+[a-z_]+\.py)`", text):
         assert (ROOT / file).exists() or (ROOT / "aioinfer" / file).exists(), file
 
