@@ -12,7 +12,7 @@ and its output is RMSNorm(o) * norm_weight * silu(z). Each key head serves HV / 
 
 Rows of one token are computed by `delta_decode`, longer rows by `delta_prefill`: each looks at a
 row's length on the GPU and leaves the other rows alone, so a step with rows of both kinds launches
-both over all of its rows. Where states lie is said in `StateTables`.
+both over all of its rows. Where states lie is said in `states.StateTables`.
 """
 
 from __future__ import annotations
@@ -57,25 +57,6 @@ class DeltaWeights(NamedTuple):
     dt_bias: torch.Tensor
     norm: torch.Tensor
     norm_eps: float
-
-
-class StateTables(NamedTuple):
-    """The states of one kind of a layer, and the block tables of its rows.
-
-    Entry i of a row's table is the block with the state after the last token of the row's block i,
-    or after the last computed token in the block that it lies in. A step of tokens [s, e) reads
-    entry (s - 1) // block_size, or starts from zero if s is 0, and writes each entry of its range
-    that is not negative.
-
-    Attributes:
-        states: [num_blocks, ...], each block contiguous: windows [num_blocks, C, W - 1] hold the
-            last inputs of the convolution, the last one last; matrices are
-            [num_blocks, HV, K, V].
-        tables: int32 [R, max_blocks].
-    """
-
-    states: torch.Tensor
-    tables: torch.Tensor
 
 
 class DeltaShape(NamedTuple):

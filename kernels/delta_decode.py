@@ -22,11 +22,11 @@ from aioinfer.kernels.delta_arguments import (
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
-    StateTables,
     log_decay,
     silu,
 )
 from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.states import StateTables
 
 
 class DecodeConfig(NamedTuple):

@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchlib.cascade_cases import cascade_cases
+from benchlib.delta_cases import delta_cases
 from benchlib.expert_cases import expert_cases
 from benchlib.float8_cases import float8_cases
 from benchlib.grouped_cases import grouped_cases
@@ -37,6 +38,7 @@ from benchlib.scaled_cases import scaled_cases
 
 FAMILIES = OTHER_FAMILIES | {
     "cascade": cascade_cases,
+    "delta": delta_cases,
     "experts": expert_cases,
     "float8": float8_cases,
     "grouped": grouped_cases,

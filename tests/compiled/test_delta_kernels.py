@@ -13,8 +13,16 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.delta_arguments import DeltaShape
 from aioinfer.kernels.delta_decode import _delta_decode_kernel, decode_config
+from aioinfer.kernels.delta_prefill import (
+    _chunk_kernel,
+    _inputs_kernel,
+    _norm_kernel,
+    _scan_kernel,
+    prefill_config,
+)
+from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
-from tests.compiled.hopper import compile_call, spilled
+from tests.compiled.hopper import SHARED_MEMORY, compile_call, spilled
 
 BF16, FLOATS, INTS = (torch.empty(8, dtype=d) for d in (torch.bfloat16, torch.float32, torch.int32))
 HEADS, CHANNELS, BLOCK = 32, 8192, 64
@@ -40,3 +48,69 @@ def test_decodes(state_dtype: torch.dtype, tmp_path: Path) -> None:
     assert spilled(kernel, tmp_path) <= (0 if state_dtype == torch.float32 else 32)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert "st.global.v4.b32" in kernel.asm["ptx"]
+
+
+def test_convolution_of_prefill(tmp_path: Path) -> None:
+    kernel = compile_call(
+        _inputs_kernel, SimpleNamespace(num_warps=4, num_stages=3), mixed=BF16, out=BF16, conv=BF16,
+        windows=BF16, tables=INTS, tiles=INTS, query_starts=INTS, mixed_stride=CHANNELS + 4096,
+        out_stride=CHANNELS, window_stride=CHANNELS * 3, table_stride=320, SHAPE=SHAPE,
+        CHANNELS=128, TAPS=4, PDL=True,
+    )  # fmt: skip
+    assert spilled(kernel, tmp_path) == 0
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+def test_chunks_of_prefill(tmp_path: Path) -> None:
+    """Products by warp groups; two programs fit a multiprocessor."""
+    kernel = compile_call(
+        _chunk_kernel, SimpleNamespace(num_warps=4, num_stages=3), mixed=BF16, keys=BF16,
+        scores=BF16, decays=FLOATS, b=BF16, a=BF16, a_log=FLOATS, dt_bias=FLOATS, chunks=INTS,
+        mixed_stride=CHANNELS, b_stride=64, a_stride=64, decay_stride=8192, SHAPE=SHAPE, LENGTH=64,
+        PRECISION="tf32", PDL=True,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY // 2 - 1024
+    assert spilled(kernel, tmp_path) <= 32
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_scan_of_prefill(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products by warp groups, and the next chunk loaded meanwhile, for few rows and for many."""
+    monkeypatch.setattr("aioinfer.kernels.delta_prefill.multiprocessors", lambda _: 132)
+    config = prefill_config(SHAPE, rows, 2, torch.device("cuda"))
+    assert config.values == (32 if rows == 1 else 64)
+    options = SimpleNamespace(num_warps=config.scan_warps, num_stages=config.scan_stages)
+    kernel = compile_call(
+        _scan_kernel, options, mixed=BF16, keys=BF16, scores=BF16, decays=FLOATS, z=BF16, norm=BF16,
+        norm_eps=1e-6, out=BF16, matrices=FLOATS, tables=INTS, query_starts=INTS, seq_lens=INTS,
+        first_row=3, mixed_stride=CHANNELS, decay_stride=8192, z_stride=CHANNELS + 4096,
+        out_stride=4096, matrix_stride=HEADS * 128 * 128, table_stride=320, SHAPE=SHAPE, LENGTH=64,
+        VALUES=config.values, PRECISION="tf32", PDL=True,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "cp.async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert spilled(kernel, tmp_path) == 0
+
+
+def test_the_norm_of_prefill(tmp_path: Path) -> None:
+    kernel = compile_call(
+        _norm_kernel, SimpleNamespace(num_warps=4, num_stages=3), out=BF16, z=BF16, norm=BF16,
+        norm_eps=1e-6, chunks=INTS, out_stride=4096, z_stride=CHANNELS + 4096, SHAPE=SHAPE,
+        LENGTH=64, PDL=True,
+    )  # fmt: skip
+    assert spilled(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_short_convolution(tokens: int, tmp_path: Path) -> None:
+    """For decodes and for prefill."""
+    kernel = compile_call(
+        _short_convolution_kernel, SimpleNamespace(num_warps=4, num_stages=3), x=BF16, out=BF16,
+        weight=BF16, bias=BF16, windows=BF16, tables=INTS, chunks=INTS, query_starts=INTS,
+        num_channels=2048, x_stride=6144, out_stride=2048, window_stride=2048 * 3, table_stride=320,
+        TOKENS=tokens, WIDTH=4, TAPS=4, CHANNELS=128, BLOCK_SIZE=64, HAS_BIAS=True, HAS_SILU=True,
+        PDL=True,
+    )  # fmt: skip
+    assert spilled(kernel, tmp_path) == 0

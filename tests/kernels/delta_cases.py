@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights, StateTables
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
+from aioinfer.kernels.delta_prefill import DeltaWorkspace, PrefillConfig, delta_prefill, plans_of
+from aioinfer.kernels.states import StateTables, plan_chunks
 from cases import error, normal, poisoned
 from references import delta_reference
 
@@ -40,6 +42,7 @@ class DeltaCase:
     state_dtype: torch.dtype = torch.float32
     a_log: tuple[float, float] = (-4.0, 2.8)  # uniform between them
     shift: float = 0.0  # of the logarithm's input, a
+    same_keys: bool = False  # all tokens alike, and replacing what the key had before
 
     @property
     def heads(self) -> int:
@@ -81,9 +84,12 @@ class DeltaProblem:
         self.case, self.rows = case, rows
         tokens = sum(row.tokens for row in rows)
         wide = case.normal(tokens, case.channels + case.heads * case.value + 16)
+        if case.same_keys:
+            wide[:] = wide[:1].clone()
         mixed, z = wide[:, : case.channels], wide[:, case.channels : -16]
         self.inputs = DeltaInputs(
-            mixed, z.unflatten(1, (case.heads, case.value)), case.normal(tokens, case.heads),
+            mixed, z.unflatten(1, (case.heads, case.value)),
+            case.normal(tokens, case.heads) + 8 * case.same_keys,
             case.normal(tokens, case.heads) + case.shift,
         )  # fmt: skip
         a_log = torch.empty(case.heads, device=case.device).uniform_(*case.a_log)
@@ -180,4 +186,28 @@ def decode(
         query_starts=problem.query_starts if has_starts else None, config=config,
     )  # fmt: skip
     assert not tickets.any()
+    return problem.errors(expected)
+
+
+def prefill(
+    case: DeltaCase, rows: Sequence[Row], *, first_row: int = 0, config: PrefillConfig | None = None
+) -> tuple[float, float, float]:
+    """Runs `delta_prefill` and returns the errors of output, windows and matrices."""
+    problem = DeltaProblem(case, rows)
+    expected = problem.expect(lambda row: row.tokens > 1)
+    tokens, device = len(problem.out), torch.device(case.device)
+    workspace = DeltaWorkspace.empty(
+        tokens, case.channels, case.heads, case.key, case.block_size, case.dtype, device
+    )
+    for buffer in (workspace.mixed, workspace.keys, workspace.scores, workspace.decays):
+        buffer.fill_(float("nan"))
+    plans = plans_of(len(rows), tokens, case.block_size, device)
+    for plan in plans:
+        plan.chunks.fill_(-1)
+        plan_chunks(plan, problem.query_starts, problem.seq_lens, tokens)
+    delta_prefill(
+        problem.inputs, problem.weights, problem.windows.states, problem.matrices.states,
+        problem.query_starts, problem.seq_lens, *plans, workspace, problem.out,
+        block_size=case.block_size, first_row=first_row, config=config,
+    )  # fmt: skip
     return problem.errors(expected)

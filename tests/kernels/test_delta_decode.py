@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights, StateTables
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
+from aioinfer.kernels.states import StateTables
 from cases import error
 from delta_cases import DeltaCase, DeltaProblem, Row, decode
 from references import delta_reference

@@ -1,0 +1,213 @@
+"""Causal convolutions of each channel over a few tokens, whose last inputs are a row's state
+(Mamba, the gated delta rule, LFM2).
+
+    short_convolution(x, weight, windows, plan, query_starts, out, block_size=..., max_tokens=...)
+
+A program computes up to `block_size` tokens of one row for some channels. Chunks are counted from
+the row's first token of the step, so the first of them alone reads the row's window, and has the
+end of the block that the window lies in: the program that reads it is the one that replaces it.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.delta_arguments import silu
+from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.states import ChunkPlan, StateTables
+
+_CHANNELS = 128  # of a program
+
+
+@triton.jit
+def block_of(table, entry):
+    """Returns the block (int64) of an entry of a row's table."""
+    return tl.load(table + entry).to(tl.int64)
+
+
+@triton.jit
+def convolved(
+    x, x_stride, window, is_started, weight, offset, count, channels, mask, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Returns the convolution [TOKENS, channels] in float32 of a chunk's `count` tokens.
+
+    `x` points to the chunk's first token, `offset` tokens after the row's first in this step;
+    `window` to the window before that one, which is not read unless `is_started`.
+    """
+    t = tl.arange(0, TOKENS)
+    acc = tl.zeros([TOKENS, channels.shape[0]], tl.float32)
+    for tap in tl.static_range(WIDTH):
+        w = tl.load(weight + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
+        back = t - (WIDTH - 1) + tap
+        own = ((back + offset >= 0) & (t < count))[:, None] & mask[None, :]
+        places = x + back.to(tl.int64)[:, None] * x_stride + channels[None, :]
+        acc += tl.load(places, own, 0.0).to(tl.float32) * w[None, :]
+    if is_started & (offset < WIDTH - 1):
+        for tap in tl.static_range(WIDTH - 1):
+            w = tl.load(weight + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
+            place = t + tap + offset  # in the window
+            own = ((place < WIDTH - 1) & (t < count))[:, None] & mask[None, :]
+            places = window + channels[None, :] * (WIDTH - 1) + place[:, None]
+            acc += tl.load(places, own, 0.0).to(tl.float32) * w[None, :]
+    return acc
+
+
+@triton.jit
+def _store_window(
+    x, x_stride, window, is_started, next_window, offset, count, channels, mask,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Stores the window after the chunk's first `count` tokens; arguments as for `convolved`."""
+    taps = tl.arange(0, TAPS)
+    back = count - (WIDTH - 1) + taps
+    own = mask[:, None] & (taps < WIDTH - 1)[None, :]
+    is_new = (back + offset >= 0)[None, :]
+    places = x + back.to(tl.int64)[None, :] * x_stride + channels[:, None]
+    new = tl.load(places, own & is_new, 0.0)
+    place = (WIDTH - 1) + back + offset
+    old_places = window + channels[:, None] * (WIDTH - 1) + place[None, :]
+    old = tl.load(old_places, own & (is_new == 0) & is_started, 0.0)
+    tl.debug_barrier()  # every thread has read the old window, which may be the same
+    kept = tl.where(is_new, new.to(window.dtype.element_ty), old)
+    tl.store(next_window + channels[:, None] * (WIDTH - 1) + taps[None, :], kept, own)
+
+
+@triton.jit
+def store_windows(
+    x, x_stride, windows, window_stride, table, window, start, offset, count, tokens, channels,
+    mask, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Stores the windows after a chunk's tokens that end a block or the row, where the table has a
+    block; `start` is the position of the row's first token in this step, `tokens` their number, and
+    the others are as for `convolved`."""
+    position = start + offset
+    boundary = (position // BLOCK_SIZE + 1) * BLOCK_SIZE - position  # in tokens of the chunk
+    # The row's end comes first: the block at the boundary may be that of the old window.
+    if (offset + count == tokens) & (boundary != count):
+        block = block_of(table, (position + count - 1) // BLOCK_SIZE)
+        if block >= 0:
+            _store_window(
+                x, x_stride, window, start > 0, windows + block * window_stride, offset, count,
+                channels, mask, WIDTH, TAPS,
+            )  # fmt: skip
+    if boundary <= count:
+        block = block_of(table, position // BLOCK_SIZE)
+        if block >= 0:
+            _store_window(
+                x, x_stride, window, start > 0, windows + block * window_stride, offset, boundary,
+                channels, mask, WIDTH, TAPS,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["tables", "query_starts"])
+def _short_convolution_kernel(
+    x, out, weight, bias, windows, tables, chunks, query_starts, num_channels, x_stride, out_stride,
+    window_stride, table_stride, TOKENS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < num_channels
+    wait_for_kernel(PDL)
+    if index >= tl.load(chunks):
+        return
+    record = chunks + (1 + index) * 4
+    row, token = tl.load(record), tl.load(record + 1)
+    position, count = tl.load(record + 2), tl.load(record + 3)
+    row_token = tl.load(query_starts + row)
+    tokens = tl.load(query_starts + row + 1) - row_token
+    offset = token - row_token
+    start = position - offset
+    table = tables + row.to(tl.int64) * table_stride
+    window = windows + block_of(table, tl.maximum(start - 1, 0) // BLOCK_SIZE) * window_stride
+    place = x + token.to(tl.int64) * x_stride
+    acc = convolved(
+        place, x_stride, window, start > 0, weight, offset, count, channels, mask, TOKENS, WIDTH
+    )
+    if HAS_BIAS:
+        acc += tl.load(bias + channels, mask, 0.0).to(tl.float32)[None, :]
+    if HAS_SILU:
+        acc = silu(acc)
+    t = tl.arange(0, TOKENS)
+    target = out + (token + t).to(tl.int64)[:, None] * out_stride + channels[None, :]
+    own = (t < count)[:, None] & mask[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), own)
+    store_windows(
+        place, x_stride, windows, window_stride, table, window, start, offset, count, tokens,
+        channels, mask, WIDTH, TAPS, BLOCK_SIZE,
+    )  # fmt: skip
+
+
+def short_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    windows: StateTables,
+    plan: ChunkPlan,
+    query_starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    has_silu: bool = True,
+    block_size: int,
+    max_tokens: int,
+    pdl: bool = False,
+) -> None:
+    """Computes the convolution for the rows of a plan, and writes their windows into the cache.
+
+    Args:
+        x: [T, C]; rows may be strided.
+        weight: [C, W], contiguous; the last column is the current token's.
+        windows: [num_blocks, C, W - 1] in tables: see `StateTables`.
+        plan: of chunks of `block_size` tokens that are not aligned; rows without chunks are left
+            alone.
+        query_starts: int32 [R + 1], as the plan is made of.
+        out: [T, C], another tensor than `x`; rows may be strided.
+        bias: [C], or None.
+        has_silu: whether SiLU follows.
+        block_size: tokens a block.
+        max_tokens: an upper bound of a row's tokens in this step: 1 for decodes, for which each
+            program then computes one token.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    (tokens, channels), width = x.shape, weight.shape[1]
+    check_windows(weight, windows, plan, block_size)
+    if weight.shape[0] != channels or out.shape != x.shape or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)}, out {tuple(out.shape)}, weight {weight.shape}")
+    chunks = plan.max_chunks(len(query_starts) - 1, tokens)
+    if chunks == 0:
+        return
+    tile = min(block_size, triton.next_power_of_2(max_tokens))
+    _short_convolution_kernel[(chunks, triton.cdiv(channels, _CHANNELS))](
+        x, out, weight, weight if bias is None else bias, windows.states, windows.tables,
+        plan.chunks, query_starts, channels, x.stride(0), out.stride(0), windows.states.stride(0),
+        windows.tables.stride(0), TOKENS=tile, WIDTH=width, TAPS=triton.next_power_of_2(width),
+        CHANNELS=_CHANNELS, BLOCK_SIZE=block_size, HAS_BIAS=bias is not None, HAS_SILU=has_silu,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def check_windows(
+    weight: torch.Tensor, windows: StateTables, plan: ChunkPlan, block_size: int
+) -> None:
+    """Raises ValueError unless windows fit the weight [C, W] of a convolution, and the plan the
+    blocks."""
+    channels, width = weight.shape
+    states = windows.states
+    if (
+        states.shape[1:] != (channels, width - 1)
+        or states.stride()[1:] != (width - 1, 1)
+        or not weight.is_contiguous()
+        or plan.length != block_size
+        or plan.is_aligned
+    ):
+        raise ValueError(
+            f"windows {tuple(states.shape)} and chunks of {plan.length} tokens do not fit the "
+            f"weight {tuple(weight.shape)} and blocks of {block_size}"
+        )

@@ -1,0 +1,136 @@
+"""States of a layer in block tables, and the chunks in which a step's rows are computed: lists on
+the GPU, made once a step for all layers.
+
+The kernels of states read their work from these lists, and depend on nothing that the host knows at
+launch but upper bounds, so a CUDA graph may hold them.
+"""
+# ruff: noqa: N803  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_MIN_ROWS_PAD = 64
+
+
+class StateTables(NamedTuple):
+    """The states of one kind of a layer, and the block tables of its rows.
+
+    Entry i of a row's table is the block with the state after the last token of the row's block i,
+    or after the last computed token in the block that it lies in. A step of tokens [s, e) reads
+    entry (s - 1) // block_size, or starts from zero if s is 0, and writes each entry of its range
+    that is not negative.
+
+    Attributes:
+        states: [num_blocks, ...], each block contiguous: windows [num_blocks, C, W - 1] hold the
+            last inputs of a convolution, the last one last; matrices of the gated delta rule are
+            [num_blocks, HV, K, V].
+        tables: int32 [R, max_blocks].
+    """
+
+    states: torch.Tensor
+    tables: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """The chunks of a step's rows, each of up to `length` consecutive tokens of one row.
+
+    Attributes:
+        chunks: int32 [1 + N, 4]; the number of chunks first, then for each chunk its row, its first
+            token in the step, that token's position, and its tokens.
+        length: tokens of a whole chunk.
+        min_tokens: rows of fewer tokens in the step have no chunks.
+        is_aligned: whether chunks begin at positions that are multiples of `length`; else every
+            `length` tokens from the row's first in the step.
+    """
+
+    chunks: torch.Tensor
+    length: int
+    min_tokens: int
+    is_aligned: bool
+
+    @classmethod
+    def empty(
+        cls, rows: int, tokens: int, length: int, device: torch.device, *, min_tokens: int,
+        is_aligned: bool,
+    ) -> ChunkPlan:  # fmt: skip
+        """Returns a plan without chunks, with capacity for `rows` rows of `tokens` tokens in
+        total."""
+        plan = cls(torch.empty(0, 4, device=device), length, min_tokens, is_aligned)
+        size = 1 + plan.max_chunks(rows, tokens), 4
+        return replace(plan, chunks=torch.zeros(size, dtype=torch.int32, device=device))
+
+    def max_chunks(self, rows: int, tokens: int) -> int:
+        """Returns the maximum of chunks that `rows` rows of `tokens` tokens in total have: a row
+        has at most one that is not whole, or two if they are aligned."""
+        parts = (1 + self.is_aligned) * min(rows, tokens // self.min_tokens)
+        return min(tokens, tokens // self.length + parts)
+
+
+@triton.jit(do_not_specialize_on_alignment=["query_starts", "seq_lens"])
+def _plan_kernel(
+    query_starts, seq_lens, chunks, num_rows, LENGTH: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr, ROWS_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    r = tl.arange(0, ROWS_PAD)
+    starts = tl.load(query_starts + r, r < num_rows, 0)
+    tokens = tl.load(query_starts + r + 1, r < num_rows, 0) - starts
+    ends = tl.load(seq_lens + r, r < num_rows, 0)
+    # padding rows may have tokens, but no length
+    tokens = tl.where((tokens >= MIN_TOKENS) & (ends > 0), tokens, 0)
+    begins = ends - tokens
+    bases = begins // LENGTH * LENGTH if IS_ALIGNED else begins  # where first chunks would begin
+    counts = tl.where(tokens > 0, (ends - bases + LENGTH - 1) // LENGTH, 0)
+    if row == 0:
+        tl.store(chunks, tl.sum(counts))
+    own = r == row
+    first = tl.sum(tl.where(r < row, counts, 0))
+    count = tl.sum(tl.where(own, counts, 0))
+    start = tl.sum(tl.where(own, starts, 0))
+    begin = tl.sum(tl.where(own, begins, 0))
+    end = tl.sum(tl.where(own, ends, 0))
+    for tile in range(0, count, TILE):
+        index = tile + tl.arange(0, TILE)
+        base = tl.sum(tl.where(own, bases, 0)) + index * LENGTH
+        position = tl.maximum(base, begin)
+        stop = tl.minimum(base + LENGTH, end)
+        record = chunks + (1 + first + index) * 4
+        mask = index < count
+        tl.store(record, row, mask)
+        tl.store(record + 1, start + position - begin, mask)
+        tl.store(record + 2, position, mask)
+        tl.store(record + 3, stop - position, mask)
+
+
+def plan_chunks(
+    plan: ChunkPlan, query_starts: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+) -> None:
+    """Lists the chunks of a step's rows.
+
+    Args:
+        plan: is filled.
+        query_starts: int32 [R + 1], the first token of each row.
+        seq_lens: int32 [R], the tokens of each row, this step's included; 0 for padding rows.
+        num_tokens: an upper bound of the step's tokens.
+
+    Raises:
+        ValueError: the plan has no capacity for so many.
+    """
+    rows, capacity = len(seq_lens), len(plan.chunks) - 1
+    if plan.max_chunks(rows, num_tokens) > capacity:
+        raise ValueError(
+            f"the plan has room for {capacity} chunks, not for those of {rows} rows of "
+            f"{num_tokens} tokens"
+        )
+    _plan_kernel[(max(1, rows),)](
+        query_starts, seq_lens, plan.chunks, rows, LENGTH=plan.length, MIN_TOKENS=plan.min_tokens,
+        IS_ALIGNED=plan.is_aligned, ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)),
+        TILE=64, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""The gated delta rule on a GPU: the kernels at Qwen3.5's sizes, on one rank and on two, against
+the float64 recurrence, and decodes inside a CUDA graph."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
+from aioinfer.kernels.delta_prefill import PrefillConfig
+from delta_cases import DeltaCase, DeltaProblem, Row, decode, prefill
+
+REAL = DeltaCase(
+    torch.bfloat16, "cuda", key_heads=16, group=2, key=128, value=128, block_size=64
+)  # fmt: skip
+LENGTHS = [1, 2, 63, 64, 65, 128, 300, 1]
+#: Rows of one chunk, of several, from zero and not, with snapshots; decodes and padding.
+ROWS = [
+    Row(1, 70), Row(2, 2), Row(63, 63), Row(130, 200, (1, 2)), Row(64, 128), Row(2, 65),
+    Row(200, 203, (0,)), Row(1, 5), Row(3, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 8, 16])
+def test_decodes(key_heads: int, state_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    case = replace(REAL, key_heads=key_heads, state_dtype=state_dtype)
+    output, windows, matrices = decode(case, [Row(1, length) for length in LENGTHS])
+    assert output < 4e-3
+    assert windows == 0
+    assert matrices < (1e-5 if state_dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("config", [DecodeConfig(4, None), DecodeConfig(16, None)])
+def test_decodes_in_other_configurations(config: DecodeConfig) -> None:
+    torch.manual_seed(0)
+    output, windows, matrices = decode(REAL, [Row(1, n) for n in LENGTHS], config=config)
+    assert output < 4e-3
+    assert windows == 0
+    assert matrices < 1e-5
+
+
+def test_decodes_of_many_rows() -> None:
+    """Programs of a key head run in any order: the windows that they share are still right."""
+    rng = random.Random(0)
+    rows = [Row(1, rng.choice([0, *range(1, 600)])) for _ in range(300)]
+    output, windows, matrices = decode(REAL, rows)
+    assert output < 4e-3
+    assert windows == 0
+    assert matrices < 1e-5
+
+
+def test_decodes_in_a_graph() -> None:
+    """Replayed token by token over a block's end, the graph gives what single launches give."""
+    rows = [Row(1, 62, (1,)), Row(1, 0), Row(1, 100)]  # the first has its next block already
+    problems = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        problems.append(DeltaProblem(REAL, rows))
+
+    def run(problem: DeltaProblem, tickets: torch.Tensor) -> None:
+        delta_decode(
+            problem.inputs, problem.weights, problem.windows.states, problem.matrices.states,
+            problem.seq_lens, tickets, problem.out, block_size=64,
+        )  # fmt: skip
+
+    tickets = make_tickets(3, 16, torch.device("cuda"))
+    run(DeltaProblem(REAL, rows), tickets)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(problems[0], tickets)
+    for _ in range(4):
+        graph.replay()
+        run(problems[1], tickets)
+        for problem in problems:
+            problem.seq_lens += (problem.seq_lens > 0).int()
+    torch.cuda.synchronize()
+    first, second = problems
+    for a, b in (
+        (first.out, second.out),
+        (first.windows.states.states, second.windows.states.states),
+        (first.matrices.states.states, second.matrices.states.states),
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("key_heads", [8, 16])
+def test_prefill(key_heads: int, block_size: int) -> None:
+    torch.manual_seed(0)
+    case = replace(REAL, key_heads=key_heads, block_size=block_size)
+    output, windows, matrices = prefill(case, ROWS)
+    assert max(output, matrices) < 1e-2
+    assert windows == 0
+
+
+@pytest.mark.parametrize("config", [PrefillConfig(32, 4, 2, 8), PrefillConfig(128, 8, 1, 4)])
+def test_prefill_in_other_configurations(config: PrefillConfig) -> None:
+    """The gated norm follows the scan, or is part of it."""
+    torch.manual_seed(0)
+    output, windows, matrices = prefill(REAL, ROWS, config=config)
+    assert max(output, matrices) < 1e-2
+    assert windows == 0
+
+
+@pytest.mark.parametrize(("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0)])
+def test_prefill_with_decays_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
+    torch.manual_seed(0)
+    output, windows, matrices = prefill(replace(REAL, a_log=a_log, shift=shift), ROWS)
+    assert max(output, matrices) < 2e-2
+    assert windows == 0
+
+
+@pytest.mark.timeout(600)  # products in float32 at this size are compiled slowly
+def test_prefill_in_float32() -> None:
+    torch.manual_seed(0)
+    case = replace(REAL, dtype=torch.float32, key_heads=2)
+    assert max(prefill(case, ROWS)) < 1e-5
