@@ -270,6 +270,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "bamba": ("bamba", {}),
+    "bamba one group, biases": (
+        "bamba",
+        {
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "time_step_limit": [0.1, 0.9],
+        },
+    ),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid rope": (
+        "granitemoehybrid",
+        {"position_embedding_type": "rope", "mamba_conv_bias": False, "mamba_n_groups": 4},
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": True}),
     "lfm2 size by a rule": (
@@ -428,6 +443,7 @@ def test_a_configuration_from_before_transformers_5(family: str, tmp_path: Path)
 RANK_CASES = (
     *FAMILIES, "falcon 7B", "falcon RW", "stablelm norms by head", "phi norms by head",
     "gpt2 tied, falling scales", "hunyuan_v1_dense alpha, biases", "llama biases",
+    "bamba one group, biases",
 )  # fmt: skip
 
 

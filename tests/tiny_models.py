@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
     DeepseekV2Config,
@@ -33,6 +35,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
@@ -82,6 +86,7 @@ from transformers import (
 )
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
+    "bamba": (BambaConfig, BambaForCausalLM),
     "cohere2": (Cohere2Config, Cohere2ForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -95,6 +100,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "gpt2": (GPT2Config, GPT2LMHeadModel),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
     "hunyuan_v1_dense": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
     "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
@@ -142,6 +148,12 @@ _DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 12,
     "head_dim": 16,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 8,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+}
 _QWEN_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -149,6 +161,17 @@ _QWEN_EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 48,
 }
 _FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 4.0,
+    },
     "qwen3_next": {**_DELTA_NET, **_QWEN_EXPERTS},
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe_text": {**_DELTA_NET, **_QWEN_EXPERTS},

@@ -3,7 +3,7 @@ of keys and values.
 
 Queries, keys and values pass a short convolution and SiLU; queries and keys are scaled to length
 one, and several heads of values share a head of these. Each head of values keeps a matrix, which
-changes by the gated delta rule (`delta_rule`). The outputs are normed by head, times the SiLU of a
+changes by the gated delta rule (`recurrence`). The outputs are normed by head, times the SiLU of a
 gate.
 """
 
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import StateSpec
 from aioinfer.layers.convolution import Convolution, select_sampled
-from aioinfer.layers.delta_rule import HeadInputs, delta_rule
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.recurrence import HeadDecay, HeadInputs, recur
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, merged_sources
+from aioinfer.layers.shards import Shard, Source, merged_sources
 from aioinfer.layers.state_rows import StateRows
 from aioinfer.layers.step import Step
 
@@ -70,37 +70,6 @@ class DeltaNetShape:
         return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
 
 
-class DecayParameters:
-    """The parameters of the heads' decays, exp(-exp(A) softplus(x + bias)), of this rank.
-
-    Args:
-        name: of the checkpoint module that has them, as `A_log` and `dt_bias`.
-        heads: which of its heads this rank has.
-        device: of the parameters.
-
-    Attributes:
-        logs: float32 [heads], A. biases: float32 [heads].
-    """
-
-    def __init__(self, name: str, heads: Shard, device: torch.device):
-        self._name, self._heads = name, heads
-        self.logs = torch.zeros(heads.size, dtype=torch.float32, device=device)
-        self.biases = torch.zeros(heads.size, dtype=torch.float32, device=device)
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where this rank's heads of the checkpoint's tensors go."""
-        heads = self._heads
-        for name, parameter in (("A_log", self.logs), ("dt_bias", self.biases)):
-            yield f"{self._name}.{name}", WeightShard(parameter, 0, heads.start, heads.total)
-
-    def finalize(self) -> None:
-        """Leaves the parameters as they are."""
-
-    def decays(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the logarithms of the decays, float32 [T, heads], for x [T, heads]."""
-        return F.softplus(x.float() + self.biases).mul_(-self.logs.exp())
-
-
 class GatedDeltaNet(Mixer):
     """Gated DeltaNet of one layer on one rank. Made by `LayerMaker.gated_delta_net`.
 
@@ -127,7 +96,7 @@ class GatedDeltaNet(Mixer):
         inputs: Sequence[ColumnParallelLinear],
         row_orders: Sequence[torch.Tensor | None],
         convolution: Convolution,
-        decay: DecayParameters,
+        decay: HeadDecay,
         output_norm: RMSNorm,
         output: RowParallelLinear,
         *,
@@ -201,11 +170,11 @@ class GatedDeltaNet(Mixer):
             self._of_length_one(queries).mul_(shape.key_size**-0.5),
             self._of_length_one(keys),
             values.unflatten(-1, (shape.num_heads, shape.value_size)),
-            self.decay.decays(decays),
+            self.decay(self.decay.steps(decays)),
             rates.float().sigmoid(),
         )
         rows = StateRows.of_step(step, matrices.group, matrices.block_size)
-        return delta_rule(inputs, matrices.tensor, rows)
+        return recur(inputs, matrices.tensor, rows)
 
     def _of_length_one(self, x: torch.Tensor) -> torch.Tensor:
         """Returns queries or keys [T, heads * key_size] scaled to length one, for each head of
@@ -281,7 +250,7 @@ def make_gated_delta_net(
         [make.column(sources) for sources, _ in parts],
         [order for _, order in parts],
         make.keep(convolution),
-        make.keep(DecayParameters(name, heads, backend.device)),
+        make.keep(HeadDecay(name, heads, backend.device)),
         make.norm(f"{name}.norm", shape.value_size),
         make.row(f"{name}.out_proj", values, bias=False),
         norm=norm,

@@ -29,6 +29,7 @@ from aioinfer.layers.experts import (
 from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.latent_attention import make_latent_attention
 from aioinfer.layers.linear import row_shard
+from aioinfer.layers.mamba import make_mamba2
 from aioinfer.layers.mixture import (
     ExpertNames,
     ExpertRouter,
@@ -267,6 +268,7 @@ class LayerMaker(PartMaker):
     attention = make_attention
     gated_delta_net = make_gated_delta_net
     latent_attention = make_latent_attention
+    mamba2 = make_mamba2
     short_convolution = make_short_convolution
     mixture = make_mixture
     biased_mixture = make_biased_mixture

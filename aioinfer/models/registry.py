@@ -21,6 +21,7 @@ from aioinfer.models.quantization import read_quantization
 
 #: The modules of this package that define families. Each names its architectures in `FAMILIES`.
 MODULES = [
+    "bamba",
     "cohere2",
     "deepseek",
     "ernie",
@@ -32,6 +33,7 @@ MODULES = [
     "gpt2",
     "gpt_oss",
     "granite",
+    "granite_hybrid",
     "hunyuan",
     "lfm2",
     "llama",

@@ -1,0 +1,314 @@
+"""Mamba-2 (Dao and Gu 2024): a layer that keeps a short convolution's window and a matrix a head of
+a sequence, in the place of keys and values.
+
+A projection of the stream gives a gate, inputs x of each head, vectors B and C of each group of
+heads, and a step of each head. x, B and C pass a short convolution and SiLU. With keys B, values
+x times the step, queries C, and decays by the steps, the matrices change as in `recurrence`; the
+outputs and the inputs, weighted by head, are added, gated by the SiLU of the gate, and normed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.ipc.kv_spec import StateSpec
+from aioinfer.layers.attention import head_shards
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.convolution import Convolution, select_sampled
+from aioinfer.layers.layer import LayerCache, Mixer
+from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
+from aioinfer.layers.norm import Norm
+from aioinfer.layers.recurrence import HeadDecay, HeadInputs, recur
+from aioinfer.layers.residual import ResidualStream
+from aioinfer.layers.shards import NamedShards, Shard, WeightShard, merged_sources
+from aioinfer.layers.state_rows import StateRows
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.part_maker import PartMaker
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """The shape of a Mamba-2 layer.
+
+    Attributes:
+        num_heads: of the model, or of this rank.
+        head_size: channels of a head.
+        num_groups: groups of heads that share B and C, of the model or of this rank.
+        state_size: channels of B and C.
+        width: tokens of the convolution.
+        step_limits: the least and the largest step.
+        conv_bias: of the convolution. bias: of both projections.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    conv_bias: bool = True
+    bias: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Mamba2Shape:
+        """Reads the shape from the fields of a decoded `config.json` that most families have."""
+        heads, size = config["mamba_n_heads"], config.get("mamba_d_head")
+        channels = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+        low, high = config.get("time_step_limit") or (0.0, float("inf"))
+        if isinstance(high, Mapping):  # transformers writes {"__float__": "Infinity"}
+            high = high["__float__"]
+        return cls(
+            heads,
+            channels // heads if size in (None, "auto") else size,
+            config["mamba_n_groups"],
+            config["mamba_d_state"],
+            config["mamba_d_conv"],
+            (float(low), float(high)),
+            bool(config.get("mamba_conv_bias", True)),
+            bool(config.get("mamba_proj_bias", False)),
+        )
+
+    @property
+    def channels(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        return self.channels, self.num_groups * self.state_size, self.num_groups * self.state_size
+
+
+class HeadSkip:
+    """A weight of each head by which its inputs are added to its outputs, of this rank.
+
+    Args:
+        name: of the checkpoint tensor.
+        heads: which of its heads this rank has.
+        device: of the parameter.
+
+    Attributes:
+        weights: float32 [heads].
+    """
+
+    def __init__(self, name: str, heads: Shard, device: torch.device):
+        self._name, self._heads = name, heads
+        self.weights = torch.ones(heads.size, dtype=torch.float32, device=device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's heads of the checkpoint's tensor go."""
+        yield self._name, WeightShard(self.weights, 0, self._heads.start, self._heads.total)
+
+    def finalize(self) -> None:
+        """Leaves the weights as they are."""
+
+
+class GroupRMSNorm:
+    """An RMSNorm of each group of heads' channels, with one weight for all channels. A group may be
+    divided among ranks.
+
+    Args:
+        name: of the checkpoint module.
+        channels: of the heads that this rank has.
+        groups: which groups these heads are of.
+        eps: added to the mean square.
+        backend: of the rank.
+    """
+
+    def __init__(self, name: str, channels: Shard, groups: Shard, eps: float, backend: Backend):
+        self._name, self._channels, self._groups = name, channels, groups
+        self._eps = eps
+        self._size = channels.total // groups.total
+        self._group = backend.group
+        self.weight = torch.ones(channels.size, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields this rank's part of the weight."""
+        channels = self._channels
+        shard = WeightShard(self.weight, 0, channels.start, channels.total)
+        yield f"{self._name}.weight", shard
+
+    def finalize(self) -> None:
+        """Leaves the weight as it is."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm, float32 [T, channels], of x, float32 [T, channels]."""
+        groups = x.unflatten(-1, (self._groups.size, -1))
+        sums = groups.square().sum(-1)
+        if groups.shape[-1] < self._size:
+            here = slice(self._groups.start, self._groups.start + self._groups.size)
+            of_all = sums.new_zeros(len(sums), self._groups.total)
+            of_all[:, here] = sums
+            sums = self._group.all_reduce(of_all)[:, here]
+        scale = torch.rsqrt(sums / self._size + self._eps).unsqueeze(-1)
+        return (groups * scale).flatten(1) * self.weight
+
+
+class Mamba2(Mixer):
+    """Mamba-2 of one layer on one rank. Made by `LayerMaker.mamba2`.
+
+    Args:
+        shape: of this rank.
+        inputs: the merged projection: gates, x, B, C and steps.
+        convolution: of x, B and C.
+        decay: of the heads.
+        skip: of the heads.
+        output_norm: of the gated outputs, or none; `gates_last`: the gates follow it.
+        output: the output projection.
+        norm: of the residual stream before the projection.
+        residual_scale: multiplied with the addend to the stream.
+        projection_scales: multiplied with gates, x, B, C and steps; none for 1 each.
+    """
+
+    scales = None
+    #: The rows of a step are divided on the host.
+    supports_graphs = False
+
+    def __init__(
+        self,
+        shape: Mamba2Shape,
+        inputs: ColumnParallelLinear,
+        convolution: Convolution,
+        decay: HeadDecay,
+        skip: HeadSkip,
+        output_norm: GroupRMSNorm | None,
+        output: RowParallelLinear,
+        *,
+        gates_last: bool = False,
+        norm: Norm,
+        residual_scale: float = 1.0,
+        projection_scales: torch.Tensor | None = None,
+    ):
+        self.shape = shape
+        self.inputs, self.convolution, self.output = inputs, convolution, output
+        self.decay, self.skip = decay, skip
+        self.output_norm, self._gates_last = output_norm, gates_last
+        self._norm, self._residual_scale = norm, residual_scale
+        self._projection_scales = projection_scales
+        self._caches: Sequence[LayerCache] = ()
+
+    @property
+    def kv_specs(self) -> tuple[StateSpec, StateSpec]:
+        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices in float32."""
+        shape = self.shape
+        matrices = StateSpec((shape.num_heads, shape.state_size, shape.head_size), "float32")
+        return self.convolution.kv_spec, matrices
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """See `Part.kinds`."""
+        return self.inputs.weight.kind, self.output.weight.kind
+
+    def warm_up(self, hidden_size: int) -> None:
+        """See `Part.warm_up`."""
+        self.inputs.warm_up(self._norm)
+        self.output.warm_up()
+
+    def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
+        """See `Mixer.bind`."""
+        self._caches = caches
+
+    def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
+        """See `Mixer`."""
+        shape = self.shape
+        projected = self.inputs.of_normed(stream, self._norm)
+        if self._projection_scales is not None:
+            projected = projected * self._projection_scales
+        sizes = shape.channels, sum(shape.mixed_sizes), shape.num_heads
+        gates, mixed, steps = projected.split(sizes, dim=-1)
+        outputs = self._mix(mixed, steps, step)
+        gates = F.silu(gates.float())
+        if not self._gates_last:
+            outputs = outputs * gates
+        if self.output_norm is not None:
+            outputs = self.output_norm(outputs)
+        if self._gates_last:
+            outputs = outputs * gates
+        outputs = select_sampled(stream, step, outputs.to(mixed.dtype), is_last=is_last)
+        if len(stream):
+            self.output.add_to(stream, outputs, scale=self._residual_scale)
+
+    def _mix(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns the heads' outputs, float32 [T, channels], for the inputs of the convolution [T,
+        channels] and the steps [T, heads]."""
+        shape, (windows, matrices) = self.shape, self._caches
+        rows = StateRows.of_step(step, windows.group, windows.block_size)
+        mixed = F.silu(self.convolution(mixed, windows.tensor, rows), inplace=True)
+        x, keys, queries = mixed.split(shape.mixed_sizes, dim=-1)
+        x = x.unflatten(-1, (shape.num_heads, shape.head_size))
+        steps = self.decay.steps(steps).clamp_(*shape.step_limits)
+        inputs = HeadInputs(
+            self._of_heads(queries),
+            self._of_heads(keys),
+            x * steps.unsqueeze(-1),
+            self.decay(steps),
+            None,
+        )
+        rows = StateRows.of_step(step, matrices.group, matrices.block_size)
+        outputs = recur(inputs, matrices.tensor, rows)
+        return outputs.addcmul_(x, self.skip.weights.unsqueeze(-1)).flatten(1)
+
+    def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns B or C [T, groups * state_size] for each head: [T, heads, state_size]."""
+        groups = x.unflatten(-1, (self.shape.num_groups, self.shape.state_size))
+        return groups.repeat_interleave(self.shape.num_heads // self.shape.num_groups, dim=1)
+
+
+def make_mamba2(
+    make: PartMaker, name: str, shape: Mamba2Shape, *, norm: Norm, residual_scale: float = 1.0,
+    has_output_norm: bool = True, gates_last: bool = False, output_bias: bool | None = None,
+    multipliers: Sequence[float] | None = None,
+) -> Mamba2:  # fmt: skip
+    """Returns the Mamba-2 layer of the checkpoint module `name`.
+
+    Args:
+        shape: of all ranks together.
+        norm, residual_scale: as in `Mamba2`.
+        has_output_norm, gates_last: whether outputs are normed, and whether before they are gated.
+        output_bias: of the output projection, if not as of the other one.
+        multipliers: of gates, x, B, C and steps.
+    """
+    backend = make.backend
+    heads, groups = head_shards(shape.num_heads, shape.num_groups, backend.group)
+    channels, states = heads.times(shape.head_size), groups.times(shape.state_size)
+    shards = channels, channels, states, states, heads
+    sources = merged_sources(name, ("",) * 5, shards, "in_proj")
+    mixed = merged_sources(name, ("",) * 3, shards[1:4], "conv1d")
+    convolution = Convolution(
+        f"{name}.conv1d", [source.rows for source in mixed], shape.width, bias=shape.conv_bias,
+        backend=backend,
+    )  # fmt: skip
+    output_norm = None
+    if has_output_norm:
+        output_norm = GroupRMSNorm(f"{name}.norm", channels, groups, make.norm_eps, backend)
+        make.keep(output_norm)
+    scales = None
+    if multipliers is not None and set(multipliers) != {1.0}:
+        parts = [
+            torch.full((shard.size,), multiplier)
+            for shard, multiplier in zip(shards, multipliers, strict=True)
+        ]
+        scales = torch.cat(parts).to(backend.device, backend.dtype)
+    return Mamba2(
+        replace(shape, num_heads=heads.size, num_groups=groups.size),
+        make.column(sources, bias=shape.bias),
+        make.keep(convolution),
+        make.keep(HeadDecay(name, heads, backend.device)),
+        make.keep(HeadSkip(f"{name}.D", heads, backend.device)),
+        output_norm,
+        make.row(
+            f"{name}.out_proj", channels, bias=shape.bias if output_bias is None else output_bias
+        ),
+        gates_last=gates_last,
+        norm=norm,
+        residual_scale=residual_scale,
+        projection_scales=scales,
+    )

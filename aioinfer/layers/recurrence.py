@@ -1,0 +1,180 @@
+"""Recurrences over a matrix a head, in plain torch: the gated delta rule (Yang et al. 2025, "Gated
+Delta Networks") and Mamba-2's (Dao and Gu 2024, "Transformers are SSMs").
+
+A head keeps a matrix S [key channels, value channels] of a sequence. A token has a key k, a value
+v, a query q, a decay exp(g) and, for the delta rule, a rate beta:
+
+    S <- exp(g) S;    S <- S + k v^T                         Mamba-2
+    S <- exp(g) S;    S <- S + k (beta (v - S^T k))^T        the delta rule
+    output S^T q
+
+Decodes compute it so. Of longer rows a chunk of tokens is computed at once: what a token's output
+owes to the tokens before it in the chunk is a product of scores and values. Of the delta rule all
+corrections v - S^T k of a chunk are the solution of a triangular system (Yang et al. 2024,
+"Parallelizing Linear Transformers with the Delta Rule over Sequence Length").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.layers.shards import NamedShards, Shard, WeightShard
+from aioinfer.layers.state_rows import StateRow, StateRows
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of some tokens, in float32.
+
+    Attributes:
+        queries, keys: [T, heads, key channels]. values: [T, heads, value channels].
+        decays: [T, heads], the logarithms g, not above 0.
+        rates: [T, heads], of the delta rule, between 0 and 1; None without corrections.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    decays: torch.Tensor
+    rates: torch.Tensor | None
+
+    def of(self, tokens: slice) -> HeadInputs:
+        """Returns the inputs of some of the tokens."""
+        queries, keys, values, decays, rates = self
+        rates = None if rates is None else rates[tokens]
+        return HeadInputs(queries[tokens], keys[tokens], values[tokens], decays[tokens], rates)
+
+
+class HeadDecay:
+    """The decays of heads, exp(-exp(A) d) for steps d = softplus(x + bias), of this rank.
+
+    Args:
+        name: of the checkpoint module that has A and the bias, as `A_log` and `dt_bias`.
+        heads: which of its heads this rank has.
+        device: of the parameters.
+
+    Attributes:
+        logs: float32 [heads], A.
+        biases: float32 [heads].
+    """
+
+    def __init__(self, name: str, heads: Shard, device: torch.device):
+        self._name, self._heads = name, heads
+        self.logs = torch.zeros(heads.size, dtype=torch.float32, device=device)
+        self.biases = torch.zeros(heads.size, dtype=torch.float32, device=device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's heads of the checkpoint's tensors go."""
+        heads = self._heads
+        for name, parameter in (("A_log", self.logs), ("dt_bias", self.biases)):
+            yield f"{self._name}.{name}", WeightShard(parameter, 0, heads.start, heads.total)
+
+    def finalize(self) -> None:
+        """Leaves the parameters as they are."""
+
+    def steps(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the steps, float32 [T, heads], for x [T, heads]."""
+        return F.softplus(x.float() + self.biases)
+
+    def __call__(self, steps: torch.Tensor) -> torch.Tensor:
+        """Returns the logarithms of the decays, float32 [T, heads]."""
+        return -self.logs.exp() * steps
+
+
+def recur(inputs: HeadInputs, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
+    """Returns the outputs of a step's tokens [T, heads, value channels], and writes the states.
+
+    Args:
+        cache: [num_blocks, heads, key channels, value channels], the layer's states.
+        rows: of the step.
+    """
+    decodes = rows.decodes
+    out = torch.empty_like(inputs.values)
+    if decodes:
+        states = rows.read(cache).to(out.dtype)
+        out[:decodes] = _advance(inputs.of(slice(decodes)), states)
+        rows.write(cache, states.to(cache.dtype))
+    for row in rows.rows:
+        out[row.tokens] = _compute_row(inputs.of(row.tokens), cache, row, rows.chunk)
+    return out
+
+
+def _advance(inputs: HeadInputs, states: torch.Tensor) -> torch.Tensor:
+    """Returns the outputs of one token of each of several sequences, and advances their `states`
+    [R, heads, key channels, value channels] in place."""
+    queries, keys, values, decays, rates = inputs
+    states.mul_(decays.exp()[..., None, None])
+    added = values.unsqueeze(-2)
+    if rates is not None:
+        added = (added - torch.matmul(keys.unsqueeze(-2), states)).mul_(rates[..., None, None])
+    flat = states.flatten(0, 1)
+    flat.baddbmm_(keys.flatten(0, 1).unsqueeze(-1), added.flatten(0, 1))
+    return torch.matmul(queries.unsqueeze(-2), states).squeeze(-2)
+
+
+def _compute_row(
+    inputs: HeadInputs, cache: torch.Tensor, row: StateRow, chunk: int
+) -> torch.Tensor:
+    """Returns the outputs of the tokens of one row [count, heads, value channels], and writes its
+    states. Tokens of chunks that the row has in part are padded: those change no state."""
+    lead = row.start % chunk
+    count = -(-(lead + row.count) // chunk)
+    pad = lead, count * chunk - lead - row.count
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:
+        """Returns x [T, heads, ...] as [heads, chunks, chunk, ...]."""
+        padded = F.pad(x.movedim(0, -1), pad).movedim(-1, 1)
+        return padded.unflatten(1, (count, chunk))
+
+    queries, keys, values, decays = (chunks(x) for x in inputs[:4])
+    rates = None if inputs.rates is None else chunks(inputs.rates)
+    sums = decays.cumsum(-1)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=sums.device).triu(1)
+    # exp of positive differences, of later tokens, might overflow
+    decayed = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
+    if rates is not None:
+        values, of_state = _corrections(keys, values, rates, sums, decayed)
+    scores = (queries @ keys.mT).mul_(decayed)
+    queries = queries * sums.exp().unsqueeze(-1)
+    last = sums[..., -1:]
+    keys = keys * (last - sums).exp().unsqueeze(-1)
+
+    state = row.initial(cache).to(values.dtype)
+    blocks = {end.length: end.block for end in row.ends}
+    outputs = torch.empty_like(values)
+    for number in range(count):
+        added = values[:, number]
+        if rates is not None:
+            added = added - of_state[:, number] @ state
+        torch.baddbmm(queries[:, number] @ state, scores[:, number], added, out=outputs[:, number])
+        state = state * last[:, number].exp().unsqueeze(-1)
+        state.baddbmm_(keys[:, number].mT, added)
+        done = min((number + 1) * chunk - lead, row.count)
+        if done in blocks:
+            cache[blocks[done]] = state
+    return outputs.flatten(1, 2)[:, lead : lead + row.count].transpose(0, 1)
+
+
+def _corrections(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rates: torch.Tensor,
+    sums: torch.Tensor,
+    decayed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns U and W such that U - W S are the corrections of a chunk's tokens by the delta rule,
+    each times its rate, for the state S before the chunk.
+
+    Args:
+        keys, values: [heads, chunks, chunk, channels]. rates: [heads, chunks, chunk].
+        sums: [heads, chunks, chunk], of the decays from the chunk's first token on.
+        decayed: [heads, chunks, chunk, chunk], how much is left at a token of an earlier one's.
+    """
+    weighted = keys * rates.unsqueeze(-1)
+    system = (weighted @ keys.mT).mul_(decayed)
+    known = torch.cat((values * rates.unsqueeze(-1), weighted * sums.exp().unsqueeze(-1)), -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    own, of_state = solved.split((values.shape[-1], keys.shape[-1]), dim=-1)
+    return own, of_state
