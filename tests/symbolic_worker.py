@@ -3,7 +3,10 @@ belong to.
 
 In place of keys and values, each cache position holds a hash of all tokens up to and including its
 own. A row that attends to anything but its own prefix is found at once, whatever the reason: a
-block shared wrongly, reused too early, copied too late, or never written. The sampled token is a
+block shared wrongly, reused too early, copied too late, or never written. A block of a group of
+states holds one hash, of the tokens before the state. Table entries of states outlive the requests
+of a slot, as on a device; a state that two rows of a step use, one of which writes it, is an error:
+they run side by side. The sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
 """
@@ -63,7 +66,12 @@ class SymbolicWorker:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.token_budget = token_budget
-        self.caches = [[[0] * block_size for _ in range(count)] for count in num_blocks]
+        self.caches = [
+            [[0] * (1 if group.keeps_states else block_size) for _ in range(count)]
+            for group, count in zip(groups, num_blocks, strict=True)
+        ]
+        self.state_groups = [n for n, group in enumerate(groups) if group.keeps_states]
+        self.key_groups = [n for n, group in enumerate(groups) if not group.keeps_states]
         self.tables: list[dict[int, int]] = [{} for _ in range(len(groups) * max_num_seqs)]
         self.tokens: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.seeds = [0] * max_num_seqs
@@ -78,8 +86,8 @@ class SymbolicWorker:
         assert 0 < plan.num_tokens <= self.token_budget
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
         for admission in plan.admissions:
-            for row in range(admission.slot, len(self.tables), self.max_num_seqs):
-                self.tables[row] = {}
+            for number in self.key_groups:
+                self.tables[number * self.max_num_seqs + admission.slot] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
         appended = plan.section(AppendedTokens)
@@ -116,6 +124,8 @@ class SymbolicWorker:
             self._write(slot, start, length)
         for slot, start, length, _ in rows:
             self._check_keys(slot, start, length)
+        for number in self.state_groups:
+            self._advance_states(number, [row[:3] for row in rows])
         sampled = [
             self._sample(slot, start + length) for slot, start, length, samples in rows if samples
         ]
@@ -149,7 +159,7 @@ class SymbolicWorker:
 
     def _write(self, slot: int, start: int, length: int) -> None:
         prefixes = self._prefixes(slot, start + length)
-        for number in range(len(self.groups)):
+        for number in self.key_groups:
             for position in range(start, start + length):
                 block = self._block(number, slot, position // self.block_size)
                 block[position % self.block_size] = prefixes[position + 1]
@@ -157,14 +167,50 @@ class SymbolicWorker:
     def _check_keys(self, slot: int, start: int, length: int) -> None:
         """Checks that every key that the row's tokens attend to is that of the row's sequence."""
         prefixes = self._prefixes(slot, start + length)
-        for number, group in enumerate(self.groups):
-            first = 0 if group.window is None else max(0, start - group.window + 1)
+        for number in self.key_groups:
+            window = self.groups[number].window
+            first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, start + length):
                 block = self._block(number, slot, position // self.block_size)
                 assert block[position % self.block_size] == prefixes[position + 1], (
                     f"slot {slot} reads another sequence's key or none at position {position} "
                     f"in group {number}"
                 )
+
+    def _advance_states(self, group: int, rows: list[tuple[int, int, int]]) -> None:
+        """Checks the state before each row (slot, start, length), and writes the states at the ends
+        of its blocks and of the row itself."""
+        size, cache = self.block_size, self.caches[group]
+        used: dict[int, int] = {}  # block -> the row that reads or writes it
+        written: dict[int, int] = {}  # block -> state
+        for slot, start, length in rows:
+            table = self.tables[group * self.max_num_seqs + slot]
+            prefixes = self._prefixes(slot, start + length)
+            if start:
+                entry = (start - 1) // size
+                assert table.get(entry, -1) >= 0, f"slot {slot} has no state in entry {entry}"
+                state = cache[table[entry]][0]
+                assert state == prefixes[start], (
+                    f"slot {slot} does not read its state after {start} tokens in group {group}"
+                )
+                assert used.setdefault(table[entry], slot) == slot or True
+            for entry in range(start // size, (start + length - 1) // size + 1):
+                assert entry in table, f"slot {slot} was not told of entry {entry}"
+                block = table[entry]
+                if block < 0:
+                    continue
+                assert block not in written, f"block {block} is written twice"
+                written[block] = prefixes[min((entry + 1) * size, start + length)]
+                used[block] = slot
+            assert table[(start + length - 1) // size] >= 0, f"slot {slot} keeps no state"
+        for slot, start, _ in rows:
+            if start:
+                block = self.tables[group * self.max_num_seqs + slot][(start - 1) // size]
+                assert block not in written or used[block] == slot, (
+                    f"slot {slot} reads a state that another row writes"
+                )
+        for block, state in written.items():
+            cache[block][0] = state
 
     def _sample(self, slot: int, end: int) -> int:
         token = sample(self._prefixes(slot, end)[-1], self.seeds[slot])

@@ -63,7 +63,7 @@ def test_a_sequence_owns_no_more_blocks_of_a_window_than_it_reads() -> None:
     compute(cache, request)
     for position in range(4, 60):
         if position == 4 * request.num_blocks:
-            cache.free_behind_windows(request, position)
+            cache.free_unread(request, position)
             cache.grow(request, 1)
         request.num_computed = position + 1
         table = request.blocks[1]
@@ -78,7 +78,7 @@ def test_freed_blocks_behind_a_window_are_found_until_they_are_reused() -> None:
     cache = make_cache(windowed(5), num_blocks=8)
     request = make_request("long", 28)
     compute(cache, request)
-    cache.free_behind_windows(request, 28)
+    cache.free_unread(request, 28)
     assert request.blocks[0][:6] == [NULL_BLOCK] * 6
     assert cache.num_free == 7
     again = make_request("again", 13)
@@ -150,7 +150,7 @@ def test_no_fork_where_the_leader_freed_what_is_needed() -> None:
     cache = make_cache(FULL, windowed(6))
     leader = make_request("leader", 15)
     compute(cache, leader, 30)
-    cache.free_behind_windows(leader, 17)
+    cache.free_unread(leader, 17)
     assert cache.fork(leader, 17) is not None, "token 17 reads tokens 12 to 16"
     assert cache.fork(leader, 16) is None, "token 16 reads token 11, too"
 
@@ -194,7 +194,7 @@ def test_what_a_request_computed_can_be_forgotten_even_behind_its_window() -> No
     cache = make_cache(FULL, windowed(5))
     request = make_request("wrong", 24)
     compute(cache, request)
-    cache.free_behind_windows(request, 24)
+    cache.free_unread(request, 24)
     cache.forget(request)
     assert cache.num_cached == 0
     cache.free(request)
@@ -221,7 +221,7 @@ def test_entries_that_a_tile_reads_behind_the_window_name_a_block_of_the_request
     request = make_request("one", 33)
     compute(cache, request)
     assert list(cache.take_replacement_blocks()) == [], "nothing is freed yet"
-    cache.free_behind_windows(request, 33)
+    cache.free_unread(request, 33)
     owned = request.blocks[1][7]
     assert request.blocks[1][:7] == [NULL_BLOCK] * 7
     assert list(cache.take_replacement_blocks()) == [
@@ -240,7 +240,7 @@ def test_no_entry_stands_in_while_a_request_owns_no_block_of_the_window() -> Non
     cache = make_cache(windowed(1))
     request = make_request("one", 8)
     compute(cache, request)
-    cache.free_behind_windows(request, 8)
+    cache.free_unread(request, 8)
     assert request.blocks == [[NULL_BLOCK] * 2]
     assert list(cache.take_replacement_blocks()) == []
     cache.grow(request, 1)

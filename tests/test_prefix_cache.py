@@ -186,19 +186,19 @@ def test_a_block_that_one_group_is_computing_is_not_copied() -> None:
     first, second, third = (make_long_request(name, 2 * BLOCK + 5) for name in "abc")
     third.tokens[BLOCK + 20] = 1  # in its second block
     for request in (first, second):
-        cache.publish_tokens()
+        cache.publish()
         prefix = cache.find_prefix(request)
         cache.admit(request, prefix, len(request.tokens))
         request.num_computed = len(request.tokens)
         cache.commit(request)
         if request is first:
-            cache.publish_tokens()
+            cache.publish()
             assert cache.find_prefix(third).num_tokens == BLOCK + 20
             cache.free(first)
             cache.pools[1].forget_all()
             assert cache.find_prefix(third).num_tokens == 0
     assert cache.find_prefix(third).num_tokens == BLOCK
-    cache.publish_tokens()
+    cache.publish()
     assert cache.find_prefix(third).num_tokens == BLOCK + 20
 
 
@@ -207,12 +207,12 @@ def test_evicted_blocks_leave_no_tokens_behind() -> None:
     for number in range(20):
         request = make_long_request(str(number), 4 * BLOCK + 3)
         request.tokens[0] = 1000 + number
-        cache.publish_tokens()
+        cache.publish()
         cache.admit(request, cache.find_prefix(request), len(request.tokens))
         request.num_computed = len(request.tokens)
         cache.commit(request)
         cache.free(request)
-    cache.publish_tokens()
+    cache.publish()
     partial = cache.leading_pool.partial
     assert partial is not None
     assert len(partial) == cache.num_cached <= 8

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from aioinfer.errors import IntegrityError
 from aioinfer.features.masks.planning import Constrained, Planning
-from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup
+from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, FreedSlots, StepPlan, StepResult
 from aioinfer.ipc.request_record import RECORD, AppendedTokens
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
-from aioinfer.scheduler import kv_cache
+from aioinfer.scheduler import group_blocks
 from aioinfer.scheduler.features import StepFeature, StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
@@ -41,6 +41,10 @@ FULL = KVGroup(AttentionSpec(1, 1), (0,))
 
 def windowed(window: int) -> KVGroup:
     return KVGroup(AttentionSpec(1, 1, window), (1,))
+
+
+#: Layers with a state, of two tensors.
+STATES = tuple(KVGroup(StateSpec((size,), "float32"), (2,)) for size in (1, 2))
 
 
 class ListedMasks(Planning):
@@ -111,10 +115,10 @@ class Harness:
         other requests."""
         requests = {request.slot: request for request in self.scheduler.running}
         size, slots = self.limits.block_size, self.limits.max_num_seqs
-        tile = self.scheduler.kv_cache._blocks_per_tile
+        tile = max(1, group_blocks.MAX_ATTENTION_TILE // size)
         for slot, start in zip(plan.slots, plan.starts, strict=True):
             for number, group in enumerate(self.limits.groups):
-                if group.window is not None:
+                if group.window is not None and not group.keeps_states:
                     first = max(0, start - group.window + 1) // size
                     table = self.worker.tables[number * slots + slot]
                     for index in range(first - first % tile, first):
@@ -132,7 +136,10 @@ class Harness:
                 first = 0 if group.window is None else max(0, start - group.window + 1) // size
                 last = (start + length - 1) // size
                 assert last < len(table)
-                assert NULL_BLOCK not in table[first : last + 1], "a row reads a freed block"
+                used = table[first : last + 1]
+                if group.keeps_states:
+                    used = [table[last], table[first if start else last]]
+                assert NULL_BLOCK not in used, "a row reads a freed block"
 
     def step(self) -> None:
         """Takes a result if the pipeline is full or nothing can be planned, as the engine does."""
@@ -509,6 +516,7 @@ GROUPS = st.one_of(
         min_size=1,
         max_size=3,
     ).map(tuple),
+    st.sampled_from([(FULL, *STATES), STATES[:1], (FULL, windowed(7), *STATES)]),
 )
 # ---------------------------------------------------------------- waiting requests
 
@@ -683,8 +691,8 @@ def test_random_traffic(data):
     block_size = draw(st.sampled_from([1, 2, 4, 16]), "block_size")
     budget = draw(st.integers(1, 40), "budget")
     groups = draw(GROUPS, "groups")
-    tile = draw(st.sampled_from([1, 8, kv_cache.MAX_ATTENTION_TILE]), "tile of attention")
-    with mock.patch.object(kv_cache, "MAX_ATTENTION_TILE", tile):
+    tile = draw(st.sampled_from([1, 8, group_blocks.MAX_ATTENTION_TILE]), "tile of attention")
+    with mock.patch.object(group_blocks, "MAX_ATTENTION_TILE", tile):
         _check_random_traffic(draw, block_size, budget, groups)
 
 
@@ -754,15 +762,15 @@ def _append_some(harness: Harness, draw) -> None:
 
 
 def _step_and_check_order(harness: Harness) -> None:
-    """Steps once; whoever was admitted must go before everybody who still waits, siblings of a busy
-    leader excepted."""
+    """Steps once; a request that was admitted must go before all that still wait, but the ones that
+    wait for another one's prompt or state."""
     before = set(harness.scheduler.running)
     harness.step()
     admitted = [r for r in harness.scheduler.running if r not in before]
     waiting = [
         r
         for r in harness.scheduler.requests()
-        if r.status is RequestStatus.WAITING and not r.group and not r.num_preemptions
+        if r.status is RequestStatus.WAITING and not (r.group or r.num_preemptions or r.leader)
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"

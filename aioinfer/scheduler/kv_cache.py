@@ -4,38 +4,42 @@ table in each group.
 Layers that keep the same form a group (see `ipc/kv_spec.py`). Entry i of a block table is the block
 of tokens [i * block_size, (i + 1) * block_size), so the tables of a request are equally long. The
 tables differ in which entries are needed: where all tokens before it are attended to, all of them;
-behind a sliding window, none, and such blocks go back to their pool while the request runs
-(`NULL_BLOCK` takes their place). (The idea comes from vLLM's hybrid KV cache manager; here a group
-has blocks of its own, and their number is fixed at the start.)
+behind a sliding window, none; of a state, the one of the last computed token. Blocks that are not
+needed any more go back to their pool while the request runs (`NULL_BLOCK` takes their place). (The
+idea comes from vLLM's hybrid KV cache manager; here a group has blocks of its own, and their number
+is fixed at the start.) An object for each kind of groups knows what they need (`group_blocks.py`,
+`snapshots.py`).
 
-Which blocks can be freed behind a window. A step that computes tokens from position s on reads keys
-from s - window + 1 on, and so do all steps that are planned after it. Steps that were posted before
-may read earlier keys, but workers execute plans in order, so that the next owner of a freed block
-writes to it only after these steps have read it. Hence `free_behind_windows` is called while a step
-is planned, with the first position that it or a later one computes, and never with a position
-behind it: the tokens of one step are written together, before any of them is read.
+When blocks can be freed. Steps that were posted before may read blocks that no step reads from now
+on, but workers execute plans in order, so that the next owner of a freed block writes to it only
+after these steps have read it. Hence `free_unread` is called while a step is planned, with the
+first position that it or a later one computes, and never with a position behind it: the tokens of
+one step are written together, before any of them is read.
 
 Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
-tokens are attended to, all of them, and with a window only the last ones, which hold the
-`window - 1` tokens before the hit's end. The hit is the longest that every group can serve.
+tokens are attended to, all of them; with a window only the last ones, which hold the `window - 1`
+tokens before the hit's end; of states the last one. The hit is the longest that every group can
+serve.
 
 Behind the hit, a cached block that begins with the next tokens of the prompt is copied
-(`partial_blocks`). Workers copy before a step computes anything: the block must have been computed
-by an earlier step, and its next owner may be in the same step.
+(`partial_blocks`), in models without states. Workers copy before a step computes anything: the
+block must have been computed by an earlier step, and its next owner may be in the same step.
 
 Only the scheduler calls methods that change anything. Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
-from aioinfer.ipc.kv_spec import MAX_ATTENTION_TILE, NULL_BLOCK, KVGroup
+from aioinfer.ipc.kv_spec import NULL_BLOCK, KVGroup
 from aioinfer.scheduler.block_pool import MIN_COPIED_TOKENS, BlockPool, PartialBlocks, extend_hashes
+from aioinfer.scheduler.group_blocks import WholeBlocks, WindowBlocks
 from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.snapshots import MIN_SHARED_BLOCKS, SnapshotPool, StateBlocks
 
 
 @dataclass(slots=True)
@@ -83,19 +87,28 @@ class KVCacheManager:
             prefix_caching: whether to keep blocks for prompts that begin alike.
         """
         self.groups = tuple(groups)
-        self.pools = tuple(BlockPool(count) for _, count in zip(groups, num_blocks, strict=True))
+        self.pools = tuple(
+            (SnapshotPool if group.keeps_states else BlockPool)(count)
+            for group, count in zip(groups, num_blocks, strict=True)
+        )
         self._block_size = block_size
         self._max_chunk = max_chunk
-        self._blocks_per_tile = max(1, MAX_ATTENTION_TILE // block_size)
-        # requests that have lost blocks behind a window since the last plan, or begin without them
-        self._moved: dict[Request, None] = {}
-        self._windows = [(i, group.window) for i, group in enumerate(groups) if group.window]
         self.prefix_caching = prefix_caching
+        numbered = list(zip(range(len(groups)), groups, self.pools, strict=True))
+        whole = [group for group in numbered if group[1].window is None]
+        states = [group for group in numbered if group[1].keeps_states]
+        windows = [group for group in numbered if group not in whole and group not in states]
+        self._windows = WindowBlocks(windows, block_size) if windows else None
+        self._states: StateBlocks | None = None
+        if states:
+            self._states = StateBlocks(states, block_size, prefix_caching=prefix_caching)
+        kinds = (WholeBlocks(whole, block_size) if whole else None, self._windows, self._states)
+        self._kinds: list[WholeBlocks] = [kind for kind in kinds if kind is not None]
         # the blocks that can be copied; parent and tokens, by hash, of the blocks that the step
         # being planned may compute, which cannot be copied before the next step
         self._partial: PartialBlocks | None = None
         self._computing: dict[bytes, tuple[bytes, bytes]] = {}
-        if self.prefix_caching and block_size > MIN_COPIED_TOKENS:
+        if self.prefix_caching and block_size > MIN_COPIED_TOKENS and not states:
             self._partial = self.leading_pool.partial = PartialBlocks()
 
     # ---------------------------------------------------------------- what there is
@@ -136,14 +149,30 @@ class KVCacheManager:
         return max(pool.usage for pool in self.pools)
 
     @property
-    def has_windows(self) -> bool:
+    def frees_early(self) -> bool:
         """Whether any blocks can be freed while their request runs."""
-        return bool(self._windows)
+        return self._windows is not None or self._states is not None
+
+    @property
+    def forks_anywhere(self) -> bool:
+        """Whether a fork may begin behind any number of its leader's tokens, and not only where the
+        leader has a state."""
+        return self._states is None
+
+    @property
+    def finds_states(self) -> bool:
+        """Whether a request may begin with the state of another one."""
+        return self._states is not None and self.prefix_caching
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether the step being planned computes snapshots that later ones can begin with."""
+        return self._states is not None and self._states.has_fresh
 
     @property
     def max_replacement_blocks(self) -> int:
         """The maximum of entries that `take_replacement_blocks` yields for a request."""
-        return len(self._windows) * (self._blocks_per_tile - 1)
+        return 0 if self._windows is None else self._windows.max_replacement_blocks
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens could run if it were alone."""
@@ -161,13 +190,13 @@ class KVCacheManager:
 
     def can_grow(self, count: int) -> bool:
         """Whether a request's block tables can get `count` more blocks."""
-        return all(pool.num_free >= count for pool in self.pools)
+        return all(kind.can_grow(count) for kind in self._kinds)
 
     def fits_forks(self, prompt_len: int, num_tokens: int, count: int) -> bool:
         """Whether `count` sequences of one prompt, each of `num_tokens` tokens, could run if they
         were alone. They share the full blocks of the prompt, unless some of these may be gone
         behind a window."""
-        shared = 0 if self._windows else prompt_len // self._block_size
+        shared = 0 if self.frees_early else prompt_len // self._block_size
         peaks = self._peaks(num_tokens)
         return all(
             peak + (count - 1) * (peak - shared) <= pool.num_blocks
@@ -206,37 +235,39 @@ class KVCacheManager:
     def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
         """Gives a request its block tables: the blocks of `prefix`, and new ones up to `num_tokens`
         tokens. The caller has checked `can_admit`."""
-        for pool, shared in zip(self.pools, prefix.blocks, strict=True):
-            pool.share(_owned(shared))
+        self._begin(request, prefix)
+        request.num_committed = prefix.num_blocks if self.prefix_caching else 0
+        if self._states is not None:
+            if self.prefix_caching:
+                self._extend_hashes(request)
+            request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
+        self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
+
+    def _begin(self, request: Request, prefix: Prefix) -> None:
+        """Gives a request the block tables of a prefix."""
         request.blocks = [list(shared) for shared in prefix.blocks]
         request.num_blocks = prefix.num_blocks
-        request.num_committed = prefix.num_blocks if self.prefix_caching else 0
-        self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
-        if self._windows:
-            self._moved[request] = None
+        for kind in self._kinds:
+            kind.share(request)
 
     def grow(self, request: Request, count: int) -> None:
-        """Appends `count` new blocks to each block table. The caller has checked `can_grow`."""
-        for pool, table in zip(self.pools, request.blocks, strict=True):
-            table += pool.allocate(count)
+        """Appends `count` entries to each block table, with new blocks where they are needed. The
+        caller has checked `can_grow`."""
+        for kind in self._kinds:
+            kind.grow(request, count)
         request.num_blocks += count
 
-    def free_behind_windows(self, request: Request, start: int) -> None:
+    def free_unread(self, request: Request, start: int) -> None:
         """Frees the blocks that are not read by any step which computes tokens of the request from
         position `start` on. See the module's docstring for when this is safe.
 
         Where a table grows by one token a step, it suffices to check when it needs a new block: a
         block ends up behind the window at most once in `block_size` steps.
         """
-        for group, window in self._windows:
-            table = request.blocks[group]
-            first = end = max(0, start - window + 1) // self._block_size
-            while first and table[first - 1] != NULL_BLOCK:
-                first -= 1
-            if first < end:
-                self.pools[group].release(table[first:end])
-                table[first:end] = [NULL_BLOCK] * (end - first)
-                self._moved[request] = None
+        if self._windows is not None:
+            self._windows.free_unread(request, start)
+        if self._states is not None:
+            self._states.free_unread(request, start)
 
     def take_replacement_blocks(self) -> Iterator[tuple[Request, int, int, int]]:
         """Yields (request, group, index, block) of the replacement blocks: the table entries before
@@ -247,23 +278,18 @@ class KVCacheManager:
         NaN spoils the result even if it is masked; so the keys and values that they read there have
         to be the request's own, not the ones of the next owner of a freed block.
         """
-        moved, self._moved = self._moved, {}
-        if not self.max_replacement_blocks:
-            return  # a tile reads one block, which is owned
-        for request in moved:
-            for group, _ in self._windows if request.blocks else ():
-                table = request.blocks[group]
-                owned = bisect_left(table, True, key=_is_block)
-                if owned == len(table):  # it gets a block before it is planned again
-                    self._moved[request] = None
-                    continue
-                for index in range(owned - owned % self._blocks_per_tile, owned):
-                    yield request, group, index, table[owned]
+        return iter(()) if self._windows is None else self._windows.take_replacement_blocks()
+
+    def take_gaps(self) -> Iterator[tuple[Request, int, int]]:
+        """Yields (request, group, index) of the table entries in the chunks of the step being
+        planned where no state is kept: workers have to know that. Called once a plan."""
+        return iter(()) if self._states is None else self._states.take_gaps()
 
     def free(self, request: Request) -> None:
         """Takes a request's block tables away; blocks without another owner become free."""
-        for pool, table in zip(self.pools, request.blocks, strict=True):
-            pool.release(_owned(table))
+        if request.blocks:
+            for kind in self._kinds:
+                kind.free(request, request.blocks)
         request.blocks = []
         request.num_blocks = request.num_committed = 0
 
@@ -276,13 +302,13 @@ class KVCacheManager:
         None if the leader has freed blocks that are needed.
         """
         full = num_tokens // self._block_size
-        prefix = Prefix(num_tokens, full, [table[:full] for table in leader.blocks], [])
-        for group, window in self._windows:
-            first = max(0, num_tokens - window + 1) // self._block_size
-            shared = prefix.blocks[group]
-            shared[:first] = [NULL_BLOCK] * len(shared[:first])
-            if NULL_BLOCK in leader.blocks[group][first : full + 1]:
-                return None
+        tables: list[list[int]] = [[] for _ in self.groups]
+        for kind in self._kinds:
+            for number, table in kind.forked_tables(leader, num_tokens):
+                if table is None:
+                    return None
+                tables[number] = table
+        prefix = Prefix(num_tokens, full, tables, [])
         if num_tokens % self._block_size:
             prefix.copied = [(group, table[full]) for group, table in enumerate(leader.blocks)]
         return prefix
@@ -293,15 +319,13 @@ class KVCacheManager:
 
         Returns the first index at which the tables differ from before.
         """
-        old, request.blocks = request.blocks, [list(shared) for shared in prefix.blocks]
-        for pool, shared in zip(self.pools, request.blocks, strict=True):
-            pool.share(_owned(shared))
-        for pool, table in zip(self.pools, old, strict=bool(old)):
-            pool.release(_owned(table))
-        request.num_blocks, request.num_committed = prefix.num_blocks, 0
+        old = request.blocks
+        self._begin(request, prefix)
+        if old:
+            for kind in self._kinds:
+                kind.free(request, old)
+        request.num_committed = 0
         request.num_computed = prefix.num_tokens
-        if self._windows:
-            self._moved[request] = None
         equal = (_count_equal(*pair) for pair in zip(old, request.blocks, strict=bool(old)))
         return min(equal, default=0)
 
@@ -317,19 +341,29 @@ class KVCacheManager:
         """
         if not self.prefix_caching:
             return self.no_prefix()
-        hashes = request.block_hashes
-        extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
+        longest = self._longest_hit(request)
+        hashes = request.block_hashes[: longest // self._block_size]
+        length = self._hit_length(hashes)
+        blocks: list[list[int]] = [[] for _ in self.groups]
+        if length:
+            for kind in self._kinds:
+                for number, table in kind.served_tables(hashes[:length]):
+                    blocks[number] = table
+        copied, num_copied = self._find_partial(request, length, longest)
+        return Prefix(length * self._block_size + num_copied, length, blocks, copied)
+
+    def _longest_hit(self, request: Request) -> int:
+        """Returns how many tokens of a request may be taken from the cache; their blocks have
+        hashes then."""
+        self._extend_hashes(request)
         longest = request.total - 1
         for use in request.uses:
             if use.max_cached is not None:
                 longest = min(longest, use.max_cached)
-        length = self._hit_length(hashes[: longest // self._block_size])
-        blocks = []
-        for group, pool in zip(self.groups, self.pools, strict=True):
-            first = 0 if group.window is None else max(0, length - self._reach(group.window))
-            blocks.append([NULL_BLOCK] * first + pool.lookup(hashes[first:length]))
-        copied, num_copied = self._find_partial(request, length, longest)
-        return Prefix(length * self._block_size + num_copied, length, blocks, copied)
+        return longest
+
+    def _extend_hashes(self, request: Request) -> None:
+        extend_hashes(request.block_hashes, request.tokens, self._block_size, request.hash_root)
 
     def _find_partial(
         self, request: Request, length: int, longest: int
@@ -350,6 +384,46 @@ class KVCacheManager:
         blocks = (pool.lookup([found])[0] for pool in self.pools)
         return list(enumerate(blocks)), count
 
+    def find_leader(
+        self, request: Request, running: Iterable[Request]
+    ) -> tuple[Request, int] | None:
+        """Returns the running request whose prompt shares most blocks with a waiting one, where it
+        will have a state that is worth waiting for; and how many blocks these are.
+
+        It gets a snapshot there, unless the step being planned has one already. None without
+        groups of states: keys need not be waited for.
+
+        Args:
+            request: waits.
+            running: all that run.
+        """
+        states = self._states
+        if states is None or not self.prefix_caching:
+            return None
+        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
+        best = self._hit_length(hashes) + MIN_SHARED_BLOCKS - 1
+        leader, best = states.find_fresh(hashes, len(hashes), best)
+        for other in running:
+            if other.num_uncomputed:
+                common = _count_common(other.block_hashes, hashes)
+                if common > best and common * self._block_size > other.num_computed:
+                    leader, best = other, common
+        if leader is None:
+            return None
+        if best not in leader.snapshots:
+            insort(leader.snapshots, best)
+        return leader, best
+
+    def computes(self, leader: Request, num_blocks: int) -> bool:
+        """Whether a request is about to compute its first `num_blocks` blocks, or does it in the
+        step being planned: `find_leader` returned these."""
+        if leader.slot < 0:
+            return False
+        if leader.num_computed < num_blocks * self._block_size:
+            return True
+        states, hashes = self._states, leader.block_hashes
+        return states is not None and states.is_fresh(hashes[num_blocks - 1])
+
     def count_cached(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of a prompt's blocks, from its start on, need not be computed."""
         return self._hit_length(hashes) if self.prefix_caching else 0
@@ -360,22 +434,13 @@ class KVCacheManager:
         Each group shortens the hit to the longest that it can serve. With a window that may be at
         any earlier place, so the others are searched again until all agree.
         """
-        length = len(hashes)
-        for spec, pool in zip(self.groups, self.pools, strict=True):
-            if spec.window is None:
-                length = min(length, pool.count_cached(hashes))
-        agreed = 0
-        while agreed < len(self._windows):
-            for group, window in self._windows:
-                pool = self.pools[group]
-                found = pool.count_cached_before(hashes, length, self._reach(window))
+        length, agreed, kinds = len(hashes), 0, self._kinds
+        while agreed < len(kinds):
+            for kind in kinds:
+                found = kind.count_served(hashes, length)
                 agreed = agreed + 1 if found == length else 1
                 length = found
         return length
-
-    def _reach(self, window: int) -> int:
-        """Returns how many blocks before a block's first token that token reads."""
-        return -(-(window - 1) // self._block_size)
 
     def commit(self, request: Request) -> None:
         """Enters a request's full blocks of known tokens into the prefix index."""
@@ -385,29 +450,29 @@ class KVCacheManager:
         first = request.num_committed
         if full <= first:
             return
-        hashes = request.block_hashes
-        if len(hashes) < full:
-            extend_hashes(hashes, request.tokens, self._block_size, request.hash_root)
-        for pool, table in zip(self.pools, request.blocks, strict=True):
-            for index in range(first, full):
-                if table[index] != NULL_BLOCK:
-                    pool.commit(table[index], hashes[index])
+        if len(request.block_hashes) < full:
+            self._extend_hashes(request)
+        for kind in self._kinds:
+            kind.commit(request, first, full)
         request.num_committed = full
         if self._partial is not None:
             self._note_tokens(request, first, full)
 
     def _note_tokens(self, request: Request, first: int, end: int) -> None:
         """Notes the tokens of the blocks `first` to `end` of a request, which are in the prefix
-        index, for `publish_tokens`."""
+        index, for `publish`."""
         hashes, size = request.block_hashes, self._block_size
         for index in range(first, end):
             parent = hashes[index - 1] if index else request.hash_root
             tokens = request.tokens[index * size : (index + 1) * size].tobytes()
             self._computing[hashes[index]] = parent, tokens
 
-    def publish_tokens(self) -> None:
-        """Lets requests begin with copies of the blocks that the steps planned by now compute. To
-        be called before a step is planned: a step's copies are made before it computes anything."""
+    def publish(self) -> None:
+        """Lets requests begin with copies of the blocks, and with the states, that the steps
+        planned by now compute. To be called before a step is planned: a step copies blocks and
+        reads states before it computes any."""
+        if self._states is not None:
+            self._states.publish()
         if self._partial is not None:
             pool = self.leading_pool
             for block_hash, (parent, tokens) in self._computing.items():
@@ -432,22 +497,16 @@ class KVCacheManager:
         they are the only owners."""
         running = list(running)
         for request in running:
-            self._check_tables(request)
-        for number, pool in enumerate(self.pools):
-            pool.check_integrity(_owned(request.blocks[number]) for request in running)
-
-    def _check_tables(self, request: Request) -> None:
-        name = request.request_id
-        for group, table in zip(self.groups, request.blocks, strict=True):
-            if len(table) != request.num_blocks:
-                raise IntegrityError(
-                    f"request {name} has {len(table)} blocks, not {request.num_blocks}"
-                )
-            freed = 0
-            if group.window is not None:
-                freed = max(0, request.num_computed - group.window + 1) // self._block_size
-            if NULL_BLOCK in table[freed:]:
-                raise IntegrityError(f"request {name} lacks a block that it reads")
+            for table in request.blocks:
+                if len(table) != request.num_blocks:
+                    raise IntegrityError(
+                        f"request {request.request_id} has {len(table)} blocks, "
+                        f"not {request.num_blocks}"
+                    )
+            for kind in self._kinds:
+                kind.check_tables(request)
+        for kind in self._kinds:
+            kind.check_pools(running)
 
 
 def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
@@ -458,12 +517,19 @@ def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
     return next(index for index in range(count) if first[index] != second[index])
 
 
-def _is_block(entry: int) -> bool:
-    return entry != NULL_BLOCK
+def _owned(table: Sequence[int]) -> Iterable[int]:
+    """Returns the blocks of a table."""
+    return (block for block in table if block != NULL_BLOCK)
 
 
-def _owned(table: Sequence[int]) -> Sequence[int]:
-    """Returns the blocks of a table; entries without one stand at its start."""
-    if not table or table[0] != NULL_BLOCK:
-        return table
-    return [block for block in table if block != NULL_BLOCK]
+def _count_common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """Returns the length of the common start of two sequences' hashes: each depends on all before
+    it."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[middle - 1] == second[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

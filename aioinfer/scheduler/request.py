@@ -129,6 +129,10 @@ class Request:
         sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
+        states: which entries of the block tables of states are blocks, ascending.
+        snapshots: after how many of its blocks a state is to be kept, ascending.
+        leader: the request whose state it has waited for in the queue, and the number of blocks
+            that both begin with: a request waits for one other at most.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
         slot: the worker slot while it runs.
@@ -166,6 +170,9 @@ class Request:
     sampled_step: int = -1
     num_computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
+    leader: tuple[Request, int] | None = None
     num_blocks: int = 0
     num_committed: int = 0
     slot: int = -1

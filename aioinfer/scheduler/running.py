@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from aioinfer.errors import IntegrityError
+from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
@@ -78,7 +79,7 @@ class RunningRequests:
         self.num_prefill = 0
         self.result_bytes = 0
         self.freed_slots: list[int] = []
-        # requests with a prompt chunk in the last plan: blocks may be behind a window now
+        # requests with a prompt chunk in the last plan: blocks may not be read any more
         self._advanced: list[Request] = []
         self._changes: dict[Request, _Changes] = {}
         self._num_appended = self._num_forked_entries = 0
@@ -151,7 +152,7 @@ class RunningRequests:
             self.num_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
             self.kv_cache.commit(request)
-            if self.kv_cache.has_windows:
+            if self.kv_cache.frees_early:
                 self._advanced.append(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
@@ -160,15 +161,15 @@ class RunningRequests:
         if samples:
             request.total += 1
 
-    def free_behind_windows(self) -> None:
-        """Frees the blocks that the prompt chunks of the last plan left behind their windows.
+    def free_unread(self) -> None:
+        """Frees the blocks that no step reads behind the prompt chunks of the last plan.
 
         A later plan may write to these blocks, the same plan may not: its tokens are written before
         any of them is read.
         """
         for request in self._advanced:
             if request.slot >= 0:
-                self.kv_cache.free_behind_windows(request, request.num_computed)
+                self.kv_cache.free_unread(request, request.num_computed)
         self._advanced.clear()
 
     def can_append(self, count: int) -> bool:
@@ -214,9 +215,12 @@ class RunningRequests:
 
     def send_changes(self, builder: PlanBuilder) -> None:
         """Adds the changes beside rows to a plan that will be posted: of forked and appended
-        tokens, and the replacement blocks of tables with blocks behind windows."""
+        tokens, the replacement blocks of tables with blocks behind windows, and where tables of
+        states have no blocks."""
         for request, group, table_index, block in self.kv_cache.take_replacement_blocks():
             builder.set_entry(request, group, table_index, block)
+        for request, group, table_index in self.kv_cache.take_gaps():
+            builder.set_entry(request, group, table_index, NULL_BLOCK)
         for request, changes in self._changes.items():
             for copy in changes.copied:
                 builder.copy_block(*copy)

@@ -68,8 +68,8 @@ class StepPlanner:
 
     def _plan(self, step_id: int) -> PlanBuilder:
         builder = self._new_builder(step_id)
-        self._running.free_behind_windows()
-        self._kv_cache.publish_tokens()
+        self._running.free_unread()
+        self._kv_cache.publish()
         # a request that was preempted here must not come back before its posted results have
         preempted = self._plan_running(builder)
         if preempted and builder.is_empty:
@@ -149,7 +149,7 @@ class StepPlanner:
                 continue
             missing = -((request.num_blocks * block_size - start - tokens) // block_size)
             if missing > 0:
-                kv_cache.free_behind_windows(request, start)
+                kv_cache.free_unread(request, start)
                 if not kv_cache.can_grow(missing):
                     preempted = True
                     if not running.preempt_for(request, missing):
@@ -166,6 +166,7 @@ class StepPlanner:
         No request overtakes the first that does not fit.
         """
         held_back = []
+        num_following = 0
         waiting = self._waiting
         while waiting.num_requests and self._running.free_slots and builder.prefill_left > 0:
             request = waiting.first()
@@ -173,6 +174,11 @@ class StepPlanner:
                 break  # all that wait were set aside
             if request.is_idle or self._awaits_leader(request, builder.step_id):
                 held_back.append(self._waiting.set_aside())
+            elif self._awaits_state(request):
+                held_back.append(self._waiting.set_aside())
+                num_following += 1
+                if num_following >= len(self._running.free_slots):
+                    break
             elif not self._fits_plan(builder, request) or not self._admit(builder, request):
                 break
         for request in held_back:
@@ -208,6 +214,18 @@ class StepPlanner:
             and not 0 <= leader.prefill_step < step_id
         )
 
+    def _awaits_state(self, request: Request) -> bool:
+        """Whether a running request is computing tokens that this one begins with, too; it then
+        begins with a snapshot of the state behind them, instead of computing them as well.
+
+        A request waits for one other at most, and only while that one runs: so it waits no longer
+        than the other needs for its prompt."""
+        if not self._kv_cache.finds_states:
+            return False
+        if request.leader is None and (self._running.num_prefill or self._kv_cache.has_fresh):
+            request.leader = self._kv_cache.find_leader(request, self._running.requests)
+        return request.leader is not None and self._kv_cache.computes(*request.leader)
+
     def _admit(self, builder: PlanBuilder, request: Request) -> bool:
         """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
         tokens fit."""
@@ -217,6 +235,7 @@ class StepPlanner:
         if not self._kv_cache.can_admit(prefix, request.total):
             return False
         self._waiting.pop()
+        request.leader = None
         size = self._admission_bytes(builder, request)
         wanted = request.total - prefix.num_tokens
         if request.uses:
@@ -257,6 +276,10 @@ class StepPlanner:
                 prefix = kv_cache.fork(source, num_tokens)
                 if prefix is not None:
                     return prefix
+                if not kv_cache.forks_anywhere:
+                    return kv_cache.find_prefix(
+                        request
+                    )  # a snapshot of the prompt, if there is one
             group.leader = request
         return kv_cache.find_prefix(request)
 

@@ -1,0 +1,326 @@
+"""The blocks of groups of states: which of them a request has, which are kept as snapshots, and
+which snapshot is evicted first.
+
+A block holds a whole state, and entry i of a block table is the state at the end of block i's
+tokens, or at the last computed token in the block that it lies in (see `ipc/kv_spec.py`). So a
+request reads one entry, the one of the token before those that it computes, and has few blocks,
+however long it is (`Request.states`): the last one, the one before it, and in a step that computes
+a chunk of the prompt the snapshots that are wanted there. All groups of states have blocks at the
+same entries, since a hit needs the states of all layers.
+
+Only a state at exactly the end of a block's tokens enters the prefix index, where it is a snapshot.
+It is found by the next plan at the earliest: a step that reads a state has to run behind the step
+that writes it. (Keys may be shared in the step that computes them.)
+
+Which snapshots are kept. A snapshot takes as many bytes as the keys of a thousand tokens and more,
+so they are few. Wanted are the last block boundary of a prompt, and the place where a prompt parts
+from one that was seen before (`SeenPrefixes`): a system prompt, a document, a conversation whose
+last answer was changed. A request also makes one at each boundary that its output passes, without a
+copy, and the next one supersedes it. So when it ends, or is preempted, the last one stays: the next
+turn of the conversation begins there. Every snapshot but the wanted ones is forgotten when the
+request leaves it behind.
+
+Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
+snapshot's value is the number of tokens between it and the snapshot before it, plus the value of
+the snapshot that was evicted last when it was used last. So values age, and snapshots that save
+equally many tokens are evicted in the order of their last use. Snapshots of a pool are equally
+large, so that bytes need no place in the rule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from aioinfer.errors import IntegrityError
+from aioinfer.ipc.kv_spec import NULL_BLOCK
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.group_blocks import NumberedGroup, WholeBlocks
+from aioinfer.scheduler.request import Request
+
+#: A snapshot where two prompts part has to save computing so many blocks at least. Many prompts
+#: share the first few tokens of a chat template, which are computed sooner than a state is kept.
+MIN_SHARED_BLOCKS = 2
+#: Hashes of blocks that are remembered to find out where prompts part: some 160 bytes each.
+_MAX_SEEN = 32_768
+
+
+class SnapshotPool(BlockPool):
+    """A pool of states, in which a cached block without an owner is reused in the order of its
+    value."""
+
+    def __init__(self, num_blocks: int):
+        super().__init__(num_blocks)
+        self._saved = [0] * num_blocks  # tokens
+        self._value = [0.0] * num_blocks
+        self._floor = 0.0
+        # (value, order of release, block) of free cached blocks; entries may be out of date
+        self._heap: list[tuple[float, int, int]] = []
+        self._num_released = 0
+
+    def allocate(self, count: int) -> list[int]:
+        """See `BlockPool.allocate`."""
+        blocks = []
+        for _ in range(count):
+            self._free.move_to_end(self._next(), last=False)
+            blocks += super().allocate(1)
+        return blocks
+
+    def _next(self) -> int:
+        """Returns the block to be reused next."""
+        first = next(iter(self._free))
+        if self._hash_of[first] is None:
+            return first
+        while True:
+            value, _, block = heappop(self._heap)
+            if self._is_current(value, block):
+                self._floor = value
+                return block
+
+    def _is_current(self, value: float, block: int) -> bool:
+        """Whether an entry of the heap is about a block as it is now."""
+        return (
+            block in self._free and self._hash_of[block] is not None and self._value[block] == value
+        )
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """See `BlockPool.release`."""
+        super().release(blocks)
+        for block in blocks:
+            if not self._references[block] and self._hash_of[block] is not None:
+                self._num_released += 1
+                self._value[block] = self._floor + self._saved[block]
+                heappush(self._heap, (self._value[block], self._num_released, block))
+        if len(self._heap) > 2 * self.num_blocks:
+            current = (e for e in sorted(self._heap) if self._is_current(e[0], e[2]))
+            self._heap = list(
+                {block: (value, order, block) for value, order, block in current}.values()
+            )
+            heapify(self._heap)
+
+    def keep(self, block: int, block_hash: bytes, saved: int) -> None:
+        """Makes a state known by the hash of its block, as `commit` does; a hit with it saves
+        computing `saved` more tokens than the snapshot before it does."""
+        self.commit(block, block_hash)
+        self._saved[block] = saved
+
+    def supersede(self, block: int) -> None:
+        """Takes a block out of the prefix index if its only owner is the caller, which is about to
+        release it."""
+        if self._references[block] == 1:
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        super()._forget(block)
+        if block in self._free:
+            self._free.move_to_end(block, last=False)
+
+
+class SeenPrefixes:
+    """The hashes of blocks of prompts and outputs that were computed lately, kept in a block or
+    not."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """Notes the hashes of blocks."""
+        seen = self._hashes
+        seen.update(dict.fromkeys(hashes))
+        while len(seen) > _MAX_SEEN:
+            seen.popitem(last=False)
+
+    def count(self, hashes: Sequence[bytes], end: int, first: int) -> int:
+        """Returns how many leading blocks, at most `end`, some sequence had in common with
+        `hashes`; `first` if they are not more than that."""
+        for length in range(end, first, -1):
+            if hashes[length - 1] in self._hashes:
+                return length
+        return first
+
+
+class StateBlocks(WholeBlocks):
+    """Blocks of the groups of states."""
+
+    def __init__(self, groups: Sequence[NumberedGroup], block_size: int, *, prefix_caching: bool):
+        super().__init__(groups, block_size)
+        self._states = [
+            (number, pool) for number, pool in self._pools if isinstance(pool, SnapshotPool)
+        ]
+        self._prefix_caching = prefix_caching
+        self._seen = SeenPrefixes()
+        # the request of each snapshot that the step being planned may write
+        self._fresh: dict[bytes, Request] = {}
+        # (first entry, end) of entries without a block in the chunks of the plan
+        self._gaps: dict[Request, list[tuple[int, int]]] = {}
+
+    # ---------------------------------------------------------------- the blocks of a request
+
+    def can_grow(self, count: int) -> bool:
+        """See `WholeBlocks.can_grow`: however many entries there are, the last one has a block."""
+        return not count or all(pool.num_free for _, pool in self._pools)
+
+    def grow(self, request: Request, count: int) -> None:
+        """See `WholeBlocks.grow`. The last entry gets a block, and others where a snapshot is
+        wanted and blocks are to spare."""
+        if count <= 0:
+            return
+        first, last = request.num_blocks, request.num_blocks + count - 1
+        spare = min(pool.num_free for _, pool in self._pools) - 1
+        wanted = [blocks - 1 for blocks in request.snapshots if first < blocks <= last]
+        entries = [*wanted[max(0, len(wanted) - spare) :], last]
+        for number, pool in self._pools:
+            table = request.blocks[number]
+            table += [NULL_BLOCK] * count
+            for entry, block in zip(entries, pool.allocate(len(entries)), strict=True):
+                table[entry] = block
+        request.states += entries
+        if len(entries) < count:
+            self._gaps.setdefault(request, []).append((first, last))
+
+    def take_gaps(self) -> Iterator[tuple[Request, int, int]]:
+        """Yields (request, group, entry) of the entries without a block in the chunks of the step
+        being planned, where a worker may have a block of the slot's former owner. Called once a
+        plan."""
+        gaps, self._gaps = self._gaps, {}
+        for request, ranges in gaps.items():
+            for first, end in ranges:
+                for number, _ in self._pools:
+                    table = request.blocks[number]
+                    for entry in range(first, end):
+                        if table[entry] == NULL_BLOCK:
+                            yield request, number, entry
+
+    def share(self, request: Request) -> None:
+        """See `WholeBlocks.share`."""
+        super().share(request)
+        table = request.blocks[self._pools[0][0]]
+        request.states = [index for index, block in enumerate(table) if block != NULL_BLOCK]
+
+    def free(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """See `WholeBlocks.free`."""
+        self._gaps.pop(request, None)
+        for number, pool in self._pools:
+            pool.release([block for block in tables[number] if block != NULL_BLOCK])
+
+    def free_unread(self, request: Request, start: int) -> bool:
+        """See `WholeBlocks.free_unread`. A step reads the entry of token `start - 1`."""
+        states = request.states
+        count = bisect_left(states, (start - 1) // self._block_size)
+        if not count:
+            return False
+        for index in states[:count]:
+            is_wanted = index + 1 in request.snapshots
+            for number, pool in self._states:
+                table = request.blocks[number]
+                if not is_wanted:
+                    pool.supersede(table[index])
+                pool.release([table[index]])
+                table[index] = NULL_BLOCK
+        del states[:count]
+        return True
+
+    def forked_tables(
+        self, leader: Request, num_tokens: int
+    ) -> Iterator[tuple[int, list[int] | None]]:
+        """See `WholeBlocks.forked_tables`. There is a state where the leader has computed
+        `num_tokens` tokens, or has a snapshot of them."""
+        full, rest = divmod(num_tokens, self._block_size)
+        if rest:
+            is_there = leader.num_computed == num_tokens
+        else:
+            is_there = not full or full - 1 in leader.states
+        for number, _ in self._pools:
+            table = [NULL_BLOCK] * full
+            if full and not rest:
+                table[-1] = leader.blocks[number][full - 1]
+            yield number, table if is_there else None
+
+    # ---------------------------------------------------------------- prefixes
+
+    def count_served(self, hashes: Sequence[bytes], length: int) -> int:
+        """See `WholeBlocks.count_served`."""
+        for count in range(length, 0, -1):
+            block_hash = hashes[count - 1]
+            if block_hash not in self._fresh and all(p.has(block_hash) for _, p in self._pools):
+                return count
+        return 0
+
+    def served_tables(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
+        """See `WholeBlocks.served_tables`."""
+        for number, pool in self._pools:
+            yield number, [NULL_BLOCK] * (len(hashes) - 1) + pool.lookup(hashes[-1:])
+
+    def find_wanted(self, request: Request, num_blocks: int) -> list[int]:
+        """Returns after how many blocks snapshots of a request that begins with `num_blocks` cached
+        blocks are wanted, ascending, the one that it begins with among them."""
+        if not self._prefix_caching:
+            return []
+        end = (request.prompt_len - 1) // self._block_size
+        wanted = {num_blocks, max(num_blocks, end)}
+        first = num_blocks + MIN_SHARED_BLOCKS - 1
+        parted = self._seen.count(request.block_hashes, end, first)
+        if parted > first:
+            wanted.add(parted)
+        return sorted(wanted - {0})
+
+    def commit(self, request: Request, first: int, end: int) -> None:
+        """See `WholeBlocks.commit`."""
+        hashes = request.block_hashes
+        self._seen.add(hashes[first:end])
+        for index in request.states:
+            if first <= index < end:
+                before = max((n for n in request.snapshots if n <= index), default=0)
+                saved = (index + 1 - before) * self._block_size
+                self._fresh[hashes[index]] = request
+                for number, pool in self._states:
+                    pool.keep(request.blocks[number][index], hashes[index], saved)
+
+    def publish(self) -> None:
+        """Lets requests begin with the snapshots that the steps planned by now write. To be called
+        before a step is planned."""
+        self._fresh.clear()
+
+    def find_fresh(
+        self, hashes: Sequence[bytes], end: int, first: int
+    ) -> tuple[Request | None, int]:
+        """Returns the request that computes a snapshot in the step being planned which serves the
+        most leading blocks, at most `end`, and how many; None and `first` if it would not be more
+        than that."""
+        for length in range(end, first, -1) if self._fresh else ():
+            if (request := self._fresh.get(hashes[length - 1])) is not None:
+                return request, length
+        return None, first
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether the step being planned may write any snapshot."""
+        return bool(self._fresh)
+
+    def is_fresh(self, block_hash: bytes) -> bool:
+        """Whether the step being planned may write a snapshot."""
+        return block_hash in self._fresh
+
+    # ---------------------------------------------------------------- checks
+
+    def check_tables(self, request: Request) -> None:
+        """See `WholeBlocks.check_tables`."""
+        name, states = request.request_id, request.states
+        for number, _ in self._pools:
+            table = request.blocks[number]
+            if states != [index for index, block in enumerate(table) if block != NULL_BLOCK]:
+                raise IntegrityError(f"the states of request {name} are not where it has blocks")
+        if request.num_computed and (request.num_computed - 1) // self._block_size not in states:
+            raise IntegrityError(f"request {name} lacks the state that it reads")
+        if states != sorted(states):
+            raise IntegrityError(f"the states of request {name} are out of order")
+
+    def check_pools(self, requests: Sequence[Request]) -> None:
+        """See `WholeBlocks.check_pools`."""
+        for number, pool in self._pools:
+            pool.check_integrity(
+                [block for block in request.blocks[number] if block != NULL_BLOCK]
+                for request in requests
+            )
