@@ -4,12 +4,11 @@ Every key is declared once, with its documentation and its bounds (`config_secti
 reads and checks a file: an unknown key, a wrong type or a value out of bounds raises `ConfigError`,
 which names the key (for an unknown one, the nearest that exists); see `config_keys`.
 `describe_keys` lists all keys for `--keys` and for `docs/configuration.md`. Nothing is read from
-environment variables.
+environment variables but by OpenTelemetry.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -58,22 +57,29 @@ __all__ = [
     "parse_override",
 ]
 
-#: A header of HTTP as `tracing.headers` gives it (RFC 9110, 5.1 and 5.5).
-_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[ \t]*[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
-
 #: What became of keys that there were.
 _GONE = {
+    "model.tokenizer_revision": "model.tokenizer may be a folder, with any revision",
     "model.prepare_grammars": "a server always prepares grammars while the weights load",
+    "sampling.min_p": "requests have min_p, and generation_config.json",
+    "sampling.repetition_penalty": "requests have it, and generation_config.json",
     "sampling.presence_penalty": "requests have presence_penalty",
     "sampling.frequency_penalty": "requests have frequency_penalty",
     "chat.continue_answers": "requests have continue_final_message",
-    "chat.max_stored_responses": "it is 1000, and chat.max_stored_bytes bounds their memory",
+    "chat.max_stored_responses": "it is 1000, with 64 MiB for all",
+    "chat.max_stored_bytes": "it is 64 MiB",
     "pooling.normalize": "requests have normalize",
+    "scheduler.max_waiting_tokens": "scheduler.max_waiting_requests bounds the queue",
+    "parallel.data_parallel_attention": "parallel.expert_parallel does it, between the engines of "
+    "parallel.data_parallel_size where parallel.tensor_parallel_size is 1",
+    "parallel.time_kernels": "kernels are always timed, and the choice is kept in a file",
     "parallel.step_timeout_s": "it is 300 seconds",
     "server.force_include_usage": "requests have stream_options.include_usage",
     "server.max_body_bytes": "it follows from the longest prompt, and is 16 MiB at most",
     "server.max_connections": "it is 8192, or what the limit of file descriptors allows",
     "server.max_buffered_body_bytes": "it is 256 MiB",
+    "server.keepalive_timeout_s": "it is 75 seconds",
+    "server.batch_concurrency": "it is 32",
     "server.header_timeout_s": "it is 60 seconds",
     "server.body_timeout_s": "it is 60 seconds",
     "server.send_timeout_s": "it is 60 seconds",
@@ -82,6 +88,9 @@ _GONE = {
     "server.max_files": "it is 1000",
     "server.max_batches": "it is 16",
     "server.max_batch_requests": "it is 50 000",
+    "tracing.service_name": "OpenTelemetry reads OTEL_SERVICE_NAME",
+    "tracing.sample_ratio": "OpenTelemetry reads OTEL_TRACES_SAMPLER",
+    "tracing.headers": "OpenTelemetry reads OTEL_EXPORTER_OTLP_HEADERS",
 }
 
 
@@ -238,7 +247,7 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
     _check_experts(parallel)
     if model.skip_tokenizer:
-        for name in ("tokenizer", "tokenizer_revision", "chat_template"):
+        for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
     _check_tracing(config.tracing)
@@ -251,29 +260,27 @@ def _check_combinations(config: Config) -> None:
 def _check_experts(parallel: ParallelConfig) -> None:
     """Checks which ranks are to have which experts. Raises `ConfigError` naming the key."""
     if parallel.data_parallel_attention:
-        if not parallel.expert_parallel:
-            raise ConfigError("parallel.data_parallel_attention needs parallel.expert_parallel")
-        if parallel.data_parallel_size == 1:
+        if parallel.pipeline_parallel_size > 1:
             raise ConfigError(
-                "parallel.data_parallel_attention needs parallel.data_parallel_size above 1"
+                "parallel.expert_parallel between engines needs parallel.pipeline_parallel_size = 1"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(parallel, name) > 1:
-                raise ConfigError(f"parallel.data_parallel_attention needs parallel.{name} = 1")
         if parallel.executor == "ray":
             raise ConfigError(
-                "parallel.data_parallel_attention needs parallel.executor = 'multiprocess': "
-                "'ray' does not bring the ranks of several engines together"
+                "parallel.expert_parallel between engines needs parallel.executor = "
+                "'multiprocess': 'ray' does not bring the ranks of several engines together"
             )
     elif parallel.expert_parallel and parallel.tensor_parallel_size == 1:
-        raise ConfigError("parallel.expert_parallel needs parallel.tensor_parallel_size above 1")
+        raise ConfigError(
+            "parallel.expert_parallel needs parallel.tensor_parallel_size above 1, or "
+            "parallel.data_parallel_size"
+        )
     if parallel.expert_placement is not None and not parallel.expert_parallel:
         raise ConfigError("parallel.expert_placement needs parallel.expert_parallel = true")
 
 
 def _check_tracing(tracing: TracingConfig) -> None:
-    """Checks the collector's URL and headers. Raises `ConfigError`, which shows neither: both may
-    hold secrets."""
+    """Checks the collector's URL. Raises `ConfigError`, which does not show it: it may hold
+    secrets."""
     if tracing.endpoint:
         try:
             url = urlsplit(tracing.endpoint)
@@ -282,5 +289,3 @@ def _check_tracing(tracing: TracingConfig) -> None:
             is_usable = False
         if not is_usable:
             raise ConfigError("tracing.endpoint must be a URL, such as http://localhost:4318")
-    if not all(map(_HEADER.fullmatch, tracing.headers)):
-        raise ConfigError("each of tracing.headers must be 'NAME: VALUE', in ASCII")

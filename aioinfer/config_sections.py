@@ -29,11 +29,6 @@ class ModelConfig:
     tokenizer: str | None = key(
         "Folder or hub id of the tokenizer, where it does not lie with the model.", None
     )
-    tokenizer_revision: str | None = key(
-        "Branch, tag or commit of the tokenizer's hub id: of `tokenizer`, or else of `path`. "
-        "Default: that of `revision` for `path`'s own.",
-        None,
-    )
     hf_overrides: dict[str, Any] = key(
         "Values laid over the model's `config.json` before it is read, such as "
         "`{ rope_parameters = { rope_theta = 1e6 } }`; nested tables are merged.",
@@ -93,13 +88,6 @@ class SamplingConfig:
         "Sample among the most probable tokens that reach this probability. Built-in default: 1.",
         None,
     )
-    min_p: float | None = key(
-        "Drop tokens less probable than this fraction of the likeliest one's. Built-in default: 0.",
-        None,
-    )
-    repetition_penalty: float | None = key(
-        "Above 1 makes tokens of prompt and output less likely. Built-in default: 1.", None
-    )
     max_tokens: int | None = key(
         "Output length of a request that brings no `max_tokens`; less where the context has no "
         "room for it. Built-in default: 16 for completions, as OpenAI has it; for chat and "
@@ -128,13 +116,6 @@ class ChatConfig:
         "How the model writes thoughts: between `<think>` and `</think>`, or `[THINK]` and "
         "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
         "auto",
-    )
-    max_stored_bytes: int = key(
-        "Bytes of the responses of `/v1/responses`, conversations, and chat completions with "
-        "`store` that are kept in memory, all together, with the items and messages before them; "
-        "the oldest go first, and with 0 none is kept.",
-        64 * 2**20,
-        minimum=0,
     )
 
 
@@ -239,13 +220,6 @@ class SchedulerConfig:
         4096,
         minimum=0,
     )
-    max_waiting_tokens: int | None = key(
-        "Maximum number of prompt tokens of waiting requests, on all engines together; further "
-        "requests are answered 503. A request that finds none waiting is admitted, whatever its "
-        "length.",
-        None,
-        minimum=1,
-    )
     max_logprobs: int = key(
         "Maximum number of likeliest tokens whose log-probabilities a request may ask for at "
         "each position; -1: all. Above 20 they cost time, and above 128 a lot of it.",
@@ -272,14 +246,9 @@ class ParallelConfig:
     )
     expert_parallel: bool = key(
         "Mixtures of experts: place whole experts on the tensor-parallel ranks, instead of some "
-        "channels of every expert. All else stays sharded. Needs `tensor_parallel_size` above 1 "
-        "or `data_parallel_attention`.",
-        False,
-    )
-    data_parallel_attention: bool = key(
-        "Mixtures of experts: the engines of `data_parallel_size` divide the experts among "
-        "them, and exchange the tokens of each step; everything else is each engine's own. "
-        "Needs `expert_parallel` and `tensor_parallel_size` = 1; on GPUs those of one host "
+        "channels of every expert; all else stays sharded. With `tensor_parallel_size` = 1 and "
+        "`data_parallel_size` above 1 the engines divide the experts among them and exchange the "
+        "tokens of each step, and everything else is each engine's own; on GPUs those of one host "
         "that reach each other's memory.",
         False,
     )
@@ -316,13 +285,6 @@ class ParallelConfig:
         "a graph cannot hold.",
         True,
     )
-    time_kernels: bool = key(
-        "When a model first starts on a GPU of compute capability 9 or later, time which "
-        "kernels multiply its weights the fastest (up to 2 s), and keep what was found in a file. "
-        "Kernels round differently: servers that are to sample the same tokens need the same file, "
-        "or `false`.",
-        True,
-    )
     cpu_threads: int | None = key(
         "Compute threads of a CPU worker. Default: the machine's cores, divided among all workers.",
         None,
@@ -341,6 +303,12 @@ class ParallelConfig:
     def world_size(self) -> int:
         """The workers of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def data_parallel_attention(self) -> bool:
+        """Whether the engines divide the experts among them."""
+        is_divided = self.expert_parallel and self.tensor_parallel_size == 1
+        return is_divided and self.data_parallel_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,9 +371,6 @@ class ServerConfig:
         "stand for the file's own `model.path`: not for another that the command line gives.",
         [],
     )
-    keepalive_timeout_s: float = key(
-        "Seconds after which a kept-alive connection without a request is closed.", 75.0, above=0
-    )
     allowed_hosts: list[str] = key(
         "Names that the `Host` header may have, without port; `*.example.org` is all names "
         "below a domain, `*` any. Others are answered 421, against DNS rebinding. Default: "
@@ -422,12 +387,6 @@ class ServerConfig:
         "Folder for `/v1/files` and `/v1/batches`, made if it is missing. One server at a time may "
         "use it. Default, and where it is empty: both are answered 404.",
         None,
-    )
-    batch_concurrency: int = key(
-        "Maximum number of requests of all batches together that are served at a time, beside "
-        "those of clients.",
-        32,
-        minimum=1,
     )
     shutdown_delay_s: float = key(
         "Seconds for which the server goes on accepting requests after SIGTERM, while "
@@ -498,21 +457,9 @@ class TracingConfig:
 
     endpoint: str | None = key(
         "URL of an OTLP/HTTP collector, such as `http://localhost:4318`; `/v1/traces` is appended "
-        "to one without a path. Needs `pip install 'aioinfer[otel]'`. Default: no traces.",
+        "to one without a path. Needs `pip install 'aioinfer[otel]'`, which reads the collector's "
+        "headers, the service's name and the sampler from OpenTelemetry's environment variables "
+        "(`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`). Default: no "
+        "traces.",
         None,
-    )
-    service_name: str = key("The `service.name` of the spans.", "aioinfer")
-    sample_ratio: float = key(
-        "Fraction of the requests without a `traceparent` header whose spans are sent. One with "
-        "such a header follows the decision of its sender.",
-        1.0,
-        minimum=0,
-        maximum=1,
-    )
-    headers: list[str] = key(
-        "Headers of the requests to the collector, `NAME: VALUE` each, such as `Authorization: "
-        "Bearer KEY`. A command line can be read by others on the machine: keep secrets in the "
-        "file.",
-        [],
-        secret=True,
     )

@@ -71,7 +71,6 @@ _SETTINGS: dict[str, Any] = {
     "scheduler.max_num_seqs": 4,
     "scheduler.max_num_batched_tokens": 256,
     "parallel.cpu_threads": 1,
-    "parallel.time_kernels": False,
     "server.port": 0,
 }
 _PRINTABLE = [chr(code) for code in range(33, 127)]

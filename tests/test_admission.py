@@ -26,7 +26,6 @@ def admission(
     slots: int = 4,
     running: int = 4,
     waiting: int = 0,
-    waiting_tokens: int = 0,
     waiting_of: Mapping[str, int] | None = None,
     engines: int = 1,
     **limits: Any,
@@ -37,7 +36,6 @@ def admission(
     scheduler = SimpleNamespace(
         num_free_slots=slots - running,
         num_waiting=waiting,
-        num_waiting_tokens=waiting_tokens,
         num_waiting_of=lambda flow: (waiting_of or {}).get(flow, 0),
     )
     engine = SimpleNamespace(scheduler=scheduler, state=EngineState.SERVING)
@@ -73,44 +71,30 @@ def test_free_slots_are_room_beyond_the_bound(
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
 
 
-def test_tokens_are_bounded_where_some_wait() -> None:
-    tested = admission(waiting=1, waiting_tokens=60, max_waiting_tokens=100)
-    tested.check(1, 40)
-    with pytest.raises(OverloadedError, match="60 prompt tokens wait"):
-        tested.check(1, 41)
-    admission(max_waiting_tokens=100).check(1, 5000)
-
-
-def test_the_bounds_are_of_all_engines_together() -> None:
+def test_the_bound_is_of_all_engines_together() -> None:
     admission(engines=3, running=2, waiting=2, max_waiting_requests=10).check(10)
     with pytest.raises(OverloadedError, match="6 requests wait"):
         admission(engines=3, running=2, waiting=2, max_waiting_requests=10).check(11)
-    tested = admission(engines=2, waiting=1, waiting_tokens=30, max_waiting_tokens=100)
-    tested.check(1, 40)
-    with pytest.raises(OverloadedError, match="60 prompt tokens wait"):
-        tested.check(1, 41)
 
 
 def test_without_bounds_all_may_wait() -> None:
-    admission(waiting=10**6, waiting_tokens=10**9, max_waiting_requests=None).check(10**6, 10**9)
+    admission(waiting=10**6, max_waiting_requests=None).check(10**6)
     with pytest.raises(OverloadedError):
         admission(waiting=4096).check(1)
 
 
 def test_what_is_on_its_way_counts_once() -> None:
-    tested = admission(max_waiting_requests=6, max_waiting_tokens=100)
-    with tested.reserve([[1] * 10, [1] * 5], 2) as places:
-        assert (tested.coming_requests, tested.coming_tokens) == (4, 30)
+    tested = admission(max_waiting_requests=6)
+    with tested.reserve(4) as places:
+        assert tested.coming == 4
         with pytest.raises(OverloadedError):
-            tested.reserve([[1]], 3)
-        with pytest.raises(OverloadedError):
-            tested.reserve([[1] * 71], 1)
-        places.use(10, 2)
-        assert (tested.coming_requests, tested.coming_tokens) == (2, 10)
-    assert (tested.coming_requests, tested.coming_tokens) == (0, 0)
-    with pytest.raises(ZeroDivisionError), tested.reserve([[1]], 1):
+            tested.reserve(3)
+        places.use(2)
+        assert tested.coming == 2
+    assert tested.coming == 0
+    with pytest.raises(ZeroDivisionError), tested.reserve(1):
         _ = 1 / 0
-    assert (tested.coming_requests, tested.coming_tokens) == (0, 0)
+    assert tested.coming == 0
 
 
 @pytest.mark.parametrize(
@@ -129,7 +113,7 @@ def test_one_of_several_keys_leaves_as_much_room_as_it_takes(
 
 def test_a_key_may_take_all_free_slots() -> None:
     tested = admission(running=0, max_waiting_requests=0)
-    with tested.reserve([[1]] * 3, 1, "a"):
+    with tested.reserve(3, "a"):
         assert tested.coming_of["a"] == 3
         tested.check(1, flow="a")
         with pytest.raises(OverloadedError):

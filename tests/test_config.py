@@ -195,15 +195,12 @@ def test_wrong_keys_and_types_name_the_right_ones(override: str, message: str) -
         ("server.request_timeout_s=0", "above 0"),
         ("server.shutdown_timeout_s=-1", "at least 0"),
         ("scheduler.max_waiting_requests=-1", "at least 0"),
-        ("scheduler.max_waiting_tokens=0", "at least 1"),
         ("parallel.data_parallel_size=0", "at least 1"),
         ("cache.cpu_memory_gib=nan", "finite"),
         ("sampling.temperature=-0.1", "temperature must be"),
         ("sampling.temperature=nan", "finite"),
         ("sampling.top_k=-2", "top_k must be"),
         ("sampling.top_p=0", "top_p must be"),
-        ("sampling.min_p=1.5", "min_p must be"),
-        ("sampling.repetition_penalty=0", "repetition_penalty must be"),
         ("sampling.max_tokens=0", "max_tokens must be"),
     ],
 )
@@ -237,7 +234,7 @@ def test_default_sampling_holds_what_is_given_and_no_more(tmp_path: Path) -> Non
     assert config.sampling.given() == {"temperature": 0.0, "top_k": 40, "max_tokens": 100}
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_revision", "chat_template"])
+@pytest.mark.parametrize("name", ["tokenizer", "chat_template"])
 def test_text_settings_without_a_tokenizer_are_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.{name} has no effect"):
         load_config(overrides=[MODEL, "model.skip_tokenizer=true", f"model.{name}=x"])
@@ -271,6 +268,8 @@ def test_experts_are_placed_on_several_ranks() -> None:
     wanted = [MODEL, "parallel.expert_parallel=true"]
     with pytest.raises(ConfigError, match=r"needs parallel\.tensor_parallel_size above 1"):
         load_config(overrides=wanted)
+    with pytest.raises(ConfigError, match=r"or parallel\.data_parallel_size"):
+        load_config(overrides=[*wanted, "parallel.pipeline_parallel_size=2"])
     config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=2"])
     assert config.parallel.expert_parallel
     with pytest.raises(ConfigError, match=r"expert_placement needs parallel\.expert_parallel"):
@@ -278,20 +277,16 @@ def test_experts_are_placed_on_several_ranks() -> None:
 
 
 def test_engines_share_experts() -> None:
-    wanted = [MODEL, "parallel.data_parallel_attention=true"]
-    for more, missing in (
-        ([], r"parallel\.expert_parallel"),
-        (["expert_parallel=true"], r"parallel\.data_parallel_size above 1"),
-        (["data_parallel_size=2", "tensor_parallel_size=2"], r"tensor_parallel_size = 1"),
+    wanted = [MODEL, "parallel.expert_parallel=true", "parallel.data_parallel_size=2"]
+    assert load_config(overrides=wanted).parallel.data_parallel_attention
+    ranks = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=2"])
+    assert not ranks.parallel.data_parallel_attention
+    for setting, message in (
+        ("pipeline_parallel_size=2", r"needs parallel\.pipeline_parallel_size = 1"),
+        ("executor=ray", r"needs parallel\.executor = 'multiprocess'"),
     ):
-        wanted += [f"parallel.{setting}" for setting in more]
-        with pytest.raises(ConfigError, match=rf"data_parallel_attention needs .*{missing}"):
-            load_config(overrides=wanted)
-    config = load_config(overrides=[*wanted, "parallel.tensor_parallel_size=1"])
-    assert config.parallel.data_parallel_attention
-    wanted += ["parallel.tensor_parallel_size=1", "parallel.executor=ray"]
-    with pytest.raises(ConfigError, match=r"data_parallel_attention needs .*'multiprocess'"):
-        load_config(overrides=wanted)
+        with pytest.raises(ConfigError, match=f"between engines {message}"):
+            load_config(overrides=[*wanted, f"parallel.{setting}"])
 
 
 @pytest.mark.parametrize(
@@ -406,24 +401,7 @@ def test_a_collector_that_is_no_url(endpoint: str) -> None:
     assert "s3cret" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "header", ["s3cret", "Authorization", "Authorization:", ": s3cret", "A: s3cret\r\nB: c", "Ä: b"]
-)
-def test_headers_for_a_collector_that_are_none(header: str) -> None:
-    with pytest.raises(ConfigError, match=r"each of tracing\.headers must be") as error:
-        load_config(overrides={"model.path": "x", "tracing.headers": ["A: b", header]})
-    assert "s3cret" not in str(error.value)
-
-
 def test_a_collector() -> None:
-    headers = ["Authorization: Bearer s3cret", "X-Scope:1"]
-    config = load_config(
-        overrides={
-            "model.path": "x",
-            "tracing.endpoint": "https://[::1]:4318/otlp/v1/traces",
-            "tracing.headers": headers,
-        }
-    )
-    assert config.tracing.headers == headers
-    assert "s3cret" not in repr(config)
+    url = "https://user:s3cret@[::1]:4318/otlp/v1/traces"
+    assert load_config(overrides=[MODEL, f"tracing.endpoint={url}"]).tracing.endpoint == url
     assert not load_config(overrides=[MODEL, "tracing.endpoint="]).tracing.endpoint, "off"

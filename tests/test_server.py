@@ -48,6 +48,7 @@ def make_server(**settings: Any) -> HttpServer:
 BOUNDS = {
     "max_connections": (listener, "MAX_CONNECTIONS"),
     "header_timeout_s": (connections, "HEAD_TIMEOUT_S"),
+    "keepalive_timeout_s": (connections, "IDLE_TIMEOUT_S"),
     "send_timeout_s": (connections, "SEND_TIMEOUT_S"),
     "body_timeout_s": (request_body, "TIMEOUT_S"),
     "max_body_bytes": (request_body, "MAX_BYTES"),

@@ -231,10 +231,7 @@ def cached_tokenizer(cache: Path, revisions: dict[str, str], model: Path) -> Non
     [
         ({"path": "team/words"}, "old"),
         ({"path": "team/words", "revision": "v2"}, "new"),
-        ({"path": "team/words", "tokenizer_revision": "v2"}, "new"),
-        ({"path": "team/words", "revision": "v2", "tokenizer_revision": "main"}, "old"),
         ({"tokenizer": "team/words"}, "old"),
-        ({"tokenizer": "team/words", "tokenizer_revision": "v2"}, "new"),
         ({"tokenizer": "team/words", "revision": "v2"}, "old"),
     ],
     ids=str,

@@ -39,33 +39,30 @@ class AdmissionControl:
     Requests that are reserved and not yet queued count as queued.
 
     Attributes:
-        coming_requests, coming_tokens: reserved requests, and their prompt tokens.
+        coming: reserved requests.
         coming_of: reserved requests by flow.
     """
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
-        self.coming_requests = 0
-        self.coming_tokens = 0
+        self.coming = 0
         self.coming_of: Counter[str] = Counter()
 
-    def check(self, requests: int, tokens: int = 0, flow: str | None = None) -> None:
-        """Raises `OverloadedError` unless so many requests with so many prompt tokens in all may
-        join the queue, which has the bounds of `find_excess`; `flow` is given where several share
-        it."""
+    def check(self, requests: int, flow: str | None = None) -> None:
+        """Raises `OverloadedError` unless so many requests may join the queue, which has the bound
+        of `find_excess`; `flow` is given where several share it."""
         limits = self._frontend.config.scheduler
         schedulers = [
             engine.scheduler
             for engine in self._frontend.engines
             if engine.state is not EngineState.DEAD
         ]
-        coming = self.coming_requests, self.coming_tokens
-        excess = find_excess(schedulers, limits, (requests, tokens), coming)
+        excess = find_excess(schedulers, limits, requests, self.coming)
         if excess is not None:
             raise OverloadedError(f"{excess}; try again later")
         if flow is None or limits.max_waiting_requests is None:
             return
-        waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming_requests
+        waiting = sum(scheduler.num_waiting for scheduler in schedulers) + self.coming
         free_slots = sum(scheduler.num_free_slots for scheduler in schedulers)
         own = sum(s.num_waiting_of(flow) for s in schedulers) + self.coming_of[flow]
         places = limits.max_waiting_requests - max(0, waiting - free_slots)
@@ -75,38 +72,28 @@ class AdmissionControl:
                 "of others; try again later"
             )
 
-    def reserve(
-        self, prompts: Sequence[Sequence[int]], n: int, flow: str | None = None
-    ) -> Reservation:
-        """Returns places in the queue for n sequences of each prompt (token ids), all or none.
-
-        Raises `OverloadedError`.
-        """
-        return Reservation(self, len(prompts) * n, sum(map(len, prompts)) * n, flow)
+    def reserve(self, requests: int, flow: str | None = None) -> Reservation:
+        """Returns places in the queue for so many sequences, all or none. Raises
+        `OverloadedError`."""
+        return Reservation(self, requests, flow)
 
 
 class Reservation:
     """Reserved places in the waiting queue for requests that are being submitted. The end of the
     `with` block releases the unused ones."""
 
-    def __init__(self, admission: AdmissionControl, requests: int, tokens: int, flow: str | None):
-        admission.check(requests, tokens, flow)
-        self._admission = admission
-        self._flow = flow
-        self._requests = self._tokens = 0
-        self._change(requests, tokens)
+    def __init__(self, admission: AdmissionControl, requests: int, flow: str | None):
+        admission.check(requests, flow)
+        self._admission, self._flow = admission, flow
+        self._left = 0
+        self.use(-requests)
 
-    def _change(self, requests: int, tokens: int) -> None:
-        self._requests += requests
-        self._tokens += tokens
-        self._admission.coming_requests += requests
-        self._admission.coming_tokens += tokens
+    def use(self, requests: int) -> None:
+        """Records that so many of the sequences are in the queue now."""
+        self._left -= requests
+        self._admission.coming -= requests
         if self._flow is not None:
-            self._admission.coming_of[self._flow] += requests
-
-    def use(self, prompt_len: int, n: int) -> None:
-        """Records that n sequences of a prompt are in the queue now."""
-        self._change(-n, -n * prompt_len)
+            self._admission.coming_of[self._flow] -= requests
 
     def __enter__(self) -> Reservation:
         return self
@@ -117,7 +104,7 @@ class Reservation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._change(-self._requests, -self._tokens)
+        self.use(self._left)
 
 
 def sharer(request: web.Request) -> str | None:

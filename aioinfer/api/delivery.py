@@ -64,9 +64,8 @@ async def submitted(
     charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:
-        with request.app[ADMISSION].reserve(
-            prompts, params.num_sequences, sharer(request)
-        ) as places:
+        num_sequences = len(prompts) * params.num_sequences
+        with request.app[ADMISSION].reserve(num_sequences, sharer(request)) as places:
             for index, prompt in enumerate(prompts):
                 if index and index % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # 0.1 ms are spent on a prompt of a thousand ids
@@ -81,7 +80,7 @@ async def submitted(
                         known=stream_state(request).known,
                     )
                 )
-                places.use(len(prompt), params.num_sequences)
+                places.use(params.num_sequences)
         cancel_deadline = deadline_of(request).hand_over(outputs)
         yield outputs
     finally:

@@ -108,8 +108,8 @@ class HttpServer:
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = AdmissionControl(frontend)
         app[RATE_LIMITER] = RateLimiter()
-        app[OBJECT_STORE] = ObjectStore(frontend.config.chat)
-        app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE], frontend.config.chat)
+        app[OBJECT_STORE] = ObjectStore()
+        app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE])
         app.on_shutdown.append(app[RESPONSE_RUNS].stop)
         app[CONNECTIONS] = connections
         app[REQUEST_BODIES] = RequestBodies(
@@ -301,7 +301,7 @@ class HttpServer:
             await self._tracing.close()
 
     def _make_connections(self) -> ConnectionServer:
-        return ConnectionServer(self._handle, self._make_request, self._config)
+        return ConnectionServer(self._handle, self._make_request)
 
 
 class _Application:

@@ -94,7 +94,6 @@ def _offline(config: Config) -> Config:
     scheduler = replace(
         config.scheduler,
         max_waiting_requests=None,
-        max_waiting_tokens=None,
         max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
         target_itl_ms=None,
         predicted_prefill=False,

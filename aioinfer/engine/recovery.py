@@ -11,13 +11,13 @@ request that was accepted has to be known to engine, scheduler and metrics, and 
 records have to agree.
 
 A `Lockstep` keeps engines in step, and recovers them together, if their workers compute together
-(`parallel.data_parallel_attention`). Their ranks exchange tokens in every layer, so the n-th step
-of one engine needs the n-th step of all others. Each engine plans for itself: its own scheduler
-decides on the rows of a step. An engine that has posted fewer steps than another posts steps
-without rows until it has caught up, so that no engine waits longer than for a turn of the event
-loop; when no engine has anything to compute, none posts anything. No engine waits without end: the
-steps that it has posted end once the others have posted as many, and it posts further ones as its
-results come.
+(`parallel.expert_parallel` between engines). Their ranks exchange tokens in every layer, so the
+n-th step of one engine needs the n-th step of all others. Each engine plans for itself: its own
+scheduler decides on the rows of a step. An engine that has posted fewer steps than another posts
+steps without rows until it has caught up, so that no engine waits longer than for a turn of the
+event loop; when no engine has anything to compute, none posts anything. No engine waits without
+end: the steps that it has posted end once the others have posted as many, and it posts further ones
+as its results come.
 """
 
 from __future__ import annotations

@@ -228,35 +228,27 @@ def _find_obstacle(
         for s in living
     ):
         return EngineDeadError(f"no engine that lives can hold the request: {cause}")
-    excess = find_excess(living, limits, (count, count * first.prompt_len))
+    excess = find_excess(living, limits, count)
     return None if excess is None else OverloadedError(f"{cause}; {excess}")
 
 
 def find_excess(
     living: Sequence[Scheduler],
     limits: SchedulerConfig,
-    more: tuple[int, int],
-    coming: tuple[int, int] = (0, 0),
+    more: int,
+    coming: int = 0,
 ) -> str | None:
     """Returns why the queue has no room for requests, or None: it is bounded by
-    `scheduler.max_waiting_requests` and `scheduler.max_waiting_tokens`, of all living engines
-    together.
-
-    Free slots count as room beside `max_waiting_requests`. The bound on tokens applies only while
-    some wait: otherwise a prompt longer than the bound could never be served.
+    `scheduler.max_waiting_requests`, of all living engines together, beside free slots.
 
     Args:
         living: the schedulers of these engines.
-        limits: the bounds.
-        more: the requests, and their prompt tokens.
-        coming: requests that count as waiting beside the ones in the queue, and their tokens.
+        limits: the bound.
+        more: the requests.
+        coming: requests that count as waiting beside the ones in the queue.
     """
-    waiting = sum(scheduler.num_waiting for scheduler in living) + coming[0]
+    waiting = sum(scheduler.num_waiting for scheduler in living) + coming
     bound = limits.max_waiting_requests
-    if bound is not None and waiting + more[0] > bound + sum(s.num_free_slots for s in living):
-        return f"{waiting} requests wait, {more[0]} more are too many"
-    tokens = sum(scheduler.num_waiting_tokens for scheduler in living) + coming[1]
-    bound = limits.max_waiting_tokens
-    if bound is not None and tokens and tokens + more[1] > bound:
-        return f"{tokens} prompt tokens wait, {more[1]} more are too many"
+    if bound is not None and waiting + more > bound + sum(s.num_free_slots for s in living):
+        return f"{waiting} requests wait, {more} more are too many"
     return None

@@ -272,9 +272,8 @@ class ServedModel:
 def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:
     if model.skip_tokenizer:
         return None
-    if model.tokenizer is not None or model.tokenizer_revision is not None:
-        path, revision = model.tokenizer or model.path, model.tokenizer_revision
-        source = replace(model, path=path, revision=revision, load_format="dummy")
+    if model.tokenizer is not None:
+        source = replace(model, path=model.tokenizer, revision=None, load_format="dummy")
         folder = resolve_model(source)
     try:
         return Tokenizer.load(folder, model.chat_template)

@@ -113,7 +113,7 @@ class Gateway:
             self._cut_off,
         )
         tls = await asyncio.to_thread(tls_context, self._settings)
-        self._connections = ConnectionServer(self._handle, self._make_request, self._settings)
+        self._connections = ConnectionServer(self._handle, self._make_request)
         self._bodies = RequestBodies(self._connections.counts, MAX_BYTES)
         self._listener = Listener(self._connections, self._settings, tls)
         url = await self._listener.bind()

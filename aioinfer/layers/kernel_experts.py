@@ -459,6 +459,6 @@ def connect(
 
 def _refusal(what: str) -> str:
     return (
-        f"parallel.data_parallel_attention on GPUs does not support {what}: use "
+        f"parallel.expert_parallel between engines on GPUs does not support {what}: use "
         "parallel.tensor_parallel_size"
     )

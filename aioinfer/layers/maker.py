@@ -186,8 +186,8 @@ def _takes_stacked(
     is_supported = supports(routing, channels.size, activation)
     if not is_supported and backend.expert_group is not None:
         raise ConfigError(
-            "parallel.data_parallel_attention on GPUs needs experts that the kernels compute, "
-            f"and not {channels.size} channels with {activation}: use "
+            "parallel.expert_parallel between engines on GPUs needs experts that the kernels "
+            f"compute, and not {channels.size} channels with {activation}: use "
             "parallel.tensor_parallel_size"
         )
     return is_supported

@@ -134,7 +134,7 @@ class ParallelGroup:
             peers = symmetric_memory.rendezvous(memory, handle)
         except RuntimeError as error:
             message = (
-                "parallel.tensor_parallel_size above 1 and parallel.data_parallel_attention need "
+                "parallel.tensor_parallel_size above 1 and parallel.expert_parallel need "
                 "GPUs that can reach each other's memory (NVLink, or PCIe peer access)"
             )
             raise ConfigError(f"{message}: {error}") from error

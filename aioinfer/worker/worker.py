@@ -280,7 +280,7 @@ class Worker:
 
     def _make_kernel_timing(self, bodies: GraphBodies) -> KernelTiming | None:
         """Returns the choice of kernels for products; None where they stay at their defaults."""
-        if not self._config.parallel.time_kernels or not self._backend.pdl:
+        if not self._backend.pdl:
             return None
         from aioinfer.worker.kernel_timing import KernelTiming
 

@@ -127,23 +127,6 @@ async def test_a_burst_fills_the_free_slots(served: Served, settings: Settings) 
     assert sorted(await asyncio.gather(*(post() for _ in range(12)))) == [200] * 5 + [503] * 7
 
 
-async def test_tokens_that_wait_are_bounded(served: Served, settings: Settings) -> None:
-    settings("scheduler", max_waiting_tokens=100)
-    body = SHORT[COMPLETIONS]
-    async with all_slots_taken(served):
-        first = asyncio.ensure_future(served.post(COMPLETIONS, **body | {"prompt": [5] * 60}))
-        await until(lambda: served.engine.scheduler.num_waiting_tokens == 60)
-        await check_refused(served, COMPLETIONS, body | {"prompt": [5] * 41})
-        await check_refused(served, COMPLETIONS, body | {"prompt": [5] * 21, "n": 2})
-        second = asyncio.ensure_future(served.post(COMPLETIONS, **body | {"prompt": [5] * 40}))
-        await until(lambda: served.engine.scheduler.num_waiting_tokens == 100)
-        first.cancel()
-        await until(lambda: served.engine.scheduler.num_waiting_tokens == 40)
-    await second
-    assert served.engine.scheduler.num_waiting_tokens == 0
-    await served.post(COMPLETIONS, **body | {"prompt": [5] * 300})
-
-
 # ---------------------------------------------------------------- deadlines
 
 

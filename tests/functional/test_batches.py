@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from tests.functional.test_disconnect import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 
-SETTINGS = {
-    "parallel.executor": "inline",
-    "server.batch_concurrency": 4,
-}
+SETTINGS = {"parallel.executor": "inline"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_at_a_time() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "CONCURRENCY", 4)
+        yield
 
 
 def line(number: int, **body: Any) -> dict[str, Any]:

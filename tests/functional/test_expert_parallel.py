@@ -80,10 +80,7 @@ def start(folder: Path, **settings: Any) -> LLM:
 
 
 TWO_RANKS: dict[str, Any] = {"parallel__tensor_parallel_size": 2}
-TWO_ENGINES: dict[str, Any] = {
-    "parallel__data_parallel_size": 2,
-    "parallel__data_parallel_attention": True,
-}
+TWO_ENGINES: dict[str, Any] = {"parallel__data_parallel_size": 2}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -471,7 +471,9 @@ async def test_events_of_the_background_are_resumed(
 
 async def test_the_background_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_runs, "MAX_STORED", 1)
-    async with serve(chat__max_stored_bytes=1500) as served:
+    monkeypatch.setattr(response_runs, "MAX_STORED_BYTES", 1500)
+    monkeypatch.setattr(store, "MAX_STORED_BYTES", 1500)
+    async with serve() as served:
         body: Any = {"input": "Tell me a long story.", "background": True}
         first = await served.post("/v1/responses", **body)
         error = await served.post("/v1/responses", 503, **body)

@@ -143,14 +143,17 @@ def times(span: Span) -> tuple[int, int]:
     return span.start_time_unix_nano, span.end_time_unix_nano
 
 
-async def test_the_spans_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_spans_of_a_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "aioinfer")
     headers = SAMPLED | {
         "tracestate": "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE",
         "X-Request-Id": "r",
     }
-    settings = {"tracing.service_name": "chat-backend", "tracing.headers": ["X-Token:  s3cret"]}
-    async with collector() as (url, collected), serve(url, delay_s=0.01, **settings) as http:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-backend")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "X-Token=s3cret")
+    async with collector() as (url, collected), serve(url, delay_s=0.01) as http:
         before = time.time_ns()
         assert await post(http, headers=headers) == 200
         after = time.time_ns()
@@ -273,9 +276,13 @@ async def test_clients_that_go_away() -> None:
     assert queue.end_time_unix_nano - queue.start_time_unix_nano > 50_000_000
 
 
-async def test_the_sender_decides_about_sampling(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_sender_decides_about_sampling(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "aioinfer")
-    async with collector() as (url, collected), serve(url, tracing__sample_ratio=0) as http:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    async with collector() as (url, collected), serve(url) as http:
         assert await post(http) == 200
         assert await post(http, headers=SAMPLED) == 200
     assert collected.tree()[0].trace_id.hex() == TRACE_ID
@@ -366,11 +373,12 @@ def wait_for_threads() -> None:
             assert not thread.is_alive()
 
 
-async def test_a_collector_that_refuses_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    async with collector(401) as (url, collected):
-        settings = {"tracing.headers": ["Authorization: Bearer s3cret"]}
-        async with serve(url, **settings) as http:
-            assert await post(http) == 200
+async def test_a_collector_that_refuses_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=Bearer s3cret")
+    async with collector(401) as (url, collected), serve(url) as http:
+        assert await post(http) == 200
     assert len(collected.spans) == 5
     (record,) = caplog.records
     assert record.levelno == logging.WARNING

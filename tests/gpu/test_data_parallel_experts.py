@@ -45,7 +45,6 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 TWO_ENGINES: dict[str, Any] = {
     "parallel__data_parallel_size": 2,
-    "parallel__data_parallel_attention": True,
     "parallel__expert_parallel": True,
     "parallel__restart_workers": 0,
 }

@@ -95,10 +95,6 @@ def test_a_first_start_times_and_a_second_one_reads(
     second, worker = serve(model, prompts, **settings)
     assert worker.timed_choices == 0
     assert second[0] == first[0]
-    _, worker = serve(model, prompts, **settings, parallel__time_kernels=False)
-    assert worker.timed_choices == 0
-    assert worker._backend.choices.products
-    assert all(each.find(2) is None for each in worker._backend.choices.products.values())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -121,5 +121,5 @@ def test_tiles_go_by_the_tokens_that_may_come() -> None:
 @pytest.mark.sample
 def test_what_kernels_do_not_compute_is_refused(tmp_path: Path) -> None:
     tiny_model("mixtral", tmp_path, **SIZES, intermediate_size=20)
-    with pytest.raises(ConfigError, match=r"data_parallel_attention on GPUs needs experts"):
+    with pytest.raises(ConfigError, match=r"expert_parallel between engines on GPUs needs experts"):
         load(tmp_path, ParallelGroup(0, 2))

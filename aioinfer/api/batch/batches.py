@@ -39,7 +39,7 @@ from aioinfer.api.batch.store import (
     Metadata,
     owner_of,
 )
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.http.dispatch import Dispatcher
@@ -50,6 +50,8 @@ from aioinfer.errors import EngineDeadError, RequestError
 _log = logging.getLogger(__name__)
 
 _WINDOW_S = 24 * 3600
+#: Requests of all batches together that are served at a time, beside those of clients.
+CONCURRENCY = 32
 #: Batches that are in progress: each has a task, and its file open.
 MAX_BATCHES = 16
 #: Requests in a batch; OpenAI's bound.
@@ -86,9 +88,8 @@ class Batches:
     def __init__(self, app: web.Application, store: FileStore):
         """`app` has its frontend, accounts and request bodies."""
         self._store, self._accounts = store, app[ACCOUNTS]
-        self._concurrency = app[FRONTEND].config.server.batch_concurrency
         self._max_line_bytes = app[REQUEST_BODIES].max_bytes
-        self._places = asyncio.Semaphore(self._concurrency)
+        self._places = asyncio.Semaphore(CONCURRENCY)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
         app.on_startup.append(self.start)
@@ -238,7 +239,7 @@ class Batches:
                 raise RequestError(message, code="invalid_api_key")
             return found
 
-        server = BatchServer(self._dispatcher, account, self._places, self._concurrency)
+        server = BatchServer(self._dispatcher, account, self._places, CONCURRENCY)
         source = store.data(batch.input_file_id)
         with closing(await asyncio.to_thread(Requests, source, done)) as requests:
             try:

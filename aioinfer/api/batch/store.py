@@ -35,7 +35,7 @@ from msgspec import Meta, Struct
 from aioinfer.api.batch.lines import BatchFault
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNT
-from aioinfer.config import ChatConfig, ServerConfig
+from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, RequestError
 
 #: The kinds of stored objects, by the `object` of their JSON.
@@ -46,8 +46,9 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
-#: Objects in memory: with the usual ones `chat.max_stored_bytes` is reached before.
+#: Objects in memory, and their bytes as JSON; with the usual ones the latter is reached before.
 MAX_STORED = 1000
+MAX_STORED_BYTES = 64 * 2**20
 #: Files in the folder, results of batches included: all of their records are in memory.
 MAX_FILES = 1000
 #: The statuses in which a batch stays.
@@ -208,24 +209,24 @@ class Store(Generic[R]):
 
 
 class ObjectStore(Store[StoredObject]):
-    """Objects in memory. Beyond `MAX_STORED` objects and `chat.max_stored_bytes` the oldest go,
+    """Objects in memory. Beyond `MAX_STORED` objects and `MAX_STORED_BYTES` the oldest go,
     conversations by their last change.
 
     Attributes:
         num_bytes: of all that are stored.
     """
 
-    def __init__(self, config: ChatConfig):
+    def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0
-        self._config = config
 
     def check_room(self, num_bytes: int, what: str, param: str | None = None) -> None:
         """Raises `RequestError` if an object of this size could not be stored at all. `what` names
         the object in the message."""
-        if num_bytes > self._config.max_stored_bytes:
+        if num_bytes > MAX_STORED_BYTES:
             raise RequestError(
-                f"{what} is stored, and the server's chat.max_stored_bytes leaves no room for it",
+                f"{what} is stored, and is larger than the server's {MAX_STORED_BYTES} bytes for "
+                "all that is",
                 param=param,
             )
 
@@ -244,7 +245,7 @@ class ObjectStore(Store[StoredObject]):
             return
         if (replaced := self._stored.pop((owner, body["id"]), None)) is not None:
             self.num_bytes -= replaced.num_bytes
-        if size > self._config.max_stored_bytes:
+        if size > MAX_STORED_BYTES:
             return
         self._stored[owner, body["id"]] = StoredObject(body, items, size, events)
         self.num_bytes += size
@@ -273,7 +274,7 @@ class ObjectStore(Store[StoredObject]):
         return stored
 
     def _evict(self) -> None:
-        while len(self._stored) > MAX_STORED or self.num_bytes > self._config.max_stored_bytes:
+        while len(self._stored) > MAX_STORED or self.num_bytes > MAX_STORED_BYTES:
             _, oldest = self._stored.popitem(last=False)
             self.num_bytes -= oldest.num_bytes
 

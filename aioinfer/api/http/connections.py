@@ -34,7 +34,6 @@ from aioinfer.api.errors import (
     raw_response,
 )
 from aioinfer.api.http.logs import LimitedLog
-from aioinfer.config import ServerConfig
 
 #: A connection that has waited for less than this is not closed to make room for another.
 MIN_WAIT_S = 1.0
@@ -43,6 +42,8 @@ CROWDED_WAIT_S = 0.1
 #: Seconds in which a new connection must deliver a request's head, and a kept-alive one the rest of
 #: a head that has begun, before it is answered 408 and closed: nginx's default for heads.
 HEAD_TIMEOUT_S = 60.0
+#: Seconds after which a kept-alive connection without a request is closed.
+IDLE_TIMEOUT_S = 75.0
 #: Seconds for which a client may leave unread what the server has to send before its connection is
 #: dropped, and its request with it: nginx's default as well. Counts only while the system's buffers
 #: and 64 KiB more are full.
@@ -200,7 +201,7 @@ class ConnectionServer(web.Server):
         refused: the log of requests that are refused by their heads alone.
     """
 
-    def __init__(self, handler: RequestHandler, make_request: RequestFactory, config: ServerConfig):
+    def __init__(self, handler: RequestHandler, make_request: RequestFactory):
         """`make_request` is a request factory of aiohttp's."""
         super().__init__(
             handler,
@@ -214,7 +215,7 @@ class ConnectionServer(web.Server):
         self.counts = HttpCounts()
         head, drop = Connection.time_out, Connection.drop
         self.receiving = WaitingConnections(HEAD_TIMEOUT_S, self._ends("head", head))
-        self.idle = WaitingConnections(config.keepalive_timeout_s, self._ends("idle", drop))
+        self.idle = WaitingConnections(IDLE_TIMEOUT_S, self._ends("idle", drop))
         self.stalled = WaitingConnections(SEND_TIMEOUT_S, self._ends("send", drop))
         self.malformed = LimitedLog(_log, "malformed requests")
         self.refused = LimitedLog(_log, "requests refused by their heads")

@@ -1,7 +1,8 @@
 """The OpenTelemetry spans of an HTTP request, made from its record when it has ended.
 
 `tracing` imports this module if traces are configured, and only then: it needs the packages of
-`aioinfer[otel]`. A thread of the SDK sends the spans; nothing here waits for it.
+`aioinfer[otel]`. A thread of the SDK sends the spans; nothing here waits for it. The SDK reads the
+sampler, the collector's headers and the service's name from its own environment variables.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from aiohttp import web
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagators.textmap import Getter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -25,7 +25,7 @@ from aioinfer import __version__
 from aioinfer.api.http.access import request_id
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.record import RequestRecord
-from aioinfer.config import Config, TracingConfig
+from aioinfer.config import Config
 
 #: Spans that wait to be sent, at most; then the oldest are dropped. A request has up to five, of
 #: about 2 KiB each.
@@ -53,18 +53,14 @@ class RequestTracer:
     constructor and `shutdown`, which take long."""
 
     def __init__(self, config: Config):
-        settings = config.tracing
         self._model = config.served_model_names[0]
+        name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
         self._exporter = OTLPSpanExporter(
-            endpoint=_traces_url(settings.endpoint or ""),
-            headers=_headers(settings),
+            endpoint=_traces_url(config.tracing.endpoint or ""),
             timeout=_EXPORT_TIMEOUT_S,
         )
         self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
-            resource=Resource.create(
-                {"service.name": settings.service_name, "service.version": __version__}
-            ),
+            resource=Resource.create({"service.name": name, "service.version": __version__}),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(
@@ -138,11 +134,6 @@ def _traces_url(endpoint: str) -> str:
     """Returns the URL to post spans to: one without a path is the collector's base."""
     is_base = urlsplit(endpoint).path in ("", "/")
     return f"{endpoint.rstrip('/')}/v1/traces" if is_base else endpoint
-
-
-def _headers(settings: TracingConfig) -> dict[str, str]:
-    pairs = (line.partition(":") for line in settings.headers)
-    return {name: value.strip() for name, _, value in pairs}
 
 
 def _route(request: web.Request) -> str | None:

@@ -32,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aioinfer.api.admission import bounded
-from aioinfer.api.batch.store import MAX_STORED, ObjectStore, json_size
+from aioinfer.api.batch.store import MAX_STORED, MAX_STORED_BYTES, ObjectStore, json_size
 from aioinfer.api.delivery import submitted
 from aioinfer.api.event_stream import StreamState
 from aioinfer.api.generation import Generation
@@ -40,7 +40,6 @@ from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.record import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.openai.response_events import Response, ResponseDialect
-from aioinfer.config import ChatConfig
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.errors import OverloadedError
 from aioinfer.scheduler.request import RequestStatus
@@ -169,8 +168,8 @@ class ResponseRuns:
     """The background responses of all API keys that have not ended. The limits of stored objects,
     in number and in bytes, bound them too."""
 
-    def __init__(self, store: ObjectStore, config: ChatConfig):
-        self._store, self._config = store, config
+    def __init__(self, store: ObjectStore):
+        self._store = store
         self._runs: dict[tuple[str | None, str], ResponseRun] = {}
         self._tasks: dict[ResponseRun, asyncio.Task[None]] = {}
 
@@ -186,7 +185,7 @@ class ResponseRuns:
         """
         self._store.check_room(run.num_bytes, "a response in the background", "background")
         num_bytes = sum(other.num_bytes for other in self._tasks) + run.num_bytes
-        if len(self._tasks) >= MAX_STORED or num_bytes > self._config.max_stored_bytes:
+        if len(self._tasks) >= MAX_STORED or num_bytes > MAX_STORED_BYTES:
             raise OverloadedError(
                 f"{len(self._tasks)} responses are in the background, one more is too many; try "
                 "again later"
