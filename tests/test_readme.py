@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -28,23 +27,6 @@ def test_the_layout_names_every_folder_once() -> None:
     }
     top = {"aioinfer/", "configs/", "docs/", "kernels/", "notes/", "scripts/", "tests/"}
     assert set(folders) == packages | top
-
-
-def test_the_life_of_a_request_names_functions_that_exist() -> None:
-    rows = re.findall(r"^\| .* \| (`aioinfer/.*) \|$", README, re.MULTILINE)
-    assert len(rows) > 8
-    for row in rows:
-        names: set[str] = set()
-        for word in re.findall(r"`([^`]+)`", row):
-            if word.endswith(".py"):
-                tree = ast.parse((ROOT / word).read_text("utf-8"))
-                names = {
-                    node.name
-                    for node in ast.walk(tree)
-                    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                }
-            else:
-                assert word in names, f"{word} is not in the file named before it: {row}"
 
 
 PAGES = [
