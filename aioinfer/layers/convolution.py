@@ -23,6 +23,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.kernel_states import KernelConvolution
     from aioinfer.layers.part_maker import PartMaker
 
 
@@ -108,11 +109,10 @@ class ShortConvolution(Mixer):
         convolution: of these channels.
         output: the output projection.
         norm: of the residual stream before the projection.
+        backend: of the rank.
     """
 
     scales = None
-    #: The rows of a step are divided on the host.
-    supports_graphs = False
 
     def __init__(
         self,
@@ -121,10 +121,13 @@ class ShortConvolution(Mixer):
         output: RowParallelLinear,
         *,
         norm: Norm,
+        backend: Backend,
     ):
         self.inputs, self.convolution, self.output = inputs, convolution, output
         self._norm = norm
+        self._pdl = backend.pdl
         self._cache: LayerCache | None = None
+        self._kernel: KernelConvolution | None = None
 
     @property
     def kv_specs(self) -> tuple[StateSpec]:
@@ -141,16 +144,31 @@ class ShortConvolution(Mixer):
         self.inputs.warm_up(self._norm)
         self.output.warm_up()
 
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """See `Mixer.unsupported_head_size`."""
+        from aioinfer.layers.kernel_states import supports
+
+        return None if supports(block_size) else len(self.convolution.weight)
+
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
         (self._cache,) = caches
+        self._kernel = None
+        if plans is not None:
+            from aioinfer.layers.kernel_states import KernelConvolution
+
+            self._kernel = KernelConvolution(self.convolution, self._cache, plans, pdl=self._pdl)
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
         assert self._cache is not None
         first, second, x = self.inputs.of_normed(stream, self._norm).chunk(3, dim=-1)
-        rows = StateRows.of_step(step, self._cache.group, self._cache.block_size)
-        mixed = self.convolution(first * x, self._cache.tensor, rows).to(x.dtype) * second
+        if self._kernel is not None:
+            mixed = self._kernel(first * x, step)
+        else:
+            rows = StateRows.of_step(step, self._cache.group, self._cache.block_size)
+            mixed = self.convolution(first * x, self._cache.tensor, rows).to(x.dtype)
+        mixed = mixed * second
         mixed = select_sampled(stream, step, mixed, is_last=is_last)
         if len(stream):
             self.output.add_to(stream, mixed)
@@ -186,4 +204,5 @@ def make_short_convolution(
         make.keep(convolution),
         make.row(f"{name}.out_proj", channels, bias=bias),
         norm=norm,
+        backend=make.backend,
     )

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.ipc.kv_spec import StateSpec
+from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import Convolution, select_sampled
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
@@ -29,6 +30,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.kernel_states import KernelDeltaNet
     from aioinfer.layers.part_maker import PartMaker
 
 #: Added to the squared length of queries and keys.
@@ -84,11 +86,10 @@ class GatedDeltaNet(Mixer):
         output_norm: of a head's outputs.
         output: the output projection.
         norm: of the residual stream before the projections.
+        backend: of the rank.
     """
 
     scales = None
-    #: The rows of a step are divided on the host.
-    supports_graphs = False
 
     def __init__(
         self,
@@ -101,13 +102,16 @@ class GatedDeltaNet(Mixer):
         output: RowParallelLinear,
         *,
         norm: Norm,
+        backend: Backend,
     ):
         self.shape = shape
         self.inputs, self._row_orders = inputs, row_orders
         self.convolution, self.decay = convolution, decay
         self.output_norm, self.output = output_norm, output
         self._norm = norm
+        self._pdl = backend.pdl
         self._caches: Sequence[LayerCache] = ()
+        self._kernel: KernelDeltaNet | None = None
 
     @property
     def kv_specs(self) -> tuple[StateSpec, StateSpec]:
@@ -134,16 +138,33 @@ class GatedDeltaNet(Mixer):
             linear.warm_up(self._norm)
         self.output.warm_up()
 
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """See `Mixer.unsupported_head_size`."""
+        from aioinfer.layers.kernel_states import supports
+
+        return None if supports(block_size) else self.shape.key_size
+
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
-        self._caches = caches
+        self._caches, self._kernel = caches, None
+        if plans is not None:
+            from aioinfer.layers.kernel_states import KernelDeltaNet
+
+            windows, matrices = caches
+            self._kernel = KernelDeltaNet(
+                self.shape, self.convolution, self.decay, self.output_norm, windows, matrices,
+                plans, pdl=self._pdl,
+            )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
         mixed, gates, rates, decays = self._project(stream)
-        outputs = self._mix_in_torch(mixed, rates, decays, step)
-        gates = F.silu(gates.float()).view(outputs.shape)
-        outputs = self.output_norm(outputs).mul_(gates).to(mixed.dtype).flatten(1)
+        if self._kernel is not None:
+            outputs = self._kernel.mix(mixed, gates, rates, decays, step)
+        else:
+            outputs = self._mix_in_torch(mixed, rates, decays, step)
+            gates = F.silu(gates.float()).view(outputs.shape)
+            outputs = self.output_norm(outputs).mul_(gates).to(mixed.dtype).flatten(1)
         outputs = select_sampled(stream, step, outputs, is_last=is_last)
         if len(stream):
             self.output.add_to(stream, outputs)
@@ -254,6 +275,7 @@ def make_gated_delta_net(
         make.norm(f"{name}.norm", shape.value_size),
         make.row(f"{name}.out_proj", values, bias=False),
         norm=norm,
+        backend=backend,
     )
     return make.prepare(net)
 

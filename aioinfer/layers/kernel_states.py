@@ -1,0 +1,200 @@
+"""Layers with a state by the Triton kernels: Gated DeltaNet, and short convolutions.
+
+The kernels find out on the GPU which rows of a step have one token and which have more, and what
+they read and write: so the launches of a layer depend on nothing but the numbers of rows and
+tokens, and a CUDA graph may hold them. The lists of chunks that they work through are made once a
+step for all layers (`AttentionPlans.share`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
+from aioinfer.kernels.delta_decode import delta_decode, make_tickets
+from aioinfer.kernels.delta_prefill import DeltaWorkspace, delta_prefill, plans_of
+from aioinfer.kernels.short_convolution import short_convolution
+from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
+from aioinfer.layers.convolution import Convolution
+from aioinfer.layers.layer import LayerCache
+from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.recurrence import HeadDecay
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.delta_net import DeltaNetShape
+    from aioinfer.layers.kernel_attention import AttentionPlans
+
+#: Kernels take blocks of a multiple of so many tokens.
+_BLOCK_MULTIPLE = 16
+
+
+def supports(block_size: int) -> bool:
+    """Whether the kernels have the block size."""
+    return block_size % _BLOCK_MULTIPLE == 0 and block_size & (block_size - 1) == 0
+
+
+def _tables_of(cache: LayerCache, step: Step) -> StateTables:
+    return StateTables(cache.tensor, step.inputs.groups[cache.group].block_tables)
+
+
+def _fill(plan: ChunkPlan, step: Step) -> None:
+    inputs = step.inputs
+    plan_chunks(plan, inputs.query_starts, inputs.seq_lens, len(inputs.input_ids))
+
+
+class DeltaPlans:
+    """The plan of a step that layers of Gated DeltaNet share, and their buffers.
+
+    Args:
+        shape: of the layers.
+        block_size: tokens a block.
+        rows, tokens: the maximum of a step.
+        dtype: of the inputs.
+        device: of all.
+
+    Attributes:
+        out: [tokens, heads * value_size], which every layer writes its outputs to. What it has in
+            the place of padding is finite.
+    """
+
+    def __init__(
+        self,
+        shape: DeltaNetShape,
+        block_size: int,
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.tickets = make_tickets(rows, shape.num_key_heads, device)
+        self.blocks, self.chunks = plans_of(rows, tokens, block_size, device)
+        self.workspace = DeltaWorkspace.empty(
+            tokens, sum(shape.mixed_sizes), shape.num_heads, shape.key_size, block_size, dtype,
+            device,
+        )  # fmt: skip
+        values = shape.num_heads * shape.value_size
+        self.out = torch.zeros(tokens, values, dtype=dtype, device=device)
+
+    def fill(self, step: Step) -> None:
+        """See `AttentionPlan`."""
+        if step.has_prefill:
+            _fill(self.blocks, step)
+            _fill(self.chunks, step)
+
+
+class KernelDeltaNet:
+    """The Gated DeltaNet of one layer between its projections.
+
+    Args:
+        shape: of this rank.
+        convolution, decay, norm: of the layer, `norm` of a head's outputs.
+        windows, matrices: the layer's caches.
+        plans: of the model.
+        pdl: launch as programmatic dependents.
+    """
+
+    def __init__(
+        self,
+        shape: DeltaNetShape,
+        convolution: Convolution,
+        decay: HeadDecay,
+        norm: RMSNorm,
+        windows: LayerCache,
+        matrices: LayerCache,
+        plans: AttentionPlans,
+        *,
+        pdl: bool,
+    ):
+        self._shape = shape
+        self._weights = DeltaWeights(
+            convolution.weight, decay.logs, decay.biases, norm.weight, norm.eps
+        )
+        self._windows, self._matrices = windows, matrices
+        self._pdl = pdl
+        dtype, device, size = convolution.weight.dtype, norm.weight.device, windows.block_size
+        self._plans = plans.share(
+            (DeltaPlans, shape),
+            lambda: DeltaPlans(shape, size, plans.rows, plans.tokens, dtype, device),
+        )
+
+    def mix(
+        self,
+        mixed: torch.Tensor,
+        gates: torch.Tensor,
+        rates: torch.Tensor,
+        decays: torch.Tensor,
+        step: Step,
+    ) -> torch.Tensor:
+        """Returns the gated outputs [T, heads * value_size] for results of the projections, in a
+        buffer that the next layer writes to.
+
+        Args:
+            mixed: [T, channels], of the convolution. gates: [T, heads * value_size].
+            rates, decays: [T, heads].
+            step: planned by `AttentionPlans.fill`.
+        """
+        inputs, plans, size = step.inputs, self._plans, self._windows.block_size
+        heads = gates.unflatten(1, (self._shape.num_heads, self._shape.value_size))
+        given = DeltaInputs(mixed, heads, rates, decays)
+        windows, matrices = _tables_of(self._windows, step), _tables_of(self._matrices, step)
+        out = plans.out[: len(mixed)]
+        delta_decode(
+            given, self._weights, windows, matrices, inputs.seq_lens, plans.tickets, out,
+            block_size=size, query_starts=inputs.query_starts if step.has_prefill else None,
+            pdl=self._pdl,
+        )  # fmt: skip
+        if step.has_prefill:
+            delta_prefill(
+                given, self._weights, windows, matrices, inputs.query_starts, inputs.seq_lens,
+                plans.blocks, plans.chunks, plans.workspace, out, block_size=size,
+                first_row=step.num_decodes or 0, pdl=self._pdl,
+            )  # fmt: skip
+        return out
+
+
+class ConvolutionPlans:
+    """The plan of a step that short convolutions share; arguments as in `DeltaPlans`."""
+
+    def __init__(self, block_size: int, rows: int, tokens: int, device: torch.device):
+        self.chunks = ChunkPlan.empty(
+            rows, tokens, block_size, device, min_tokens=1, is_aligned=False
+        )
+
+    def fill(self, step: Step) -> None:
+        """See `AttentionPlan`."""
+        _fill(self.chunks, step)
+
+
+class KernelConvolution:
+    """The short convolution of one layer.
+
+    Args:
+        convolution: its weights.
+        windows: the layer's cache.
+        plans: of the model.
+        pdl: launch as programmatic dependents.
+    """
+
+    def __init__(
+        self, convolution: Convolution, windows: LayerCache, plans: AttentionPlans, *, pdl: bool
+    ):
+        self._convolution, self._windows, self._pdl = convolution, windows, pdl
+        size, device = windows.block_size, convolution.weight.device
+        self._plans = plans.share(
+            (ConvolutionPlans, size),
+            lambda: ConvolutionPlans(size, plans.rows, plans.tokens, device),
+        )
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns the convolution [T, channels] of x [T, channels]; 0 in padding."""
+        out, convolution = torch.zeros_like(x), self._convolution
+        short_convolution(
+            x, convolution.weight, _tables_of(self._windows, step), self._plans.chunks,
+            step.inputs.query_starts, out, bias=convolution.bias, has_silu=False,
+            block_size=self._windows.block_size, max_tokens=len(x) if step.has_prefill else 1,
+            pdl=self._pdl,
+        )  # fmt: skip
+        return out
