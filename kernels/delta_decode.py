@@ -49,11 +49,20 @@ def decode_config(shape: DeltaShape) -> DecodeConfig:
 def _inputs_of(mixed, window, has_window, channels, mask, taps, WIDTH: tl.constexpr):
     """Returns the convolution's inputs [P, taps] of channels: those of the window, then the
     token's; 0 past them."""
-    own = mask[:, None] & (taps < WIDTH - 1)[None, :]
-    places = window + channels[:, None] * (WIDTH - 1) + taps[None, :]
-    kept = tl.load(places, own & has_window, 0.0).to(tl.float32)
-    current = tl.load(mixed + channels, mask, 0.0).to(tl.float32)
-    return tl.where((taps == WIDTH - 1)[None, :], current[:, None], kept)
+    is_kept, is_current = taps < WIDTH - 1, taps == WIDTH - 1
+    # one load: of two, their values would be exchanged among threads to bring them together
+    places = tl.where(
+        is_current[None, :],
+        mixed + channels[:, None],
+        window + channels[:, None] * (WIDTH - 1) + taps[None, :],
+    )
+    own = mask[:, None] & (is_current | (is_kept & has_window))[None, :]
+    return tl.load(places, own, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _add_3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -116,8 +125,10 @@ def _delta_decode_kernel(
     next_window = windows + tl.load(window_table + last).to(tl.int64) * window_stride
     next_matrix = matrices + tl.load(matrix_table + last).to(tl.int64) * matrix_stride
 
-    x = mixed + token * mixed_stride
+    # No load waits for the value of another from here on. (With the state's before the inputs',
+    # Triton would move the state through shared memory into the layout of its products.)
     is_started = seq_len > 1
+    x = mixed + token * mixed_stride
     q_inputs = _inputs_of(x, window, is_started, q_channels, is_key, taps, SHAPE.width)
     k_inputs = _inputs_of(x, window, is_started, k_channels, is_key, taps, SHAPE.width)
     v_inputs = _inputs_of(x, window, is_started, v_channels, is_value, taps, SHAPE.width)
@@ -132,8 +143,11 @@ def _delta_decode_kernel(
     q = silu(tl.sum(q_inputs * q_conv, 1))
     k = silu(tl.sum(k_inputs * k_conv, 1))
     v = silu(tl.sum(v_inputs * v_conv, 1))
-    q *= tl.rsqrt(tl.sum(q * q) + L2_EPS) * SHAPE.key_size**-0.5
-    k *= tl.rsqrt(tl.sum(k * k) + L2_EPS)
+    q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, _add_3)
+    q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
+    k_scale = tl.rsqrt(k_square + L2_EPS)
+    q *= q_scale
+    k *= k_scale
     # Programs of one key head read the same windows of queries and keys: the last of them to come
     # here writes the next ones, where the others have their inputs in registers already. Nothing
     # that another program has written is read after this, so the order may be relaxed.
@@ -144,10 +158,10 @@ def _delta_decode_kernel(
         writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
 
     # both products are taken of the state before its update, which is read once
-    known = tl.sum(state * k[:, None], 0) * decay
-    seen = tl.sum(state * q[:, None], 0) * decay
-    delta = beta * (v - known)
-    o = seen + delta * tl.sum(q * k)
+    known = tl.sum(state * k[:, None], 0)
+    seen = tl.sum(state * q[:, None], 0)
+    delta = beta * (v - known * decay)
+    o = seen * decay + delta * (product * q_scale * k_scale)
     state = state * decay + k[:, None] * delta[None, :]
     tl.store(next_matrix + places, state.to(matrices.dtype.element_ty), is_state)
     scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
@@ -190,7 +204,8 @@ def delta_decode(
     Args:
         inputs: for T tokens.
         weights: see `DeltaWeights`.
-        windows, matrices: see `StateTables`; the blocks of both entries must be there.
+        windows, matrices: see `StateTables`; the blocks of both entries must be there. Windows have
+            the dtype of `mixed`.
         seq_lens: int32 [R], tokens of each row, this step's included; 0 for padding rows, for which
             nothing is read or written. A row of 1 starts from zero.
         tickets: from `make_tickets`.
@@ -208,13 +223,14 @@ def delta_decode(
     heads, rows = shape.key_heads * shape.group, len(seq_lens)
     channels, kept = inputs.mixed.shape[1], shape.width - 1
     if (
-        windows.states.shape[1:] != (channels, kept)
+        windows.states.dtype != inputs.mixed.dtype
+        or windows.states.shape[1:] != (channels, kept)
         or windows.states.stride()[1:] != (kept, 1)
         or len(tickets) < rows * shape.key_heads
     ):
         raise ValueError(
-            f"windows {tuple(windows.states.shape)} or {len(tickets)} tickets do not fit {shape} "
-            f"and {rows} rows"
+            f"{windows.states.dtype} windows {tuple(windows.states.shape)} or {len(tickets)} "
+            f"tickets do not fit {shape} and {rows} rows"
         )
     if rows == 0:
         return
