@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, group_layers
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec, group_layers
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.worker import memory
 from aioinfer.worker.memory import (
@@ -259,10 +259,11 @@ GIB = 2**30
 SPECS = st.one_of(
     st.builds(AttentionSpec, st.integers(1, 3), st.just(4), st.none() | st.integers(1, 300)),
     st.builds(LatentSpec, st.integers(1, 20)),
+    st.builds(StateSpec, st.tuples(st.integers(1, 3000)), st.sampled_from(["float32", "bfloat16"])),
 )
 
 
-def make_demand(groups: tuple[KVGroup, ...], **fields: int) -> CacheDemand:
+def make_demand(groups: tuple[KVGroup, ...], **fields: Any) -> CacheDemand:
     values = {"block_size": 16, "max_num_seqs": 64, "max_chunk": 512} | fields
     sizes = tuple(group.bytes_per_block(values["block_size"], 2) for group in groups)
     return CacheDemand(groups=groups, block_bytes=sizes, **values)
@@ -303,7 +304,7 @@ def test_it_fits_and_holds_the_request_that_must_fit(case: tuple[CacheDemand, in
         strict=True,
     ):
         assert blocks >= needed
-        assert enough is None or blocks <= max(enough, needed)
+        assert enough is None or group.keeps_states or blocks <= max(enough, needed)
         assert enough is None or group.window is None or enough >= needed
     keep_all = [
         size
@@ -338,6 +339,41 @@ def test_requests_of_any_length_run_half_as_many_as_with_a_division_for_them(
         alone = demand.total_bytes(demand.blocks_of_one(length))
         assert running >= 0.44 * min(10_000, available // alone) - 1
         length *= 2
+
+
+STATES = tuple(KVGroup(StateSpec((size,), "float32"), (1,)) for size in (10, 1000))
+
+
+@settings(max_examples=100, deadline=None)
+@given(memory=st.integers(1, 10**9), seqs=st.integers(1, 300), caching=st.booleans())
+def test_states_have_two_blocks_a_request_and_a_share_for_snapshots(
+    memory: int, seqs: int, caching: bool
+) -> None:
+    """With plenty of memory: else the running requests have what there is."""
+    groups = (KVGroup(AttentionSpec(1, 8), (0,)), *STATES)
+    demand = make_demand(groups, max_num_seqs=seqs, prefix_caching=caching)
+    available = demand.total_bytes(demand.blocks_of_one(1000)) + memory
+    _, *states = divide_memory(demand, available, 1000, 1000)
+    snapshots = int(min(memory, available / 8) // demand.snapshot_bytes) if caching else 0
+    assert states[0] == states[1]
+    assert 2 + snapshots <= states[0] <= 2 * seqs + snapshots
+    if memory > 20 * seqs * demand.total_bytes(demand.blocks_of_one(1000)):
+        assert states[0] == 2 * seqs + snapshots
+
+
+def test_a_model_of_states_alone_has_snapshots_for_the_rest() -> None:
+    demand = make_demand(STATES, max_num_seqs=4)
+    available = 500 * demand.snapshot_bytes + 7
+    assert divide_memory(demand, available, 1000, 1000) == [500, 500]
+    demand = make_demand(STATES, max_num_seqs=4, prefix_caching=False)
+    assert divide_memory(demand, available, 1000, 1000) == [8, 8]
+
+
+def test_configured_blocks_have_a_snapshot_for_each_running_request() -> None:
+    """`count` has 4 of these."""
+    config = make_config(num_blocks=500)
+    assert count(config, FULL, *STATES) == (500, 12, 12)
+    assert count(make_config(num_blocks=3), FULL, *STATES) == (3, 6, 6)
 
 
 def test_a_group_alone_has_all_the_memory() -> None:

@@ -22,6 +22,10 @@ Bounds. No group has fewer blocks than one request of the longest length needs. 
 have no more than all running requests together can own (`enough_blocks`); the rest goes
 to the groups that keep all tokens, where it makes room for longer requests and for more blocks of
 the prefix cache.
+
+Groups of states (`StateSpec`) have two blocks for each running request, and snapshots for the
+prefix cache beside them: `SNAPSHOT_SHARE` of the memory, which is set aside before the rest is
+divided, and in a model that keeps nothing else all that is left.
 """
 
 from __future__ import annotations
@@ -49,6 +53,9 @@ GIB = 2**30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = 2**31 - 1
 _KEPT_ALLOCATION_BYTES = 2**30
+#: The part of the cache's memory that holds snapshots of states beside the states of running
+#: requests.
+SNAPSHOT_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,7 @@ class CacheDemand:
         block_size: tokens a block.
         max_num_seqs: requests that run at once.
         max_chunk: tokens of a step.
+        prefix_caching: whether snapshots of states are kept.
     """
 
     groups: tuple[KVGroup, ...]
@@ -68,6 +76,23 @@ class CacheDemand:
     block_size: int
     max_num_seqs: int
     max_chunk: int
+    prefix_caching: bool = True
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot: a block of each group of states."""
+        groups = zip(self.groups, self.block_bytes, strict=True)
+        return sum(size for group, size in groups if group.keeps_states)
+
+    def count_snapshots(self, memory: float) -> int:
+        """Returns how many snapshots `memory` bytes hold, if any are kept."""
+        size = self.snapshot_bytes
+        return max(0, int(memory // size)) if size and self.prefix_caching else 0
+
+    def add_snapshots(self, num_blocks: Sequence[int], count: int) -> list[int]:
+        """Returns numbers of blocks with `count` more of each group of states."""
+        groups = zip(self.groups, num_blocks, strict=True)
+        return [blocks + count * group.keeps_states for group, blocks in groups]
 
     @property
     def len_of_full_windows(self) -> int:
@@ -102,7 +127,8 @@ class CacheDemand:
 
     def enough_blocks(self, num_tokens: int) -> list[int | None]:
         """Returns the blocks of each group that running requests of at most `num_tokens` tokens
-        never exceed; None where all tokens are kept, since a prefix cache has use for any number.
+        never exceed, snapshots of states not counted; None where all tokens are kept, since a
+        prefix cache has use for any number.
 
         A request of which a step computes c tokens owns at most (window + c + 2 * block_size - 3)
         / block_size blocks (see `KVGroup.max_blocks`), with c = 1 if it is in none. All c of a step
@@ -113,6 +139,8 @@ class CacheDemand:
         for group in self.groups:
             if group.window is None:
                 enough.append(None)
+            elif group.keeps_states:
+                enough.append(seqs * group.max_blocks(num_tokens, size, self.max_chunk))
             else:
                 tokens = seqs * (group.window + 2 * size - 2) + self.max_chunk
                 enough.append(min(tokens // size, seqs * -(-num_tokens // size)))
@@ -140,6 +168,9 @@ def divide_memory(demand: CacheDemand, available: int, min_len: int, max_len: in
         min_len: the length of a request that must fit.
         max_len: the length that no request exceeds, at least `min_len`.
     """
+    spare = available - demand.total_bytes(demand.blocks_of_one(min_len))
+    snapshots = demand.count_snapshots(min(spare, available * SNAPSHOT_SHARE))
+    available -= snapshots * demand.snapshot_bytes
     longest = max(min_len, demand.longest_alone(available, max_len))
     lengths = [longest]
     while lengths[-1] > demand.block_size:
@@ -155,7 +186,10 @@ def divide_memory(demand: CacheDemand, available: int, min_len: int, max_len: in
             for length, running in zip(lengths, best, strict=True)
         )
 
-    return max(divisions, key=worst_case)
+    division = max(divisions, key=worst_case)
+    if None not in demand.enough_blocks(max_len):
+        snapshots += demand.count_snapshots(available - demand.total_bytes(division))
+    return demand.add_snapshots(division, snapshots)
 
 
 def _divide_for(
@@ -266,11 +300,14 @@ def _configured_blocks(
     available: int,
 ) -> tuple[int, ...]:
     """Returns the blocks of each group where `cache.num_blocks` is given: so many, but with a
-    window or a state no more than running requests can own."""
+    window or a state no more than running requests can own, and of states a snapshot for each of
+    them."""
+    snapshots = demand.max_num_seqs if demand.prefix_caching else 0
 
     def blocks_of(count: int) -> tuple[int, ...]:
         enough = demand.enough_blocks(max_len)
-        return tuple(count if limit is None else min(count, limit) for limit in enough)
+        division = [count if limit is None else min(count, limit) for limit in enough]
+        return tuple(demand.add_snapshots(division, min(count, snapshots)))
 
     longest = config.model.max_model_len
     needed = 1 if longest is None else -(-longest // demand.block_size)

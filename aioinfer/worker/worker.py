@@ -208,6 +208,7 @@ class Worker:
             block_size=self.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_chunk=limits.max_num_batched_tokens,
+            prefix_caching=self._config.cache.enable_prefix_caching,
         )
         counts = iter(count_blocks(self._config, self.device, demand, model_max_len, available))
         return tuple(next(counts) if group.layers else NO_LIMIT for group in self._own_groups)
