@@ -168,7 +168,7 @@ def padded_rows(rows: int) -> int:
     and above that the next of eight numbers an octave, at most an eighth more.
 
     oneDNN makes kernels for every number of rows that it meets, and keeps them: about 2.4 MB for
-    the four weights of a layer, and 1.5 ms at the first product (docs/reliability.md). Without
+    the four weights of a layer, and 1.5 ms at the first product (notes/memory.md). Without
     rounding, the memory of a server that meets ever new batch sizes grows for hours.
     """
     step = 1 << max(0, (rows - 1).bit_length() - 4)
