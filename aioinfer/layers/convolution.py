@@ -157,7 +157,9 @@ class ShortConvolution(Mixer):
         if plans is not None:
             from aioinfer.layers.kernel_states import KernelConvolution
 
-            self._kernel = KernelConvolution(self.convolution, self._cache, plans, pdl=self._pdl)
+            self._kernel = KernelConvolution(
+                self.convolution.weight, self.convolution.bias, self._cache, plans, pdl=self._pdl
+            )
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""

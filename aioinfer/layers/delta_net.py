@@ -10,7 +10,7 @@ gate.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from aioinfer.layers.convolution import Convolution, select_sampled
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.norm import Norm, RMSNorm
-from aioinfer.layers.recurrence import HeadDecay, HeadInputs, recur
+from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay, HeadInputs, recur
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard, Source, merged_sources
 from aioinfer.layers.state_rows import StateRows
@@ -35,41 +35,6 @@ if TYPE_CHECKING:
 
 #: Added to the squared length of queries and keys.
 _LENGTH_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetShape:
-    """The shape of a Gated DeltaNet.
-
-    Attributes:
-        num_key_heads: heads of queries and keys, of the model or of this rank.
-        num_heads: heads of values, a multiple of these.
-        key_size, value_size: channels of a head.
-        width: tokens of the convolution.
-    """
-
-    num_key_heads: int
-    num_heads: int
-    key_size: int
-    value_size: int
-    width: int
-
-    @property
-    def shared(self) -> int:
-        """How many heads of values share a head of keys."""
-        return self.num_heads // self.num_key_heads
-
-    @property
-    def mixed_sizes(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values."""
-        keys = self.num_key_heads * self.key_size
-        return keys, keys, self.num_heads * self.value_size
-
-    @property
-    def projected_sizes(self) -> tuple[int, int, int, int]:
-        """Channels of the projection: the convolution's, the gate's, and rates and decays."""
-        values = self.num_heads * self.value_size
-        return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
 
 
 class GatedDeltaNet(Mixer):
@@ -152,8 +117,8 @@ class GatedDeltaNet(Mixer):
 
             windows, matrices = caches
             self._kernel = KernelDeltaNet(
-                self.shape, self.convolution, self.decay, self.output_norm, windows, matrices,
-                plans, pdl=self._pdl,
+                self.shape, self.convolution.weight, self.decay, self.output_norm, windows,
+                matrices, plans, pdl=self._pdl,
             )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:

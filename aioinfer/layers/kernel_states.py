@@ -17,14 +17,12 @@ from aioinfer.kernels.delta_decode import delta_decode, make_tickets
 from aioinfer.kernels.delta_prefill import DeltaWorkspace, delta_prefill, plans_of
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
-from aioinfer.layers.convolution import Convolution
 from aioinfer.layers.layer import LayerCache
 from aioinfer.layers.norm import RMSNorm
-from aioinfer.layers.recurrence import HeadDecay
+from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
-    from aioinfer.layers.delta_net import DeltaNetShape
     from aioinfer.layers.kernel_attention import AttentionPlans
 
 #: Kernels take blocks of a multiple of so many tokens.
@@ -90,7 +88,8 @@ class KernelDeltaNet:
 
     Args:
         shape: of this rank.
-        convolution, decay, norm: of the layer, `norm` of a head's outputs.
+        taps: [channels, width], of the convolution.
+        decay, norm: of the layer, `norm` of a head's outputs.
         windows, matrices: the layer's caches.
         plans: of the model.
         pdl: launch as programmatic dependents.
@@ -99,7 +98,7 @@ class KernelDeltaNet:
     def __init__(
         self,
         shape: DeltaNetShape,
-        convolution: Convolution,
+        taps: torch.Tensor,
         decay: HeadDecay,
         norm: RMSNorm,
         windows: LayerCache,
@@ -109,12 +108,10 @@ class KernelDeltaNet:
         pdl: bool,
     ):
         self._shape = shape
-        self._weights = DeltaWeights(
-            convolution.weight, decay.logs, decay.biases, norm.weight, norm.eps
-        )
+        self._weights = DeltaWeights(taps, decay.logs, decay.biases, norm.weight, norm.eps)
         self._windows, self._matrices = windows, matrices
         self._pdl = pdl
-        dtype, device, size = convolution.weight.dtype, norm.weight.device, windows.block_size
+        dtype, device, size = taps.dtype, taps.device, windows.block_size
         self._plans = plans.share(
             (DeltaPlans, shape),
             lambda: DeltaPlans(shape, size, plans.rows, plans.tokens, dtype, device),
@@ -172,17 +169,23 @@ class KernelConvolution:
     """The short convolution of one layer.
 
     Args:
-        convolution: its weights.
+        taps: [channels, width]. bias: [channels], or None.
         windows: the layer's cache.
         plans: of the model.
         pdl: launch as programmatic dependents.
     """
 
     def __init__(
-        self, convolution: Convolution, windows: LayerCache, plans: AttentionPlans, *, pdl: bool
+        self,
+        taps: torch.Tensor,
+        bias: torch.Tensor | None,
+        windows: LayerCache,
+        plans: AttentionPlans,
+        *,
+        pdl: bool,
     ):
-        self._convolution, self._windows, self._pdl = convolution, windows, pdl
-        size, device = windows.block_size, convolution.weight.device
+        self._taps, self._bias, self._windows, self._pdl = taps, bias, windows, pdl
+        size, device = windows.block_size, taps.device
         self._plans = plans.share(
             (ConvolutionPlans, size),
             lambda: ConvolutionPlans(size, plans.rows, plans.tokens, device),
@@ -190,10 +193,10 @@ class KernelConvolution:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns the convolution [T, channels] of x [T, channels]; 0 in padding."""
-        out, convolution = torch.zeros_like(x), self._convolution
+        out = torch.zeros_like(x)
         short_convolution(
-            x, convolution.weight, _tables_of(self._windows, step), self._plans.chunks,
-            step.inputs.query_starts, out, bias=convolution.bias, has_silu=False,
+            x, self._taps, _tables_of(self._windows, step), self._plans.chunks,
+            step.inputs.query_starts, out, bias=self._bias, has_silu=False,
             block_size=self._windows.block_size, max_tokens=len(x) if step.has_prefill else 1,
             pdl=self._pdl,
         )  # fmt: skip

@@ -16,6 +16,7 @@ corrections v - S^T k of a chunk are the solution of a triangular system (Yang e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,41 @@ import torch.nn.functional as F
 
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 from aioinfer.layers.state_rows import StateRow, StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetShape:
+    """The shape of a Gated DeltaNet.
+
+    Attributes:
+        num_key_heads: heads of queries and keys, of the model or of this rank.
+        num_heads: heads of values, a multiple of these.
+        key_size, value_size: channels of a head.
+        width: tokens of the convolution.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_size: int
+    value_size: int
+    width: int
+
+    @property
+    def shared(self) -> int:
+        """How many heads of values share a head of keys."""
+        return self.num_heads // self.num_key_heads
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.num_key_heads * self.key_size
+        return keys, keys, self.num_heads * self.value_size
+
+    @property
+    def projected_sizes(self) -> tuple[int, int, int, int]:
+        """Channels of the projection: the convolution's, the gate's, and rates and decays."""
+        values = self.num_heads * self.value_size
+        return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
 
 
 class HeadInputs(NamedTuple):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from aioinfer.layers.attention import QKNorms
-from aioinfer.layers.delta_net import DeltaNetShape
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.recurrence import DeltaNetShape
 from aioinfer.models.config import DecoderConfig, read_rope
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.qwen_moe import read_mixture
