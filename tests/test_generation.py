@@ -12,6 +12,7 @@ import pytest
 
 from aioinfer.api.anthropic.endpoints import AnthropicDialect
 from aioinfer.api.generation import ChoiceWriter
+from aioinfer.api.message_events import Blocks
 from aioinfer.api.openai.chat import ParsedWriter
 from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, TextWriter
 from aioinfer.engine.chat_turn import Turn
@@ -45,8 +46,10 @@ def message_writer(**options: Any) -> ParsedWriter:
 def anthropic_writer() -> ChoiceWriter:
     config = SimpleNamespace(served_model_names=["m"])
     frontend: Any = SimpleNamespace(tokenizer=None, message_format=FORMAT, config=config)
-    dialect = AnthropicDialect(frontend, Turn([7, 8], SamplingParams(), USE, parses=True), "msg_1")
-    dialect.blocks._new_id = lambda kind: f"{kind}_1"
+    dialect = AnthropicDialect.__new__(AnthropicDialect)
+    dialect.frontend, dialect.id = frontend, "msg_1"
+    dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=True)
+    dialect.blocks = Blocks(lambda kind: f"{kind}_1")
     return dialect.choice(OUTPUT, 0, 0)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from aioinfer.api.decoding import Body, decode, decode_large
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
 FRONTEND: web.AppKey[Frontend] = web.AppKey("frontend")
+#: Makes JSON of anything that a reply holds. `orjson` does so for texts, which it escapes faster.
+encode = msgspec.json.Encoder().encode
+#: Headers of every reply that is a stream of events.
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+}
 #: When the server became ready, in Unix seconds.
 STARTED = web.AppKey("started", int)
 #: The `system_fingerprint` of OpenAI's replies.

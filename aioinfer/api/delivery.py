@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from aioinfer.api.admission import ADMISSION, deadline_of, sharer
-from aioinfer.api.context import FRONTEND
-from aioinfer.api.errors import json_response
+from aioinfer.api.admission import ADMISSION, admit, deadline_of, sharer
+from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
@@ -33,8 +33,25 @@ T = TypeVar("T")
 _SUBMITTED_AT_ONCE = 16
 
 
+async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamResponse:
+    """Answers a request in a dialect with what is generated for its body.
+
+    Raises what `read_body`, `admit`, `submitted` and `collect` do.
+    """
+    if kind.text_field is not None:
+        request.app[FRONTEND].require_tokenizer(kind.text_field)
+    body = await read_body(request, kind.body_type)
+    admit(request, body.timeout_s, body.num_prompts)
+    dialect = kind(request, body)
+    with renamed(dialect.field_names):
+        generation = await dialect.decode()
+        if isinstance(generation, web.StreamResponse):
+            return generation
+        return await deliver(request, generation, dialect)
+
+
 async def deliver(
-    request: web.Request, generation: Generation, dialect: Dialect
+    request: web.Request, generation: Generation, dialect: Dialect[Any]
 ) -> web.StreamResponse:
     """Answers a request with what is generated. Raises what `submitted` and `collect` do."""
     async with submitted(request, generation) as outputs:
@@ -151,7 +168,7 @@ class DirectSink:
 async def _send(
     request: web.Request,
     response: EventStream,
-    dialect: Dialect,
+    dialect: Dialect[Any],
     output: RequestOutput,
     choices: Sequence[ChoiceWriter],
     first: int,
@@ -184,7 +201,7 @@ async def _send(
 
 
 async def stream(
-    request: web.Request, outputs: Sequence[RequestOutput], dialect: Dialect
+    request: web.Request, outputs: Sequence[RequestOutput], dialect: Dialect[Any]
 ) -> web.StreamResponse:
     """Sends the events of all outputs as their deltas come. A failure ends the stream with the
     dialect's events for it."""

@@ -1,10 +1,10 @@
 """What a body becomes in every API, and how its reply is written: `Generation` and `Dialect`.
 
-A handler decodes its body into a `Generation` and makes the `Dialect` of its API; `delivery` does
-the rest, the same way for all: it submits the prompts, then streams the deltas of the sequences, or
-collects them. A reply has one choice for each sequence of each prompt, numbered through: choice
-number = prompt number · n + number of the sequence. OpenAI calls them choices; the other APIs have
-one, and call it a message, or have numbered replies.
+A handler is one line, `delivery.answer` with the `Dialect` of its API, which is the same for all:
+`Dialect.decode` makes a `Generation` of the body, its prompts are submitted, and the deltas of the
+sequences are streamed or collected. A reply has one choice for each sequence of each prompt,
+numbered through: choice number = prompt number · n + number of the sequence. OpenAI calls them
+choices; the other APIs have one, and call it a message, or have numbered replies.
 
 The words of an API are three: a `ChoiceWriter` turns what comes of a choice into bytes, `Dialect`
 has the bytes between and behind the choices, and `Dialect.whole` is a reply in one piece. It is a
@@ -16,27 +16,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import msgspec
+from aiohttp import web
 from msgspec import Struct
 
+from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.api.http.access import request_id
+from aioinfer.api.prompts import with_token_ids
+from aioinfer.api.protocol import GenerationBody
+from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import RequestOutput
 
-#: Makes JSON of anything that a reply holds. `orjson` does so for texts, which it escapes faster.
-encode = msgspec.json.Encoder().encode
-
 DONE = b"data: [DONE]\n\n"
-#: Headers of every reply that is a stream of events.
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect events otherwise
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,84 @@ class ChoiceWriter:
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
-class Dialect:
+B = TypeVar("B", bound=GenerationBody)
+
+
+class Dialect(Generic[B]):
     """The words of an API for one reply.
 
     Attributes:
+        body_type: the type of its bodies.
+        text_field: the field that a model without a tokenizer cannot read; None where the prompt
+            may be token ids.
+        id_prefix: of its replies' ids.
         content_type: of a stream.
+        request, body, frontend: what is answered, and the model that answers.
+        id: of the reply, with which the ids of the engine's requests begin.
+        turn: of a conversation, once it is decoded.
     """
 
+    body_type: ClassVar[type[GenerationBody]]
+    text_field: ClassVar[str | None] = "messages"
+    id_prefix: ClassVar[str]
     content_type = STREAM_HEADERS["Content-Type"]
+    turn: Turn
+
+    def __init__(self, request: web.Request, body: B):
+        self.request, self.body = request, body
+        self.frontend = request.app[FRONTEND]
+        self.id = self.id_prefix + request_id(request)
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """The body's fields by the names that the engine knows, where they have other names."""
+        return {}
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, None for any."""
+        return None
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: B, use: ToolUse) -> list[list[int]]:
+        """Returns the token ids of a body's prompts; `use` has its tools. Raises `RequestError`."""
+        raise NotImplementedError
+
+    async def prompt(self, use: ToolUse) -> list[int]:
+        """Returns the token ids of a conversation."""
+        (prompt,) = await self.encode(self.frontend, self.body, use)
+        return prompt
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """Returns what is to be generated for the body, by default the answer to its conversation;
+        or the reply, where there is nothing to be generated now.
+
+        Raises `RequestError`.
+        """
+        body, frontend, use = self.body, self.frontend, self.body.tool_use()
+        fields = await with_token_ids(frontend, body.sampling_fields())
+        prompt = await self.prompt(use)
+        self.turn = await make_turn(
+            frontend,
+            prompt,
+            frontend.defaults.sampling_params(**fields),
+            use,
+            shows_thoughts=body.shows_thoughts,
+            thought_budget=self.thought_budget,
+        )
+        return self.generation([prompt], self.turn.params)
+
+    def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+        """Returns the generation of prompts (token ids) for the body."""
+        body = self.body
+        return Generation(
+            self.id,
+            prompts,
+            params,
+            streams=body.streams,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+        )
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """Returns the writer of choice `index`, which is this sequence of an output."""

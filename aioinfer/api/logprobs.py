@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aioinfer.api.generation import encode
+from aioinfer.api.context import encode
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.sampling_params import MAX_LOGPROBS
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from aioinfer.api.generation import ChoiceWriter, Dialect
+from aiohttp import web
+
+from aioinfer.api.generation import B, ChoiceWriter, Dialect
 from aioinfer.api.logprobs import are_many, logprob_entry
-from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser
+from aioinfer.engine.chat_turn import SHORT_TEXT, make_parser
 from aioinfer.text.message_parser import MessageDelta
 
 if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta, RequestOutput
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -165,7 +166,7 @@ class Blocks:
         yield "start", self._open, ""
 
 
-class MessageDialect(Dialect):
+class MessageDialect(Dialect[B]):
     """The words of an API whose reply is one message in blocks.
 
     Attributes:
@@ -175,9 +176,9 @@ class MessageDialect(Dialect):
 
     output: RequestOutput
 
-    def __init__(self, frontend: Frontend, turn: Turn):
+    def __init__(self, request: web.Request, body: B):
+        super().__init__(request, body)
         self.blocks = Blocks(self.new_id)
-        self._frontend, self._turn = frontend, turn
 
     def new_id(self, kind: BlockKind) -> str:
         """Returns the id of a new block."""
@@ -202,12 +203,12 @@ class MessageDialect(Dialect):
     def choice(self, output: RequestOutput, sequence: int, index: int) -> BlockWriter:
         """See `Dialect.choice`."""
         self.output = output
-        return BlockWriter(self, self._frontend, self._turn)
+        return BlockWriter(self)
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """See `Dialect.whole`."""
         (self.output,), (delta,) = outputs, choices
-        writer = BlockWriter(self, self._frontend, self._turn)
+        writer = BlockWriter(self)
         if len(delta.text) <= SHORT_TEXT and not are_many(delta.logprobs or ()):
             writer.read(delta)
         else:
@@ -218,10 +219,10 @@ class MessageDialect(Dialect):
 class BlockWriter(ChoiceWriter):
     """Writes a message in blocks. A token whose text is held back has no event."""
 
-    def __init__(self, dialect: MessageDialect, frontend: Frontend, turn: Turn):
+    def __init__(self, dialect: MessageDialect[Any]):
         self._dialect, self._blocks = dialect, dialect.blocks
-        self._tokenizer = frontend.tokenizer
-        self._parser = make_parser(frontend, turn)
+        self._tokenizer = dialect.frontend.tokenizer
+        self._parser = make_parser(dialect.frontend, dialect.turn)
         self._is_open = False
 
     def events(self, delta: Delta) -> bytes:

@@ -24,7 +24,7 @@ from aioinfer.api.structured_output import (
     StructuredOutputs,
     find_grammar,
 )
-from aioinfer.engine.tools import read_tools
+from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse
@@ -62,7 +62,39 @@ Ignored = Annotated[
 ]
 
 
-class IgnoredFields(Body, kw_only=True):
+class GenerationBody(Body, kw_only=True):
+    """Base class of the bodies for which text is generated."""
+
+    stream: bool | None = None
+    timeout_s: Seconds | None = None
+    priority: Int32 | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client reads the output while it comes."""
+        return bool(self.stream)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has."""
+        return 1
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the reply holds thoughts."""
+        return True
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
+        return NO_TOOLS
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
+        raise NotImplementedError
+
+
+class IgnoredFields(GenerationBody, kw_only=True):
     """Accepted fields without effect that clients send often. Because they are declared here, a
     body with one is not decoded a second time."""
 
@@ -111,13 +143,8 @@ class SamplingFields(IgnoredFields, kw_only=True):
     bad_words: list[str] | None = None
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Int32 | None = None
-    timeout_s: Seconds | None = None
-    stream: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
         fields = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
@@ -266,6 +293,10 @@ class CompletionRequest(SamplingBody, kw_only=True):
                 if getattr(self, name):
                     raise RequestError(f"{name} is not supported together with suffix", param=name)
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
     def beam_width(self) -> tuple[int, str]:
         return super().beam_width() if self.best_of is None else (self.best_of, "best_of")
 
@@ -373,6 +404,10 @@ class ChatRequest(SamplingBody, kw_only=True):
     def own_roles(self) -> list[str]:
         """Returns the roles of messages that only some chat templates know."""
         return [message.role for message in self.messages if message.role not in ROLES]
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return self.include_reasoning is not False
 
     @property
     def thought_budget(self) -> int | None:

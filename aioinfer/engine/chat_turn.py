@@ -1,6 +1,6 @@
 """A turn of a conversation, as all endpoints that have one and `LLM` run it: the prompt, how to
-sample, and how the text becomes a message. `api.openai.chat`, `api.anthropic.endpoints` and
-`api.openai.responses` convert their bodies into it."""
+sample, and how the text becomes a message. `api.generation`
+converts bodies into it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ async def conversation_turn(
     use = read_tools(tools, tool_choice, parallel=parallel_tool_calls)
     rendered = [_with_objects(message) for message in messages]
     prompt = await encode_turn(frontend, rendered, use, tools, **options)
-    return await turn_with(frontend, prompt, params, use)
+    return await make_turn(frontend, prompt, params, use)
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
 async def make_turn(
     frontend: Frontend,
     prompt: list[int],
-    fields: dict[str, Any],
+    params: SamplingParams,
     use: ToolUse = NO_TOOLS,
     *,
     shows_thoughts: bool = True,
@@ -158,35 +158,14 @@ async def make_turn(
     Args:
         frontend: of the model.
         prompt: token ids of the conversation.
-        fields: sampling parameters that were given; a `grammar` among them is the answer's.
+        params: the sampling parameters; a `grammar` is the answer's.
         use: the tools.
         shows_thoughts: whether the client gets thoughts.
         thought_budget: the maximum length of a thought in tokens, None for any.
 
     Raises:
-        RequestError: a parameter or a tool's schema is wrong.
+        RequestError: a tool's schema is wrong.
     """
-    params = frontend.defaults.sampling_params(**fields)
-    return await turn_with(
-        frontend,
-        prompt,
-        params,
-        use,
-        shows_thoughts=shows_thoughts,
-        thought_budget=thought_budget,
-    )
-
-
-async def turn_with(
-    frontend: Frontend,
-    prompt: list[int],
-    params: SamplingParams,
-    use: ToolUse = NO_TOOLS,
-    *,
-    shows_thoughts: bool = True,
-    thought_budget: int | None = None,
-) -> Turn:
-    """Returns the turn that answers a prompt, as `make_turn`, with all sampling parameters."""
     format = frontend.message_format
     if not format.parses(use):
         return Turn(prompt, params, use, False)

@@ -12,13 +12,14 @@ would not read: other endpoints' bodies are routed by load.
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from aioinfer.api.anthropic.body import MessagesRequest
-from aioinfer.api.anthropic.endpoints import encode_body
+from aioinfer.api.anthropic.endpoints import AnthropicDialect
 from aioinfer.api.decoding import Body, decode, decode_large
-from aioinfer.api.prompts import chat_prompt, completion_prompts
-from aioinfer.api.protocol import ChatRequest, CompletionRequest
+from aioinfer.api.generation import Dialect
+from aioinfer.api.openai.chat import ChatDialect
+from aioinfer.api.openai.completions import CompletionDialect
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model
@@ -31,6 +32,13 @@ _BYTES_PER_TOKEN = 4
 _SMALL_BODY = 64 * 1024
 #: Longer prompts than any model's are not cut: a replica refuses them.
 _MAX_LEN = 2**22
+#: By path: the APIs whose prompts are read.
+_DIALECTS: Mapping[str, type[Dialect[Any]]] = {
+    "/v1/completions": CompletionDialect,
+    "/v1/chat/completions": ChatDialect,
+    "/chat/completions": ChatDialect,
+    "/v1/messages": AnthropicDialect,
+}
 
 
 class Prompt(NamedTuple):
@@ -76,23 +84,12 @@ class PromptReader:
         return found or estimate
 
     async def _encode(self, path: str, raw: bytes) -> Prompt | None:
-        frontend = self._frontend
-        salt: str | None = None
-        match path:
-            case "/v1/completions":
-                completion = await _decode(raw, CompletionRequest)
-                prompts = await completion_prompts(frontend, completion)
-                salt = completion.cache_salt
-            case "/v1/chat/completions" | "/chat/completions":
-                chat = await _decode(raw, ChatRequest)
-                prompts = [await chat_prompt(frontend, chat, chat.tool_use())]
-                salt = chat.cache_salt
-            case "/v1/messages":
-                prompts = [await encode_body(frontend, await _decode(raw, MessagesRequest))]
-            case _:
-                return None
+        if (dialect := _DIALECTS.get(path)) is None:
+            return None
+        frontend, body = self._frontend, await _decode(raw, dialect.body_type)
+        prompts = await dialect.encode(frontend, body, body.tool_use())
         # the blocks of the first prompt stand for all: most requests have one
-        prepared = await frontend.prepare(prompts[0], cache_salt=salt or "")
+        prepared = await frontend.prepare(prompts[0], cache_salt=body.cache_salt or "")
         return Prompt(sum(map(len, prompts)), prepared.hashes)
 
 

@@ -27,9 +27,8 @@ from msgspec import Struct
 
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
-from aioinfer.api.context import FRONTEND
+from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
 from aioinfer.api.errors import json_response
-from aioinfer.api.generation import STREAM_HEADERS, encode
 from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
 from aioinfer.executor.base import StageTime

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.api.decoding import Body
-from aioinfer.api.protocol import Count, Int32, Seconds
+from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.engine.chat_turn import join_thoughts
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import RequestError
@@ -102,7 +101,7 @@ class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
     effort: str | None = None
 
 
-class CountTokensRequest(Body, kw_only=True):
+class CountTokensRequest(GenerationBody, kw_only=True):
     """`POST /v1/messages/count_tokens`."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
@@ -184,21 +183,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: Count
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
-    priority: Int32 | None = None
-    timeout_s: Seconds | None = None
-
-    @property
-    def thought_budget(self) -> int | None:
-        """The maximum length of a thought in tokens, None for any."""
-        return self.thinking.budget_tokens if self.thinking is not None else None
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether the reply holds thoughts."""
+        """See `GenerationBody.shows_thoughts`."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     def sampling_fields(self) -> dict[str, Any]:

@@ -6,21 +6,21 @@ Errors come in Anthropic's shape from `errors`.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from aiohttp import web
 from msgspec import Struct
 
-from aioinfer.api.admission import admit
 from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import deliver
-from aioinfer.api.errors import AnthropicError, describe, json_response, renamed
-from aioinfer.api.generation import Generation, error_event, named_event
-from aioinfer.api.http.access import request_id
+from aioinfer.api.delivery import answer
+from aioinfer.api.errors import AnthropicError, describe, json_response
+from aioinfer.api.generation import error_event, named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
+from aioinfer.engine.chat_turn import call_input, encode_turn, new_call_id
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -62,26 +62,7 @@ class TokenCount(Struct, kw_only=True):
 
 async def create_message(request: web.Request) -> web.StreamResponse:
     """Answers a conversation."""
-    frontend = request.app[FRONTEND]
-    frontend.require_tokenizer("messages")
-    body = await read_body(request, MessagesRequest)
-    admit(request, body.timeout_s)
-    prompt = await encode_body(frontend, body)
-    with renamed({"stop": "stop_sequences"}):
-        turn = await make_turn(
-            frontend,
-            prompt,
-            body.sampling_fields(),
-            body.tool_use(),
-            shows_thoughts=body.shows_thoughts,
-            # for clients that must name a budget: elsewhere reasoning has none
-            thought_budget=body.thought_budget if frontend.message_format.bounds_thoughts else None,
-        )
-    name = f"msg_{request_id(request)}"
-    generation = Generation(
-        name, [prompt], turn.params, streams=bool(body.stream), priority=body.priority
-    )
-    return await deliver(request, generation, AnthropicDialect(frontend, turn, name))
+    return await answer(request, AnthropicDialect)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -89,33 +70,48 @@ async def count_tokens(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
     body = await read_body(request, CountTokensRequest)
-    return json_response(TokenCount(input_tokens=len(await encode_body(frontend, body))))
+    (prompt,) = await AnthropicDialect.encode(frontend, body, body.tool_use())
+    return json_response(TokenCount(input_tokens=len(prompt)))
 
 
-async def encode_body(frontend: Frontend, body: CountTokensRequest) -> list[int]:
-    """Returns the prompt of a body. Raises `RequestError`."""
-    messages = list(body.conversation())
-    continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
-    return await encode_turn(
-        frontend,
-        messages,
-        body.tool_use(),
-        add_generation_prompt=not continues,
-        continue_final_message=continues,
-        template_kwargs=body.template_kwargs(),
-    )
-
-
-class AnthropicDialect(MessageDialect):
+class AnthropicDialect(MessageDialect[MessagesRequest]):
     """Anthropic's words."""
 
-    def __init__(self, frontend: Frontend, turn: Turn, name: str):
-        super().__init__(frontend, turn)
-        self._name = name
+    body_type = MessagesRequest
+    id_prefix = "msg_"
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """See `Dialect.field_names`."""
+        return {"stop": "stop_sequences"}
+
+    @property
+    def thought_budget(self) -> int | None:
+        """See `Dialect.thought_budget`: clients must name one, also where reasoning has none."""
+        thinking = self.body.thinking
+        bounds = thinking is not None and self.frontend.message_format.bounds_thoughts
+        return thinking.budget_tokens if thinking is not None and bounds else None
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: CountTokensRequest, use: ToolUse
+    ) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        messages = list(body.conversation())
+        continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
+        prompt = await encode_turn(
+            frontend,
+            messages,
+            use,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            template_kwargs=body.template_kwargs(),
+        )
+        return [prompt]
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`."""
-        return new_call_id(self._frontend, "toolu_") if kind == "call" else secrets.token_hex(8)
+        return new_call_id(self.frontend, "toolu_") if kind == "call" else secrets.token_hex(8)
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
@@ -158,8 +154,8 @@ class AnthropicDialect(MessageDialect):
 
     def _message(self, content: list[dict[str, Any]], num_tokens: int) -> MessageReply:
         return MessageReply(
-            id=self._name,
-            model=self._frontend.config.served_model_names[0],
+            id=self.id,
+            model=self.frontend.config.served_model_names[0],
             content=content,
             usage=self._usage(num_tokens),
         )

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import Struct
 
+from aioinfer.api.decoding import Body
 from aioinfer.api.prompts import Prompt, Prompts, is_single, split_prompts
 from aioinfer.api.protocol import Ignored, IgnoredFields, Int32, Int64, Length, Seconds
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
@@ -48,12 +49,10 @@ class Sampling(IgnoredFields, kw_only=True):
     grammar: str | None = None
     json_schema: msgspec.Raw = NOT_GIVEN
     ignore_eos: bool | None = None
-    stream: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
     response_fields: list[str] | None = None
-    timeout_s: Seconds | None = None
     # parameters of methods that are off
     dry_allowed_length: Ignored = None
     dry_base: Ignored = None
@@ -214,7 +213,7 @@ class InfillRequest(Sampling, kw_only=True):
     input_extra: list[ExtraFile] | None = None
 
 
-class LlamaEmbedding(IgnoredFields, kw_only=True):
+class LlamaEmbedding(Body, kw_only=True):
     """`POST /embedding`."""
 
     content: Prompts | None = None

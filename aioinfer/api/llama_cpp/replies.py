@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from aioinfer.api.context import encode
 from aioinfer.api.errors import LlamaError, describe
-from aioinfer.api.generation import ChoiceWriter, Dialect, encode, error_event, timings
+from aioinfer.api.generation import ChoiceWriter, Dialect, error_event, timings
 from aioinfer.api.llama_cpp.body import Sampling
 from aioinfer.api.logprobs import LOWEST, formatted
 

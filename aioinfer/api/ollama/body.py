@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from aioinfer.api.decoding import Body
-from aioinfer.api.protocol import Ignored, Int32, Int64, Seconds
+from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import GrammarSpec
@@ -77,22 +77,27 @@ class OllamaMessage(Struct, kw_only=True):
         return message
 
 
-class NamedBody(Body, kw_only=True):
+class Tagged:
     """A body with a model's name, in which Ollama's default tag may stand."""
 
-    def __post_init__(self) -> None:
+    __slots__ = ()
+
+    def __post_init__(self: Any) -> None:
         if self.model is not None:
             self.model = self.model.removesuffix(":latest")
 
 
-class OllamaBody(NamedBody, kw_only=True):
+class OllamaBody(Tagged, GenerationBody, kw_only=True):
     """Base class of the bodies of chats and generations."""
 
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    stream: bool | None = None
     think: bool | str | None = None
-    timeout_s: Seconds | None = None
+
+    @property
+    def streams(self) -> bool:
+        """See `GenerationBody.streams`."""
+        return self.stream is not False
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -170,7 +175,7 @@ class OllamaGenerate(OllamaBody, kw_only=True):
         return [*system, {"role": "user", "content": self.prompt}]
 
 
-class ShowRequest(NamedBody, kw_only=True):
+class ShowRequest(Tagged, Body, kw_only=True):
     """`POST /api/show`. `name` is the older name of `model`; there is no more to show than is
     shown, whatever `verbose` says."""
 

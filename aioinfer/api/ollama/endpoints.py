@@ -9,30 +9,31 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.admin.info import Version
-from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, STARTED, read_body
-from aioinfer.api.delivery import deliver
+from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
+from aioinfer.api.delivery import answer
 from aioinfer.api.errors import OllamaError, describe, json_response
-from aioinfer.api.generation import Generation, encode, timings
-from aioinfer.api.http.access import request_id
+from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.record import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.ollama.body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.checkpoint.source import weight_files
-from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, make_turn, new_call_id
+from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.tools import NO_TOOLS
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.config import ParallelConfig
     from aioinfer.engine.frontend import Frontend
     from aioinfer.executor.base import WorkerReport
+
+OB = TypeVar("OB", bound=OllamaBody)
 
 
 class Answer(Struct, kw_only=True):
@@ -66,38 +67,12 @@ class Line(Struct, kw_only=True):
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answers a conversation."""
-    frontend = request.app[FRONTEND]
-    frontend.require_tokenizer("messages")
-    body = await read_body(request, OllamaChat)
-    admit(request, body.timeout_s)
-    if not body.messages:
-        return _loaded(frontend, message=Answer())
-    use = body.tool_use()
-    prompt = await encode_turn(
-        frontend, body.conversation(), use, body.tools, template_kwargs=body.template_kwargs()
-    )
-    turn = await make_turn(frontend, prompt, body.sampling_fields(), use)
-    return await _answer(request, body, turn)
+    return await answer(request, ChatDialect)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
-    frontend = request.app[FRONTEND]
-    frontend.require_tokenizer("prompt")
-    body = await read_body(request, OllamaGenerate)
-    admit(request, body.timeout_s)
-    if not body.prompt:
-        return _loaded(frontend, response="")
-    fields = body.sampling_fields()
-    if body.raw:
-        prompt = await frontend.encode(body.prompt)
-        turn = Turn(prompt, frontend.defaults.sampling_params(**fields), NO_TOOLS, parses=False)
-    else:
-        prompt = await encode_turn(
-            frontend, body.conversation(), NO_TOOLS, template_kwargs=body.template_kwargs()
-        )
-        turn = await make_turn(frontend, prompt, fields)
-    return await _answer(request, body, turn)
+    return await answer(request, GenerateDialect)
 
 
 async def list_tags(request: web.Request) -> web.Response:
@@ -190,37 +165,28 @@ _DETAILS: Mapping[str, Any] = {
 }
 
 
-async def _answer(request: web.Request, body: OllamaBody, turn: Turn) -> web.StreamResponse:
-    name = f"ollama-{request_id(request)}"
-    generation = Generation(name, [turn.prompt], turn.params, streams=body.stream is not False)
-    dialect = OllamaDialect(request, turn, is_chat=isinstance(body, OllamaChat))
-    return await deliver(request, generation, dialect)
-
-
-def _loaded(frontend: Frontend, **empty: Any) -> web.Response:
-    """Answers a request for nothing, by which clients have a model loaded; `empty` is the field
-    that holds an answer."""
-    return json_response(_line(frontend, **empty, done=True, done_reason="load"))
-
-
 def _line(frontend: Frontend, **fields: Any) -> Line:
     name = frontend.config.served_model_names[0]
     return Line(model=name, created_at=_iso(time.time()), **fields)
 
 
-class OllamaDialect(MessageDialect):
+class OllamaDialect(MessageDialect[OB]):
     """Ollama's words: lines of JSON. A call is one line: its arguments are an object."""
 
     content_type = "application/x-ndjson"
+    id_prefix = "ollama-"
 
-    def __init__(self, request: web.Request, turn: Turn, *, is_chat: bool):
-        super().__init__(request.app[FRONTEND], turn)
+    def __init__(self, request: web.Request, body: OB):
+        super().__init__(request, body)
         self._arrived = request[RECORD].arrived
-        self._is_chat = is_chat
+
+    def loaded(self) -> web.Response:
+        """Answers a request for nothing, by which clients have a model loaded."""
+        return json_response(self._line(done=True, done_reason="load"))
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`."""
-        return new_call_id(self._frontend)
+        return new_call_id(self.frontend)
 
     def opening(self) -> bytes:
         """Returns nothing."""
@@ -262,8 +228,8 @@ class OllamaDialect(MessageDialect):
         calls: Sequence[Block] = (),
         **fields: Any,
     ) -> Line:
-        if not self._is_chat:
-            return _line(self._frontend, response=content, thinking=thinking, **fields)
+        if not isinstance(self.body, OllamaChat):
+            return _line(self.frontend, response=content, thinking=thinking, **fields)
         answer = Answer(content=content, thinking=thinking)
         if calls:
             answer.tool_calls = [
@@ -273,7 +239,7 @@ class OllamaDialect(MessageDialect):
                 }
                 for call in calls
             ]
-        return _line(self._frontend, message=answer, **fields)
+        return _line(self.frontend, message=answer, **fields)
 
     def _end(self, reason: str, num_tokens: int) -> dict[str, Any]:
         measured = timings(self.output, 0, num_tokens)
@@ -287,6 +253,53 @@ class OllamaDialect(MessageDialect):
             "eval_count": num_tokens,
             "eval_duration": _nanoseconds(measured["predicted_ms"]),
         }
+
+
+class ChatDialect(OllamaDialect[OllamaChat]):
+    """The words of `/api/chat`."""
+
+    body_type = OllamaChat
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: OllamaChat, use: ToolUse) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        variables = body.template_kwargs()
+        return [
+            await encode_turn(
+                frontend, body.conversation(), use, body.tools, template_kwargs=variables
+            )
+        ]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        return await super().decode() if self.body.messages else self.loaded()
+
+
+class GenerateDialect(OllamaDialect[OllamaGenerate]):
+    """The words of `/api/generate`."""
+
+    body_type = OllamaGenerate
+    text_field = "prompt"
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: OllamaGenerate, use: ToolUse
+    ) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        if body.raw:
+            return [await frontend.encode(body.prompt)]
+        variables = body.template_kwargs()
+        return [await encode_turn(frontend, body.conversation(), use, template_kwargs=variables)]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        if not self.body.prompt:
+            return self.loaded()
+        if not self.body.raw:
+            return await super().decode()
+        params = self.frontend.defaults.sampling_params(**self.body.sampling_fields())
+        self.turn = Turn(await self.prompt(NO_TOOLS), params, NO_TOOLS, parses=False)
+        return self.generation([self.turn.prompt], params)
 
 
 def _nanoseconds(milliseconds: float) -> int:

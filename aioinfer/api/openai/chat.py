@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,11 +10,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.admission import admit
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
-from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import deliver
-from aioinfer.api.errors import renamed
+from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import Message
@@ -22,25 +19,21 @@ from aioinfer.api.openai.chunks import (
     ChunkDialect,
     ChunkTemplate,
     ChunkWriter,
-    Envelope,
     TextWriter,
     Usage,
-    new_envelope,
     role_event,
     usage,
 )
-from aioinfer.api.prompts import chat_prompt, with_token_ids
+from aioinfer.api.prompts import chat_prompt
 from aioinfer.api.protocol import ChatRequest
 from aioinfer.engine.chat_turn import (
-    Turn,
     make_parser,
-    make_turn,
     new_call_id,
     num_thought_tokens,
     parse_message,
 )
 from aioinfer.engine.output import Delta
-from aioinfer.text.message_parser import MessageDelta, MessageParser
+from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -93,64 +86,53 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
     Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
     """
-    frontend = request.app[FRONTEND]
-    frontend.require_tokenizer("messages")
-    body = await read_body(request, ChatRequest)
-    admit(request, body.timeout_s)
-    with renamed(_names_of_fields(body)):
-        if body.store:
-            checked_metadata(body.metadata)
-        turn = await _turn_of(frontend, body)
-        envelope = new_envelope(request, body, "chatcmpl", "chat.completion.chunk")
-        generation = Generation(
-            envelope.id,
-            [turn.prompt],
-            turn.params,
-            streams=bool(body.stream),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-        )
-        return await deliver(request, generation, ChatDialect(request, body, envelope, turn))
+    return await answer(request, ChatDialect)
 
 
-async def _turn_of(frontend: Frontend, body: ChatRequest) -> Turn:
-    """Encodes the conversation of a body. Raises `RequestError`."""
-    fields, use = await with_token_ids(frontend, body.sampling_fields()), body.tool_use()
-    prompt = await chat_prompt(frontend, body, use)
-    shows_thoughts = body.include_reasoning is not False
-    return await make_turn(
-        frontend,
-        prompt,
-        fields,
-        use,
-        shows_thoughts=shows_thoughts,
-        thought_budget=body.thought_budget,
-    )
-
-
-def _names_of_fields(body: ChatRequest) -> dict[str, str]:
-    """Returns the client's names for parameters that the engine may reject."""
-    length = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return {"prompt": "messages", "max_tokens": length, "logprobs": "top_logprobs"}
-
-
-class ChatDialect(ChunkDialect):
+class ChatDialect(ChunkDialect[ChatRequest]):
     """The words of chat completions. With `store`, the reply is stored before the client has all of
     it."""
 
-    def __init__(self, request: web.Request, body: ChatRequest, envelope: Envelope, turn: Turn):
-        super().__init__(request, body, envelope)
-        self._frontend = frontend = request.app[FRONTEND]
-        self._request, self._body, self._turn = request, body, turn
+    body_type = ChatRequest
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, request: web.Request, body: ChatRequest):
+        super().__init__(request, body)
         self._echo = body.echoed()
         self._with_timings = bool(body.timings_per_token)
         self._recorded: list[Delta] = []
-        if turn.parses and frontend.message_format.has_thoughts:
-            self._count_thought = partial(num_thought_tokens, frontend, turn)
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """See `Dialect.field_names`."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
+    @property
+    def thought_budget(self) -> int | None:
+        """See `Dialect.thought_budget`."""
+        return self.body.thought_budget
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        return [await chat_prompt(frontend, body, use)]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        if self.body.store:
+            checked_metadata(self.body.metadata)
+        found = await super().decode()
+        if self.turn.parses and self.frontend.message_format.has_thoughts:
+            self._count_thought = partial(num_thought_tokens, self.frontend, self.turn)
+        return found
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
-        body, envelope, turn = self._body, self.envelope, self._turn
+        body, envelope, turn = self.body, self.envelope, self.turn
         with_ids = bool(body.return_token_ids)
         template = ChunkTemplate.for_chat(envelope, index)
         opening = role_event(envelope, index, turn.prompt if with_ids else None)
@@ -171,8 +153,8 @@ class ChatDialect(ChunkDialect):
 
         writer: ChunkWriter
         if turn.parses:
-            new_id = partial(new_call_id, self._frontend)
-            parser = make_parser(self._frontend, turn)
+            new_id = partial(new_call_id, self.frontend)
+            parser = make_parser(self.frontend, turn)
             writer = ParsedWriter(parser, new_id, template, format_logprobs, **options)
         else:
             writer = TextWriter(template, format_logprobs, **options)
@@ -189,7 +171,7 @@ class ChatDialect(ChunkDialect):
         self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
     ) -> ChatCompletion:
         """See `Dialect.whole`."""
-        (output,), body, envelope = outputs, self._body, self.envelope
+        (output,), body, envelope = outputs, self.body, self.envelope
         scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
         if num_top is not None and scores is not None:
             of_prompt = await prompt_logprobs(self.names, scores, num_top)
@@ -204,18 +186,18 @@ class ChatDialect(ChunkDialect):
             ],
             usage=usage(outputs, num_tokens, self._count_thought),
             prompt_logprobs=of_prompt,
-            prompt_token_ids=self._turn.prompt if body.return_token_ids else UNSET,
+            prompt_token_ids=self.turn.prompt if body.return_token_ids else UNSET,
         )
         if body.store:
-            _keep(self._request, body, reply)
+            _keep(self.request, body, reply)
         return reply
 
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, whose content begins with the echo, and the ids
         and log-probabilities of its tokens."""
         reason, message = delta.finish_reason, AssistantMessage(content=self._echo + delta.text)
-        if self._turn.parses:
-            parsed = await parse_message(self._frontend, self._turn, delta.text)
+        if self.turn.parses:
+            parsed = await parse_message(self.frontend, self.turn, delta.text)
             content = self._echo + parsed.content
             message.content = content or (None if parsed.calls or parsed.reasoning else "")
             if parsed.reasoning:
@@ -231,7 +213,7 @@ class ChatDialect(ChunkDialect):
             logprobs=logprobs if tokens else None,
             finish_reason=reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self._body.return_token_ids else UNSET,
+            token_ids=delta.token_ids if self.body.return_token_ids else UNSET,
             features=output.features(delta.index) or UNSET,
         )
 

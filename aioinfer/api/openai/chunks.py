@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import orjson
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FINGERPRINT, FRONTEND
+from aioinfer.api.context import FINGERPRINT, encode
 from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import DONE, ChoiceWriter, Dialect, encode, error_event, timings
-from aioinfer.api.http.access import request_id
+from aioinfer.api.generation import DONE, ChoiceWriter, Dialect, error_event, timings
 from aioinfer.api.protocol import SamplingBody
 from aioinfer.engine.output import Delta
 
@@ -32,6 +31,7 @@ ThoughtCount = Callable[[Sequence[int]], int]
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
 #: choice's text.
 LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
+S = TypeVar("S", bound=SamplingBody)
 
 
 class PromptTokensDetails(Struct, kw_only=True):
@@ -249,31 +249,29 @@ def role_event(
     return envelope.head() + choice + ids + envelope.tail()[1:]
 
 
-def new_envelope(request: web.Request, body: SamplingBody, prefix: str, kind: str) -> Envelope:
-    """Returns the fields that all parts of a reply have in common; the id is the prefix and the
-    request's id."""
-    return Envelope(
-        f"{prefix}-{request_id(request)}",
-        kind,
-        stream_state(request).created,
-        request.app[FRONTEND].config.served_model_names[0],
-        body.include_usage,
-        body.include_usage and body.continuous_usage,
-        request.app[FINGERPRINT],
-    )
-
-
-class ChunkDialect(Dialect):
+class ChunkDialect(Dialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:
+        chunk_object: the `object` of a stream's chunks.
         envelope: of the reply.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
     """
 
-    def __init__(self, request: web.Request, body: SamplingBody, envelope: Envelope):
-        self.envelope = envelope
-        self.names = None if body.return_tokens_as_token_ids else request.app[FRONTEND].tokenizer
+    chunk_object: ClassVar[str]
+
+    def __init__(self, request: web.Request, body: S):
+        super().__init__(request, body)
+        self.envelope = Envelope(
+            self.id,
+            self.chunk_object,
+            stream_state(request).created,
+            self.frontend.config.served_model_names[0],
+            body.include_usage,
+            body.include_usage and body.continuous_usage,
+            request.app[FINGERPRINT],
+        )
+        self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
         self._writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None
         self._with_timings = False

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import deliver
-from aioinfer.api.errors import json_response
+from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import completion_logprobs, echoed_logprobs, formatted, prompt_logprobs
 from aioinfer.api.openai.chunks import (
@@ -23,14 +20,13 @@ from aioinfer.api.openai.chunks import (
     ChunkTemplate,
     TextWriter,
     Usage,
-    new_envelope,
     usage,
-    usage_of,
 )
 from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
 from aioinfer.api.protocol import CompletionRequest
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -71,30 +67,7 @@ class Completion(Struct, kw_only=True):
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Completes each prompt n times."""
-    frontend = request.app[FRONTEND]
-    body = await read_body(request, CompletionRequest)
-    prompts = body.prompts()
-    admit(request, body.timeout_s, len(prompts))
-    # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
-    ids = await completion_prompts(frontend, body)
-    params = await _sampling_params(frontend, body, max(map(len, ids)))
-    shown = prompts if body.truncate_prompt_tokens is None else ids
-    echoes = [await _text_of(frontend, p) for p in shown] if body.echo else [""] * len(prompts)
-    dialect = CompletionDialect(request, body, params, ids, echoes)
-    if body.max_tokens == 0 and params.prompt_logprobs is None:  # they are only to be echoed
-        for prompt in ids:
-            await frontend.prepare(prompt)  # checks it
-        found = [Delta(i % params.n, finish_reason="length") for i in range(params.n * len(ids))]
-        return json_response(await dialect.whole((), found))
-    generation = Generation(
-        dialect.envelope.id,
-        ids,
-        _with_candidates(params, dialect.num_candidates),
-        streams=bool(body.stream),
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-    )
-    return await deliver(request, generation, dialect)
+    return await answer(request, CompletionDialect)
 
 
 async def _sampling_params(
@@ -145,33 +118,44 @@ async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
     return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, prompt, False)
 
 
-class CompletionDialect(ChunkDialect):
-    """The words of completions.
+class CompletionDialect(ChunkDialect[CompletionRequest]):
+    """The words of completions."""
 
-    Attributes:
-        num_candidates: sequences of a prompt, of which the n best are returned.
-    """
+    body_type = CompletionRequest
+    text_field = None
+    id_prefix = "cmpl-"
+    chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        request: web.Request,
-        body: CompletionRequest,
-        params: SamplingParams,
-        prompts: Sequence[list[int]],
-        echoes: Sequence[str],
-    ):
-        """`prompts` are token ids, and `echoes` the texts that their choices begin with."""
-        envelope = new_envelope(request, body, "cmpl", "text_completion")
-        super().__init__(request, body, envelope)
-        self._body, self._params, self._prompts, self._echoes = body, params, prompts, echoes
-        self._with_ids = body.return_token_ids or request.app[FRONTEND].tokenizer is None
+    def __init__(self, request: web.Request, body: CompletionRequest):
+        super().__init__(request, body)
+        self._with_ids = body.return_token_ids or self.frontend.tokenizer is None
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: CompletionRequest, use: ToolUse
+    ) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        return await completion_prompts(frontend, body)
+
+    async def decode(self) -> Generation:
+        """See `Dialect.decode`."""
+        body, frontend = self.body, self.frontend
+        # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
+        self._prompts = ids = await completion_prompts(frontend, body)
+        self._params = params = await _sampling_params(frontend, body, max(map(len, ids)))
+        shown = body.prompts() if body.truncate_prompt_tokens is None else ids
+        #: The texts that the choices of each prompt begin with.
+        self._echoes = (
+            [await _text_of(frontend, prompt) for prompt in shown] if body.echo else [""] * len(ids)
+        )
         # of a beam search `best_of` is the width: it returns the n best itself
         best_of = None if body.use_beam_search else body.best_of
-        self.num_candidates = best_of or params.n
+        self._num_candidates = best_of or params.n
+        return self.generation(ids, _with_candidates(params, self._num_candidates))
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
-        number, body = index // self._params.n, self._body
+        number, body = index // self._params.n, self.body
         template = ChunkTemplate.for_completion(self.envelope, index)
         echo, has_scores = self._echoes[number], bool(body.echo) and body.logprobs is not None
         writer = EchoWriter(
@@ -189,10 +173,10 @@ class CompletionDialect(ChunkDialect):
         return writer
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
-        """See `Dialect.whole`. Without outputs the prompts are only echoed."""
+        """See `Dialect.whole`."""
         n, envelope = self._params.n, self.envelope
         num_tokens = sum(len(choice.token_ids) for choice in choices)
-        best = _best(choices, self.num_candidates, self._params)
+        best = _best(choices, self._num_candidates, self._params)
         of_prompts = [await self._of_prompt(output) for output in outputs]
         return Completion(
             id=envelope.id,
@@ -203,24 +187,22 @@ class CompletionDialect(ChunkDialect):
                 CompletionChoice(
                     index=index,
                     text=self._echoes[index // n] + delta.text,
-                    logprobs=await self._logprobs(outputs[index // n] if outputs else None, delta),
+                    logprobs=await self._logprobs(outputs[index // n], delta),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
                     token_ids=delta.token_ids if self._with_ids else UNSET,
                     prompt_token_ids=self._prompts[index // n] if self._with_ids else UNSET,
-                    prompt_logprobs=of_prompts[index // n] if outputs else None,
-                    features=(outputs and outputs[index // n].features(delta.index)) or UNSET,
+                    prompt_logprobs=of_prompts[index // n],
+                    features=outputs[index // n].features(delta.index) or UNSET,
                 )
                 for index, delta in enumerate(best)
             ],
-            usage=usage(outputs, num_tokens)
-            if outputs
-            else usage_of(sum(map(len, self._prompts)), 0, 0),
+            usage=usage(outputs, num_tokens),
         )
 
-    async def _logprobs(self, output: RequestOutput | None, delta: Delta) -> dict[str, Any] | None:
+    async def _logprobs(self, output: RequestOutput, delta: Delta) -> dict[str, Any] | None:
         """Returns the log-probabilities of a choice, its echoed prompt included."""
-        scores, body = None if output is None else output.prompt_scores, self._body
+        scores, body = output.prompt_scores, self.body
         generated = delta.logprobs or ()
         if body.logprobs is not None and body.echo and scores is not None:
             return await echoed_logprobs(self.names, scores, body.logprobs, generated)
@@ -230,7 +212,7 @@ class CompletionDialect(ChunkDialect):
 
     async def _of_prompt(self, output: RequestOutput) -> Any:
         """Returns vLLM's `prompt_logprobs`, if the request has it."""
-        scores, num_top = output.prompt_scores, self._body.prompt_logprobs
+        scores, num_top = output.prompt_scores, self.body.prompt_logprobs
         if num_top is None or scores is None:
             return None
         return await prompt_logprobs(self.names, scores, num_top)

@@ -20,10 +20,10 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, read_body, template_messages
+from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.generation import Generation, encode
+from aioinfer.api.generation import Generation
 from aioinfer.api.http.access import request_id
 from aioinfer.api.openai.pooling_bodies import (
     ClassifyRequest,

@@ -1,27 +1,44 @@
 """The words of `/v1/responses`: the response while it is generated, and the events of its stream.
-`responses` answers with it, and `response_runs` in the background."""
+
+Background responses (`"background": true`) are generated without a connection until they end or are
+cancelled. Clients poll them, or follow their events. `ResponseRuns` holds the responses that have
+not ended; the `ObjectStore` has the others. Both are in memory: a server that ends cancels the
+responses that are not complete.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import orjson
+from aiohttp import web
 from msgspec import Struct
 
-from aioinfer.api.errors import describe
-from aioinfer.api.event_stream import StreamState
-from aioinfer.api.generation import named_event
+from aioinfer.api.admission import bounded
+from aioinfer.api.batch.store import MAX_STORED, MAX_STORED_BYTES, ObjectStore, json_size, owner_of
+from aioinfer.api.context import STREAM_HEADERS
+from aioinfer.api.delivery import submitted
+from aioinfer.api.errors import describe, json_response
+from aioinfer.api.event_stream import stream_state
+from aioinfer.api.generation import Generation, named_event
+from aioinfer.api.http.limits import ACCOUNT
+from aioinfer.api.http.record import RECORD, RequestRecord
+from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.engine.chat_turn import Turn, new_call_id, num_thought_tokens
-from aioinfer.errors import RequestError
+from aioinfer.api.openai.responses_body import ResponseContext, ResponseRequest
+from aioinfer.engine.chat_turn import new_call_id, num_thought_tokens
+from aioinfer.errors import OverloadedError, RequestError
+from aioinfer.scheduler.request import RequestStatus
+from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import RequestOutput
 
 
 class ResponseUsage(Struct, kw_only=True):
@@ -69,36 +86,66 @@ class Response(Struct, kw_only=True):
     usage: ResponseUsage | None = None
 
 
-class ResponseDialect(MessageDialect):
+class ResponseDialect(MessageDialect[ResponseRequest]):
     """The words of a response.
 
     Attributes:
-        id: of the response.
+        context: that it is generated from, once it is decoded.
+        ended: the response, once it has ended.
     """
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        body: ResponseRequest,
-        turn: Turn,
-        state: StreamState,
-        keep: Callable[[Response], None],
-    ):
-        """`state` is the stream's state, if the reply is a stream: all ids are made of its key.
-        `keep` stores the response when it has ended."""
-        super().__init__(frontend, turn)
+    body_type = ResponseRequest
+    text_field = "input"
+    id_prefix = "resp_"
+    context: ResponseContext
+
+    def __init__(self, request: web.Request, body: ResponseRequest):
+        super().__init__(request, body)
+        # all ids are made of the stream's key
+        state = stream_state(request)
         self.id = f"resp_{state.key}"
-        self._keep = keep
+        self.ended: Response | None = None
+        self._created = state.created
         self._number = 0  # of the next event
         self._num_logprobs = 0  # of the block's, that have been sent
         self._ids = random.Random(state.key)
-        params, conversation = turn.params, body.conversation_id
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """See `Dialect.field_names`."""
+        names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        return names | {"prompt": "input", "messages": "input"}
+
+    async def prompt(self, use: ToolUse) -> list[int]:
+        """See `Dialect.prompt`. Raises `RequestError` also if an object is not stored that the
+        body names."""
+        previous, request = self.body.previous_response_id, self.request
+        runs = request.app[RESPONSE_RUNS]
+        if previous is not None and runs.find(owner_of(request), previous) is not None:
+            raise RequestError(
+                "the previous response has not ended yet", param="previous_response_id"
+            )
+        self.context = ResponseContext.find(request, self.body)
+        return await self.context.encode(self.frontend, self.body, use)
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`. A response in the background is generated beyond its reply."""
+        found = await super().decode()
+        self._fields = self._repeated()
+        if isinstance(found, Generation) and self.body.background:
+            return await self.request.app[RESPONSE_RUNS].begin(self, found)
+        return found
+
+    def _repeated(self) -> dict[str, Any]:
+        """Returns the fields of the response that repeat the request."""
+        body = self.body
+        params, conversation = self.turn.params, body.conversation_id
         format = body.text.format if body.text is not None else None
         tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
-        self._fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": self.id,
-            "created_at": state.created,
-            "model": frontend.config.served_model_names[0],
+            "created_at": self._created,
+            "model": self.frontend.config.served_model_names[0],
             "background": bool(body.background),
             "conversation": None if conversation is None else {"id": conversation},
             "frequency_penalty": params.frequency_penalty,
@@ -126,14 +173,15 @@ class ResponseDialect(MessageDialect):
             "user": body.user,
         }
         try:
-            orjson.dumps(self._fields)
+            orjson.dumps(fields)
         except orjson.JSONEncodeError as error:
             raise RequestError("the body is nested too deeply to be repeated") from error
+        return fields
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`; for a tool call, the id that its result names."""
         if kind == "call":
-            return new_call_id(self._frontend, random_bytes=self._ids.randbytes)
+            return new_call_id(self.frontend, random_bytes=self._ids.randbytes)
         return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
 
     def response(
@@ -169,7 +217,7 @@ class ResponseDialect(MessageDialect):
     def _usage(self, num_tokens: int) -> ResponseUsage:
         prompt = len(self.output.prompt_token_ids)
         (tokens,) = self.output.generated()
-        thoughts = num_thought_tokens(self._frontend, self._turn, tokens)
+        thoughts = num_thought_tokens(self.frontend, self.turn, tokens)
         return ResponseUsage(
             input_tokens=prompt,
             input_tokens_details={"cached_tokens": self.output.num_cached_tokens},
@@ -228,9 +276,14 @@ class ResponseDialect(MessageDialect):
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
-        ended = self.response(reason, num_tokens)
-        self._keep(ended)
+        self.ended = ended = self.response(reason, num_tokens)
+        if not self.body.background:
+            self.keep(ended)
         return ended
+
+    def keep(self, ended: Response, events: Sequence[bytes] = ()) -> None:
+        """Stores the response, which has ended, as the body asks for it."""
+        self.context.keep(self.request, self.body, msgspec.structs.asdict(ended), events)
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
@@ -241,6 +294,158 @@ class ResponseDialect(MessageDialect):
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
         return self._event("failed", response=self.failed(error))
+
+
+class ResponseRun:
+    """A response that is generated in the background.
+
+    Attributes:
+        dialect: has the response.
+        num_bytes: the length of its items as JSON.
+        events: the events so far by their sequence numbers, if it was asked to be a stream.
+        queued: becomes the response when it is in the queue, or the error that kept it out.
+        task: generates it.
+    """
+
+    task: asyncio.Task[None]
+
+    def __init__(self, dialect: ResponseDialect, generation: Generation):
+        self.dialect = dialect
+        self.events: list[bytes] = []
+        self.queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self.num_bytes = json_size(dialect.context.items)
+        self._generation = generation
+        self._output: RequestOutput | None = None
+        self._news = asyncio.Event()
+
+    def body(self) -> Response:
+        """Returns the response as it stands."""
+        dialect, output = self.dialect, self._output
+        if dialect.ended is not None:
+            return dialect.ended
+        running = RequestStatus.RUNNING, RequestStatus.FINISHED
+        is_running = output is not None and output.sequences[0].request.status in running
+        # one that was preempted is in progress
+        waits = not dialect.blocks.all and not is_running
+        return dialect.response(unfinished="queued" if waits else "in_progress")
+
+    async def cancel(self) -> None:
+        """Has the generation end, and returns when it has; the response is cancelled unless it is
+        complete."""
+        if self._output is not None:
+            self._output.abort()
+        await asyncio.wait([self.task])
+
+    async def generate(self) -> None:
+        """Generates the response for its request, beyond the reply, and stores it."""
+        dialect, request = self.dialect, self.dialect.request
+        request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
+        try:
+            async with (
+                bounded(request, dialect.body.timeout_s),
+                submitted(request, self._generation) as outputs,
+            ):
+                self._output = outputs[0]
+                writer = dialect.choice(outputs[0], 0, 0)
+                self.queued.set_result(self.body())
+                async for delta in outputs[0]:
+                    make = partial(writer.events, delta)
+                    self._note(await formatted(delta.logprobs or (), make))
+        except Exception as error:
+            if not self.queued.done():
+                self.queued.set_exception(error)
+                return
+            dialect.ended = dialect.failed(error)
+            self._note(dialect.failure(error))
+        if dialect.ended is None:
+            dialect.ended = dialect.response(unfinished="cancelled")
+        self._note(b"")
+        dialect.keep(dialect.ended, self.events)
+
+    def _note(self, events: bytes) -> None:
+        """Stores events, and wakes the followers of the stream."""
+        if self.dialect.body.stream:
+            # JSON has no line ends of its own
+            self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, first: int) -> AsyncIterator[bytes]:
+        """Yields the events from this sequence number on as they come."""
+        while True:
+            if first < len(self.events):
+                found = b"".join(self.events[first:])
+                first = len(self.events)
+                yield found
+            elif self.dialect.ended is not None:
+                return
+            else:
+                await self._news.wait()
+
+
+class ResponseRuns:
+    """The background responses of all API keys that have not ended. The limits of stored objects,
+    in number and in bytes, bound them too."""
+
+    def __init__(self, store: ObjectStore):
+        self._store = store
+        self._runs: dict[tuple[str | None, str], ResponseRun] = {}
+
+    def find(self, owner: str | None, id: str) -> ResponseRun | None:
+        """Returns a response of an API key that has not ended; None where there is none."""
+        return self._runs.get((owner, id))
+
+    async def begin(self, dialect: ResponseDialect, generation: Generation) -> web.StreamResponse:
+        """Begins a response, and returns the reply when it is in the queue: the response, or its
+        events.
+
+        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
+        and what `submitted` does.
+        """
+        run = ResponseRun(dialect, generation)
+        self._store.check_room(run.num_bytes, "a response in the background", "background")
+        num_bytes = sum(other.num_bytes for other in self._runs.values()) + run.num_bytes
+        if len(self._runs) >= MAX_STORED or num_bytes > MAX_STORED_BYTES:
+            raise OverloadedError(
+                f"{len(self._runs)} responses are in the background, one more is too many; try "
+                "again later"
+            )
+        place = owner_of(dialect.request), dialect.id
+        self._runs[place] = run
+        run.task = asyncio.create_task(self._run(run))
+        run.task.add_done_callback(lambda _: self._runs.pop(place))
+        try:
+            queued = await run.queued
+        except asyncio.CancelledError:  # the client is gone before it got the id
+            run.task.cancel()
+            raise
+        if dialect.body.stream:
+            return await send_events(dialect.request, run.follow(0))
+        return json_response(queued)
+
+    async def _run(self, run: ResponseRun) -> None:
+        with run.dialect.request[ACCOUNT].occupied():
+            await run.generate()
+
+    async def stop(self, app: web.Application) -> None:
+        """Ends all of them; a handler of `on_shutdown`."""
+        tasks = [run.task for run in self._runs.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+RESPONSE_RUNS = web.AppKey("response_runs", ResponseRuns)
+
+
+async def send_events(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Sends events as they come."""
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    async for data in events:
+        if data:
+            await response.write(data)
+    return response
 
 
 def _plain(struct: Any) -> dict[str, Any]:

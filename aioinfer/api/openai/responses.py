@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
 from msgspec import Struct
@@ -12,26 +11,11 @@ from msgspec import Struct
 from aioinfer.api.admission import admit
 from aioinfer.api.batch.store import OBJECT_STORE, owner_of, page_of
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import deliver
+from aioinfer.api.delivery import answer
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import STREAM_HEADERS, Generation
-from aioinfer.api.openai.response_events import ResponseDialect
-from aioinfer.api.openai.response_runs import RESPONSE_RUNS, ResponseContext, ResponseRun
+from aioinfer.api.openai.response_events import RESPONSE_RUNS, ResponseDialect, send_events
 from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.api.prompts import with_token_ids
-from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-
-_PARAMS = {
-    "max_tokens": "max_output_tokens",
-    "prompt": "input",
-    "messages": "input",
-    "logprobs": "top_logprobs",
-}
 
 
 class InputTokens(Struct, kw_only=True):
@@ -47,28 +31,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     With `background` it is generated without a connection: the reply says that it is queued, or
     follows its events.
     """
-    frontend = request.app[FRONTEND]
-    frontend.require_tokenizer("input")
-    body = await read_body(request, ResponseRequest)
-    admit(request, body.timeout_s)
-    context = _context(request, body)
-    with renamed(_PARAMS):
-        turn = await _turn(frontend, body, context)
-        if body.background:
-            run = ResponseRun(frontend, body, turn, context, stream_state(request))
-            queued = await request.app[RESPONSE_RUNS].begin(request, run)
-            return await _send(request, run.follow(0)) if body.stream else json_response(queued)
-        keep = partial(context.keep, request, body)
-        dialect = ResponseDialect(frontend, body, turn, stream_state(request), keep)
-        generation = Generation(
-            dialect.id,
-            [turn.prompt],
-            turn.params,
-            streams=bool(body.stream),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-        )
-        return await deliver(request, generation, dialect)
+    return await answer(request, ResponseDialect)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -83,7 +46,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
         if first is None:
             return json_response(run.body())
-        events = run.follow(first) if run.is_stream else None
+        events = run.follow(first) if run.dialect.body.stream else None
     else:
         stored = request.app[OBJECT_STORE].find(owner, "response", id)
         if first is None:
@@ -93,7 +56,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
         raise RequestError(
             "only a response that was made with background and stream has events", param="stream"
         )
-    return await _send(request, events)
+    return await send_events(request, events)
 
 
 def _first_event(request: web.Request) -> int | None:
@@ -113,22 +76,11 @@ async def _whole(events: Sequence[bytes]) -> AsyncIterator[bytes]:
     yield b"".join(events)
 
 
-async def _send(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
-    """Sends events as they come."""
-    response = web.StreamResponse(headers=STREAM_HEADERS)
-    await response.prepare(request)
-    async for data in events:
-        if data:
-            await response.write(data)
-    return response
-
-
 async def cancel_response(request: web.Request) -> web.Response:
     """Ends a response in the background; one that is complete stays as it is."""
     id, owner = request.match_info["id"], owner_of(request)
-    runs = request.app[RESPONSE_RUNS]
-    if (run := runs.find(owner, id)) is not None:
-        await runs.cancel(run)
+    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
+        await run.cancel()
         return json_response(run.body())
     body = request.app[OBJECT_STORE].find(owner, "response", id).body
     if not body["background"]:
@@ -143,7 +95,7 @@ async def delete_response(request: web.Request) -> web.Response:
     id, owner = request.match_info["id"], owner_of(request)
     runs, store = request.app[RESPONSE_RUNS], request.app[OBJECT_STORE]
     if (run := runs.find(owner, id)) is not None:
-        await runs.cancel(run)
+        await run.cancel()
     if run is None or (owner, id) in store:
         store.remove(owner, "response", id)
     return json_response({"id": id, "object": "response", "deleted": True})
@@ -154,7 +106,7 @@ async def list_input_items(request: web.Request) -> web.Response:
     and of its conversation; `limit`, `after`, `order`."""
     id, owner = request.match_info["id"], owner_of(request)
     if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
-        items: Sequence[dict[str, Any]] = run.context.items
+        items: Sequence[dict[str, Any]] = run.dialect.context.items
     else:
         items = request.app[OBJECT_STORE].find(owner, "response", id).items
     page = page_of(list(reversed(items)), request.query, max_limit=100, default_limit=20)
@@ -167,20 +119,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     frontend.require_tokenizer("input")
     body = await read_body(request, ResponseRequest)
     admit(request, body.timeout_s)
-    with renamed(_PARAMS):
-        prompt = await _context(request, body).encode(frontend, body)
+    dialect = ResponseDialect(request, body)
+    with renamed(dialect.field_names):
+        prompt = await dialect.prompt(body.tool_use())
     return json_response(InputTokens(input_tokens=len(prompt)))
-
-
-def _context(request: web.Request, body: ResponseRequest) -> ResponseContext:
-    """Returns the context that a response is generated from. Raises `RequestError`."""
-    previous = body.previous_response_id
-    if previous is not None and request.app[RESPONSE_RUNS].find(owner_of(request), previous):
-        raise RequestError("the previous response has not ended yet", param="previous_response_id")
-    return ResponseContext.find(request, body)
-
-
-async def _turn(frontend: Frontend, body: ResponseRequest, context: ResponseContext) -> Turn:
-    prompt = await context.encode(frontend, body)
-    fields = await with_token_ids(frontend, body.sampling_fields())
-    return await make_turn(frontend, prompt, fields, body.tool_use())

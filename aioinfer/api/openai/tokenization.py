@@ -10,8 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, read_body, template_messages
-from aioinfer.api.generation import encode
+from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
 from aioinfer.errors import RequestError
