@@ -87,6 +87,21 @@ def constrained_plan(step_id: int, position: int) -> Any:
     return plan
 
 
+async def constrained(run: Run) -> list[int]:
+    """Returns nine tokens after `PROMPT`, of which the eighth is the only one that a mask allows,
+    and shuts down."""
+    tokens = await greedy(run, 7)
+    run.executor.post(constrained_plan(7, 12))
+    masks = run.executor.masks_of(7)
+    masks[0] = 0
+    masks[0, 1] = 1 << 9  # token 41
+    run.executor.post_masks(7)
+    run.executor.post(decode_plan(8, 13))
+    await run.wait_for_results(9)
+    await run.executor.shutdown()
+    return tokens + [int(result.tokens[0]) for result in run.results[7:]]
+
+
 @pytest.mark.sample
 async def test_two_hosts_give_what_one_gives(folder: Path, run: Run) -> None:
     """Also under a mask: the ranks of both hosts sample the token that it allows, and go on with
@@ -94,16 +109,7 @@ async def test_two_hosts_give_what_one_gives(folder: Path, run: Run) -> None:
     expected: list[list[int]] = []
     for each in (Run(InlineExecutor(tiny_config(folder, executor="inline"), folder)), run):
         await each.start()
-        tokens = await greedy(each, 7)
-        each.executor.post(constrained_plan(7, 12))
-        masks = each.executor.masks_of(7)
-        masks[0] = 0
-        masks[0, 1] = 1 << 9  # token 41
-        each.executor.post_masks(7)
-        each.executor.post(decode_plan(8, 13))
-        await each.wait_for_results(9)
-        expected.append(tokens + [int(result.tokens[0]) for result in each.results[7:]])
-        await each.executor.shutdown()
+        expected.append(await constrained(each))
     assert expected[0] == expected[1]
     assert expected[0][7] == 41
     assert run.failures == []
@@ -119,16 +125,7 @@ async def test_the_last_stage_on_another_host(tmp_path: Path) -> None:
         Run(TwoHosts(staged, folder, 0)),
     ):
         report = await each.start()
-        tokens = await greedy(each, 7)
-        each.executor.post(constrained_plan(7, 12))
-        masks = each.executor.masks_of(7)
-        masks[0] = 0
-        masks[0, 1] = 1 << 9  # token 41
-        each.executor.post_masks(7)
-        each.executor.post(decode_plan(8, 13))
-        await each.wait_for_results(9)
-        expected.append(tokens + [int(result.tokens[0]) for result in each.results[7:]])
-        await each.executor.shutdown()
+        expected.append(await constrained(each))
         assert each.failures == []
     assert [list(layers) for layers, _ in report.stages] == [[0], [1]]
     assert expected[0] == expected[1]

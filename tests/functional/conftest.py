@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 import pytest_asyncio
 import uvloop
@@ -116,3 +117,12 @@ async def served() -> AsyncIterator[Served]:
     """One engine behind a socket, for all tests."""
     async with serve() as served:
         yield served
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of the server that tests share."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import pytest_asyncio
 import torch
 from tokenizers import Tokenizer
 
@@ -31,14 +29,6 @@ TEXTS = ["The capital of France is Paris.", "Water boils at 100 degrees.", "Hell
 LONG = "The river ran through the old town, under five stone bridges. " * 12
 #: What the tokenizer of the random models knows.
 LETTERS = ["\u0140\u0141\u0142", "\u0150\u0151"]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 def length(values: Any) -> float:

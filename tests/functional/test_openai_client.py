@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 
 from aioinfer.errors import EngineDeadError, GenerationError
 from tests.functional.conftest import Served
@@ -18,14 +16,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 MODEL = "smollm2"
 PROMPT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:

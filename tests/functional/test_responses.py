@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import pytest_asyncio
 
 from aioinfer.api.batch import store
 from aioinfer.api.openai import response_events
@@ -29,14 +28,6 @@ CALL: Any = USUAL | {
     "tool_choice": "required",
     "parallel_tool_calls": False,
 }
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 @pytest.mark.sample

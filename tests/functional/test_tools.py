@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import pytest_asyncio
 
 from tests.functional.conftest import Served, serve
 
@@ -37,14 +35,6 @@ TOOLS: Any = [
 SCHEMAS = {"weather": WEATHER, "add": ADD}
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def client(served: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 def check_calls(calls: Any) -> None:
