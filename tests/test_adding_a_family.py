@@ -15,14 +15,7 @@ from aioinfer.models import registry
 from aioinfer.models.decoder import DecoderModel
 from tests import tiny_models
 from tests.paged_model import PagedModel, load_model
-from tests.test_models import (
-    SINGLE,
-    TEXTS,
-    VOCAB,
-    assert_close,
-    reference_logits,
-    reference_model,
-)
+from tests.test_models import SINGLE, TEXTS, VOCAB, assert_close, reference_logits, reference_model
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adding-a-family.md").read_text("utf-8")
 

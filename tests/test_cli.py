@@ -31,11 +31,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def line(number: int, **fields: Any) -> bytes:
-    usual = {
-        "custom_id": str(number),
-        "url": "/v1/completions",
-        "body": {"prompt": "x" * number},
-    }
+    usual = {"custom_id": str(number), "url": "/v1/completions", "body": {"prompt": "x" * number}}
     return json.dumps(usual | fields).encode() + b"\n"
 
 

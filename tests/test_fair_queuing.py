@@ -144,9 +144,7 @@ MOVES = st.lists(
 
 
 @given(moves=MOVES)
-def test_a_flow_alone_is_first_come_first_served(
-    moves: list[tuple[str, int, int, int]],
-) -> None:
+def test_a_flow_alone_is_first_come_first_served(moves: list[tuple[str, int, int, int]]) -> None:
     """Whatever ends, is dropped or takes long: within a priority, no tag is before that of an
     earlier request that waits or runs."""
     queue, served = Queue(), []

@@ -78,13 +78,7 @@ CALLS: dict[str, tuple[str, list[str]]] = {
         "```json",
         [f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{CALL_END}{ENDS}'],
     ),
-    "harmony": (
-        "",
-        [
-            COMMENTARY,
-            ANALYSIS + COMMENTARY,
-        ],
-    ),
+    "harmony": ("", [COMMENTARY, ANALYSIS + COMMENTARY]),
 }
 #: Formats whose markers are special tokens.
 SPECIAL = ("mistral", "deepseek", "harmony")

@@ -206,11 +206,7 @@ def test_the_window_of_phi3_files_that_do_not_name_it(
             lambda fields, tensors: fields.update(architecture="bert"),
             "architecture 'bert'.*llama, qwen2, qwen3",
         ),
-        (
-            "llama",
-            lambda fields, tensors: fields.pop("block_count"),
-            r"lacks llama\.block_count",
-        ),
+        ("llama", lambda fields, tensors: fields.pop("block_count"), r"lacks llama\.block_count"),
         (
             "llama",
             lambda fields, tensors: fields.update({"rope.scaling.type": "longrope"}),

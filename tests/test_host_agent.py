@@ -59,10 +59,7 @@ class TwoHosts(WorkerExecutor):
         self.task = asyncio.create_task(self.agent.run(listener.address, SECRET, 0))
         self.ranks = HostRanks(self.config, self._folder, 0, places[:1], self.heartbeat, self)
         (connection,) = (await listener.wait()).values()
-        return [
-            self.ranks,
-            RemoteHost("the other host", [1], connection, self.heartbeat, self),
-        ]
+        return [self.ranks, RemoteHost("the other host", [1], connection, self.heartbeat, self)]
 
     async def _release(self) -> None:
         await self.task

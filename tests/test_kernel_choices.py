@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from aioinfer.layers.kernel_choices import (
-    Candidate,
-    KernelChoices,
-    Product,
-    ProductChoices,
-)
+from aioinfer.layers.kernel_choices import Candidate, KernelChoices, Product, ProductChoices
 
 CUBLAS, FEW_ROWS = Candidate("cublas"), "few_rows_dense"
 PRODUCT = Product("residual", "dense", 64, 32, "bfloat16")

@@ -22,11 +22,7 @@ STATE, INPUTS = StateSpec((16, 128, 128), "float32"), StateSpec((3, 4096), "bflo
 
 def test_layers_of_equal_specification_are_a_group() -> None:
     groups = group_layers([[WINDOW], [WINDOW], [FULL], [AttentionSpec(4, 64, 1024)], [LATENT]])
-    assert groups == (
-        KVGroup(WINDOW, (0, 1, 3)),
-        KVGroup(FULL, (2,)),
-        KVGroup(LATENT, (4,)),
-    )
+    assert groups == (KVGroup(WINDOW, (0, 1, 3)), KVGroup(FULL, (2,)), KVGroup(LATENT, (4,)))
     assert [group.window for group in groups] == [1024, None, None]
 
 
@@ -37,11 +33,7 @@ def test_a_block_takes_the_bytes_of_all_layers() -> None:
 
 def test_groups_of_states_are_behind_the_others() -> None:
     groups = group_layers([[INPUTS, STATE], [INPUTS, STATE], [FULL]])
-    assert groups == (
-        KVGroup(FULL, (2,)),
-        KVGroup(INPUTS, (0, 1)),
-        KVGroup(STATE, (0, 1)),
-    )
+    assert groups == (KVGroup(FULL, (2,)), KVGroup(INPUTS, (0, 1)), KVGroup(STATE, (0, 1)))
     assert [group.keeps_states for group in groups] == [False, True, True]
 
 

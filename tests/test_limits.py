@@ -97,8 +97,7 @@ def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None
 def output(prompt: int, *generated: int) -> RequestOutput:
     """An output of this many prompt tokens and as many tokens of each sequence."""
     return cast(
-        RequestOutput,
-        SimpleNamespace(prompt_token_ids=[0] * prompt, num_generated=sum(generated)),
+        RequestOutput, SimpleNamespace(prompt_token_ids=[0] * prompt, num_generated=sum(generated))
     )
 
 

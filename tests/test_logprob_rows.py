@@ -88,8 +88,7 @@ def test_one_rank() -> None:
 def test_all_rows_of_a_step(num_top: int) -> None:
     every = np.arange(51, dtype=np.int32)
     check_rank(
-        ParallelGroup.single(),
-        LogprobRows(every, np.full(51, num_top, np.int32), every * 0, ids()),
+        ParallelGroup.single(), LogprobRows(every, np.full(51, num_top, np.int32), every * 0, ids())
     )
 
 

@@ -396,10 +396,7 @@ def test_long_contexts_do_not_starve_the_windows_of_many_short_requests() -> Non
 
 
 def test_plenty_of_memory_goes_where_all_tokens_are_kept() -> None:
-    groups = (
-        KVGroup(AttentionSpec(1, 64, 100), (0,)),
-        KVGroup(AttentionSpec(1, 64), (1,)),
-    )
+    groups = (KVGroup(AttentionSpec(1, 64, 100), (0,)), KVGroup(AttentionSpec(1, 64), (1,)))
     demand = make_demand(groups)
     windows, full = divide_memory(demand, GIB, 1000, 1000)
     assert [windows, None] == demand.enough_blocks(1000)

@@ -149,11 +149,7 @@ def test_what_is_not_supported(folders: tuple[Path, Path]) -> None:
     ],
 )
 def test_wrong_tensors_are_named(
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    name: str,
-    tensor: torch.Tensor | None,
-    message: str,
+    folders: tuple[Path, Path], tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
 ) -> None:
     (tmp_path / "config.json").write_bytes((folders[0] / "config.json").read_bytes())
     tensors = load_file(folders[0] / "model.safetensors")

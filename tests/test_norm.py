@@ -8,13 +8,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.norm import (
-    HeadLayerNorms,
-    LayerNorm,
-    RMSNorm,
-    SplitRMSNorm,
-    norm_in_place,
-)
+from aioinfer.layers.norm import HeadLayerNorms, LayerNorm, RMSNorm, SplitRMSNorm, norm_in_place
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import Shard

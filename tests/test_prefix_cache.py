@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
-from aioinfer.scheduler.block_pool import (
-    MIN_COPIED_TOKENS,
-    PartialBlocks,
-    extend_hashes,
-    root_hash,
-)
+from aioinfer.scheduler.block_pool import MIN_COPIED_TOKENS, PartialBlocks, extend_hashes, root_hash
 from aioinfer.scheduler.kv_cache import KVCacheManager
 from aioinfer.worker import kv_tensors
 from aioinfer.worker.kv_tensors import KVTensors
@@ -245,10 +240,7 @@ def test_many_blocks_are_copied_layer_by_layer(limit: int, monkeypatch: pytest.M
 
 
 def test_states_are_copied_and_zeroed_in_their_own_dtype() -> None:
-    groups = [
-        KVGroup(AttentionSpec(2, 4), (1,)),
-        KVGroup(StateSpec((3, 2), "float32"), (0, 2)),
-    ]
+    groups = [KVGroup(AttentionSpec(2, 4), (1,)), KVGroup(StateSpec((3, 2), "float32"), (0, 2))]
     kv = KVTensors(groups, [3, 4], 16, torch.bfloat16, torch.device("cpu"))
     keys, states = kv.tensors
     assert (keys.shape, keys.dtype) == ((2, 1, 3, 16, 2, 4), torch.bfloat16)

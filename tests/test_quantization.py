@@ -64,10 +64,7 @@ SCHEMES: list[tuple[dict[str, Any], Scheme]] = [
         group(integers(4, group_size=128, symmetric=False, actorder="group")),
         GroupScheme("packed", 4, 128, True, has_order=True),
     ),
-    (
-        group(integers(4, group_size=128, actorder="weight")),
-        GroupScheme("packed", 4, 128, False),
-    ),
+    (group(integers(4, group_size=128, actorder="weight")), GroupScheme("packed", 4, 128, False)),
     (GPTQ, GroupScheme("gptq", 4, 128, False)),
     (
         {**GPTQ, "bits": 8, "group_size": -1, "desc_act": True, "sym": False},

@@ -19,12 +19,7 @@ from aioinfer.config import Config, load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, KnownDelta, RequestOutput
-from aioinfer.errors import (
-    EngineDeadError,
-    GenerationError,
-    OverloadedError,
-    RequestError,
-)
+from aioinfer.errors import EngineDeadError, GenerationError, OverloadedError, RequestError
 from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aioinfer.cluster.reports import (
-    MAX_HASHES,
-    ReplicaLoad,
-    Report,
-    ReportReader,
-    divided,
-    encode,
-)
+from aioinfer.cluster.reports import MAX_HASHES, ReplicaLoad, Report, ReportReader, divided, encode
 
 LOAD = ReplicaLoad(1, 2, 300, 4000, 50, 6000, 7)
 

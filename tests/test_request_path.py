@@ -212,9 +212,7 @@ def send(server: Server, path: str, body: dict[str, Any]) -> Answer:
 
     async def both() -> Answer:
         return Answer(
-            body,
-            *await server.post(path, body),
-            *await server.post("/v1/completions", PLAIN),
+            body, *await server.post(path, body), *await server.post("/v1/completions", PLAIN)
         )
 
     answer: Answer = server.run(both())

@@ -105,9 +105,7 @@ def test_plans_without_such_rows_have_no_section() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(-1, 9)), max_size=9))
-def test_rows_are_ascending_and_of_the_requests_that_ask(
-    asked: list[tuple[int, int, int]],
-) -> None:
+def test_rows_are_ascending_and_of_the_requests_that_ask(asked: list[tuple[int, int, int]]) -> None:
     """`asked`: the length of the prompt and of the output, and how many of the likeliest tokens;
     -1 asks for no log-probabilities."""
     scheduler = make_scheduler(token_budget=7, max_num_seqs=4)

@@ -160,10 +160,7 @@ async def test_a_server_without_a_tokenizer() -> None:
     compiler.prepare()
     compiled = await compiler.compile(SamplingParams(allowed_token_ids=(5,)))
     assert first_tokens(compiled, 100) == [5]
-    for params, name in (
-        (regex("a"), "grammar"),
-        (SamplingParams(bad_words=("a",)), "bad_words"),
-    ):
+    for params, name in ((regex("a"), "grammar"), (SamplingParams(bad_words=("a",)), "bad_words")):
         with pytest.raises(RequestError, match="no tokenizer") as caught:
             await compiler.compile(params)
         assert caught.value.param == name

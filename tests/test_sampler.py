@@ -188,12 +188,7 @@ def test_logits_are_changed_between_penalties_and_temperature() -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [
-        {},
-        {"top_k": 6},
-        {"top_p": 0.8, "temperature": 1.3},
-        {"logit_bias": {0: 3.0, 1: 100.0}},
-    ],
+    [{}, {"top_k": 6}, {"top_p": 0.8, "temperature": 1.3}, {"logit_bias": {0: 3.0, 1: 100.0}}],
     ids=str,
 )
 def test_masked_rows_sample_from_what_is_allowed(params: dict[str, Any]) -> None:

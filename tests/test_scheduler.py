@@ -69,12 +69,7 @@ class Harness:
         groups = limits.setdefault("groups", (FULL,))
         if isinstance(limits.setdefault("num_blocks", 64), int):
             limits["num_blocks"] = (limits["num_blocks"],) * len(groups)
-        defaults = {
-            "block_size": 4,
-            "max_num_seqs": 8,
-            "token_budget": 64,
-            "prefill_cap": 64,
-        }
+        defaults = {"block_size": 4, "max_num_seqs": 8, "token_budget": 64, "prefill_cap": 64}
         self.limits = SchedulerLimits(**{**defaults, **limits})
         self.now = 0.0
         features = StepFeatures([*features, ListedMasks()])
@@ -512,9 +507,7 @@ def test_results_out_of_order_are_refused():
 GROUPS = st.one_of(
     st.just((FULL,)),
     st.lists(
-        st.one_of(st.just(FULL), st.integers(1, 30).map(windowed)),
-        min_size=1,
-        max_size=3,
+        st.one_of(st.just(FULL), st.integers(1, 30).map(windowed)), min_size=1, max_size=3
     ).map(tuple),
     st.sampled_from([(FULL, *STATES), STATES[:1], (FULL, windowed(7), *STATES)]),
 )

@@ -351,10 +351,7 @@ def test_prompt_and_output_are_counted_apart() -> None:
     assert counted(occurrences, 1) == [0, 0, IN_PROMPT | 2, 1, 0, IN_PROMPT]
 
 
-@given(
-    st.integers(1, 40),
-    st.lists(st.tuples(st.booleans(), st.integers(0, 39)), max_size=120),
-)
+@given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 39)), max_size=120))
 def test_rows_keep_what_they_hold_and_memory_follows_their_number(
     max_num_seqs: int, changes: list[tuple[bool, int]]
 ) -> None:

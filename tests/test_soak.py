@@ -62,9 +62,7 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.extended
-def test_the_time_is_kept_and_half_of_it_may_be_warm_up(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_time_is_kept_and_half_of_it_may_be_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     status = soak.main(["--minutes", "0.25", "--round", "100000", "--seed", "5"])
     seconds = time.monotonic() - began

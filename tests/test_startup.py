@@ -50,10 +50,7 @@ def test_the_table_shows_what_each_group_of_layers_keeps(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    groups = (
-        KVGroup(AttentionSpec(1, 256, 512), (0, 1, 3)),
-        KVGroup(AttentionSpec(1, 256), (2,)),
-    )
+    groups = (KVGroup(AttentionSpec(1, 256, 512), (0, 1, 3)), KVGroup(AttentionSpec(1, 256), (2,)))
     shown = shown_for([make_report(0, groups, 70, 900)], capsys)
     assert re.search(r"KV cache +│ 1.00 GiB a worker +│", shown)
     assert (

@@ -48,7 +48,7 @@ def test_what_is_kept_of_a_step(log: StepLog) -> None:
                 plan_us=10,
                 post_us=20,
                 emit_us=40,
-            ),
+            )
         ]
 
 

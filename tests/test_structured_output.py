@@ -12,10 +12,7 @@ from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarSpec
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": 1.50}}}
 COMPACT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"const":1.5}}}'
-TAG = {
-    "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}],
-    "triggers": ["<f>"],
-}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
 
 
 def fields(**body: Any) -> dict[str, Any]:

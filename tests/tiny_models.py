@@ -181,12 +181,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "ernie4_5": {"use_bias": True},
-    "ernie4_5_moe": {
-        "moe_num_experts": 8,
-        "moe_k": 3,
-        "moe_intermediate_size": 32,
-        "head_dim": 8,
-    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "head_dim": 8},
     "falcon": {
         "head_dim": 8,
         "num_kv_heads": 2,

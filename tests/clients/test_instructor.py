@@ -17,12 +17,7 @@ from instructor.core import InstructorRetryException
 from pydantic import BaseModel, ConfigDict, Field
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
-MODES = [
-    Mode.TOOLS,
-    Mode.TOOLS_STRICT,
-    Mode.JSON_SCHEMA,
-    Mode.RESPONSES_TOOLS,
-]
+MODES = [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS]
 
 
 class Weather(BaseModel):
@@ -108,11 +103,7 @@ def test_anthropic(server: Server) -> None:
         anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     )
     found = client.messages.create(
-        model=server.model,
-        messages=MESSAGES,
-        response_model=Weather,
-        max_tokens=100,
-        max_retries=0,
+        model=server.model, messages=MESSAGES, response_model=Weather, max_tokens=100, max_retries=0
     )
     assert isinstance(found, Weather)
 

@@ -50,10 +50,7 @@ def test_calls_and_objects(server: Server, client: ollama.Client) -> None:
     check_weather(str(made.message.content))
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}]
     reply = client.chat(
-        server.model,
-        messages=[{"role": "user", "content": QUESTION}],
-        tools=tools,
-        options=OPTIONS,
+        server.model, messages=[{"role": "user", "content": QUESTION}], tools=tools, options=OPTIONS
     )
     for call in reply.message.tool_calls or ():  # Ollama has no way to require one
         check_weather(dict(call.function.arguments))

@@ -190,12 +190,7 @@ def test_the_summed_product(inputs: int, partial: bool, scaled: bool, tmp_path: 
     assert len(re.findall(wide, kernel.asm["ptx"])) >= TOP_K * per_thread // 16
 
 
-ROUTED = [
-    (EXPERTS, 1, False, 0),
-    (256, 8, True, 0),
-    (60, 1, False, 0),
-    (EXPERTS, 1, False, 4),
-]
+ROUTED = [(EXPERTS, 1, False, 0), (256, 8, True, 0), (60, 1, False, 0), (EXPERTS, 1, False, 4)]
 
 
 def routing(

@@ -65,8 +65,7 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "pdl"),
-    [(config, "bf16", True) for config in CONFIGS] + FULLEST,
+    ("config", "dtype", "pdl"), [(config, "bf16", True) for config in CONFIGS] + FULLEST
 )
 def test_every_configuration_compiles_without_spilling_registers(
     config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path

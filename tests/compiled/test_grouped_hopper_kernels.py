@@ -13,12 +13,7 @@ pytest.importorskip("triton")
 
 import torch
 import triton
-from aioinfer.kernels.grouped_hopper import (
-    SCALE_BOX,
-    _kernel,
-    scales_of_unit,
-    word_layout,
-)
+from aioinfer.kernels.grouped_hopper import SCALE_BOX, _kernel, scales_of_unit, word_layout
 from aioinfer.kernels.grouped_hopper_configs import (
     REGISTERS,
     GroupedHopperConfig,
@@ -35,12 +30,7 @@ from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
 pytestmark = pytest.mark.extended
 
 #: Output features (of gate and up together) and inputs of Qwen3-8B's layers.
-SHAPES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (24576, 4096),
-    "down": (4096, 12288),
-}
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 
 
 def weight_of(

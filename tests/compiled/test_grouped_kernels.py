@@ -24,11 +24,7 @@ ACTIVATIONS = ("x", "residual", "out")
 
 
 def compile_kernel(
-    weight: PackedGroups,
-    config: GroupedConfig,
-    dtype: str = "bf16",
-    *,
-    gated: bool = False,
+    weight: PackedGroups, config: GroupedConfig, dtype: str = "bf16", *, gated: bool = False
 ) -> CompiledKernel:
     """Compiles what `grouped_product` launches."""
     offset = 0 if weight.bits == 8 else {"bf16": 128, "fp16": 1024}[dtype]

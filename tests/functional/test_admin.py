@@ -25,10 +25,7 @@ ADMIN = {"Authorization": "Bearer admin-key"}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def administered() -> AsyncIterator[Served]:
-    settings = {
-        "parallel.executor": "inline",
-        "server.admin_key": "admin-key",
-    }
+    settings = {"parallel.executor": "inline", "server.admin_key": "admin-key"}
     async with serve(**settings) as served:
         yield served
 

@@ -259,11 +259,7 @@ async def test_bounds_of_uploads(filed: Served, client: openai.AsyncOpenAI) -> N
     ],
 )
 async def test_what_a_batch_may_not_be(filed: Served, fields: dict[str, Any], param: str) -> None:
-    body = {
-        "input_file_id": "file-none",
-        "endpoint": "/v1/completions",
-        "completion_window": "24h",
-    }
+    body = {"input_file_id": "file-none", "endpoint": "/v1/completions", "completion_window": "24h"}
     reply = await filed.post("/v1/batches", 404 if param == "file_id" else 400, **body | fields)
     assert reply["error"]["param"] == param
 

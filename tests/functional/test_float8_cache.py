@@ -95,10 +95,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(case: Case, way: str) -> No
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_give_the_same(case: Case, ranks: int) -> None:
     """Of four ranks two share each KV head; calibrated, they agree on its scale."""
-    parallel = {
-        "parallel__executor": "multiprocess",
-        "parallel__tensor_parallel_size": ranks,
-    }
+    parallel = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}
     assert run(case, **parallel) == case.expected
     calibrated = {"cache__scales": "calibrated"}
     assert run(case, **calibrated, **parallel) == run(case, **calibrated)

@@ -32,10 +32,7 @@ def test_two_engines_give_the_texts_of_one_in_order(llm):
     params = [
         SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)
     ]
-    settings = {
-        "parallel.cpu_threads": 1,
-        "cache.num_blocks": 128,
-    }
+    settings = {"parallel.cpu_threads": 1, "cache.num_blocks": 128}
     others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
     with LLM(MODEL, settings=settings, progress=False, data_parallel_size=2) as two:
         outputs = two.generate(PROMPTS[:8], params)

@@ -15,15 +15,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from aioinfer import (
-    LLM,
-    AsyncLLM,
-    GrammarSpec,
-    LLMEngine,
-    SamplingParams,
-    create_app,
-    load_config,
-)
+from aioinfer import LLM, AsyncLLM, GrammarSpec, LLMEngine, SamplingParams, create_app, load_config
 from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.conftest import SMOLLM2, Served
 from tests.functional.test_disconnect import until

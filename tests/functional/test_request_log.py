@@ -87,10 +87,7 @@ async def test_what_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture
             async with http.request(method, path, headers=headers) as response:
                 await response.read()
         found = await lines(caplog, 2)
-    assert [(line["key"], line["status"]) for line in found] == [
-        ("alice", 404),
-        ("alice", 400),
-    ]
+    assert [(line["key"], line["status"]) for line in found] == [("alice", 404), ("alice", 400)]
     assert [(line["client"], line["code"]) for line in found] == [
         ("127.0.0.1", "not_found"),
         ("127.0.0.1", "invalid_json"),

@@ -11,12 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.all_reduce import (
-    AllReduce,
-    AllReduceLayout,
-    _push_kernel,
-    _two_shot_kernel,
-)
+from aioinfer.kernels.all_reduce import AllReduce, AllReduceLayout, _push_kernel, _two_shot_kernel
 from aioinfer.kernels.quantize import InputFormat, quantize
 from aioinfer.kernels.symmetric_memory import SymmetricBuffer
 from cases import normal

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from aioinfer import LLM
-from tests.functional.beams import (
-    CASES,
-    ENDS,
-    NEW_TOKENS,
-    expected,
-    outputs_of,
-    params,
-    prompts,
-)
+from tests.functional.beams import CASES, ENDS, NEW_TOKENS, expected, outputs_of, params, prompts
 from tests.functional.reference import Reference
 from tests.tiny_models import tiny_model
 

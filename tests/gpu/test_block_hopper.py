@@ -10,13 +10,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.block_hopper import block_product, select_config, supports
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
-from aioinfer.kernels.quantize import (
-    GROUP,
-    SCALE_ROWS,
-    InputFormat,
-    ScaledInputs,
-    quantize,
-)
+from aioinfer.kernels.quantize import GROUP, SCALE_ROWS, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, GATED_BLOCK_CONFIGS, BlockConfig
 from cases import error, normal, poisoned
 from references import product_reference, quantize_reference
@@ -71,8 +65,7 @@ def check(case: ScaledCase, config: BlockConfig, *, residual: bool, wide: int = 
 
 
 @pytest.mark.parametrize(
-    ("config", "gated"),
-    [(config, gated) for gated in (False, True) for config in CONFIGS[gated]],
+    ("config", "gated"), [(config, gated) for gated in (False, True) for config in CONFIGS[gated]]
 )
 @pytest.mark.parametrize(
     ("rows", "features", "inputs"),

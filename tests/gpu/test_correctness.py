@@ -361,8 +361,7 @@ def sampled_outputs(llm: LLM, prompts: list[list[int]]) -> SampledOutputs:
     batch."""
     kinds = {"none": SHORT} | PARAMETERS
     outputs = llm.generate(
-        prompts * len(kinds),
-        [params for params in kinds.values() for _ in prompts],
+        prompts * len(kinds), [params for params in kinds.values() for _ in prompts]
     )
     return {
         name: outputs[i * len(prompts) : (i + 1) * len(prompts)] for i, name in enumerate(kinds)

@@ -81,11 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3 of 96 channels": {"head_dim": 96, "sliding_window": 100},
     "qwen2": {"head_dim": 64},
     "qwen3": {"head_dim": 128},
-    "stablelm side by side": {
-        "head_dim": 64,
-        "use_parallel_residual": True,
-        "qk_layernorm": True,
-    },
+    "stablelm side by side": {"head_dim": 64, "use_parallel_residual": True, "qk_layernorm": True},
 }
 
 

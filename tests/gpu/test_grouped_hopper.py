@@ -8,11 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from aioinfer.kernels.grouped_hopper import (
-    MAX_ROWS,
-    grouped_hopper,
-    supports,
-)
+from aioinfer.kernels.grouped_hopper import MAX_ROWS, grouped_hopper, supports
 from aioinfer.kernels.grouped_hopper_configs import (
     GroupedHopperConfig,
     configs,

@@ -16,24 +16,11 @@ from aioinfer.kernels import logprobs, penalties
 from aioinfer.kernels.activation import KINDS
 from aioinfer.kernels.decode_plan import DecodeWorkspace, decode_config, plan_decode
 from aioinfer.kernels.few_rows_dense import other_configs
-from aioinfer.kernels.gated_product import (
-    CONFIGS,
-    GatedConfig,
-    gated_product,
-    supports,
-)
+from aioinfer.kernels.gated_product import CONFIGS, GatedConfig, gated_product, supports
 from aioinfer.kernels.norm import rms_norm
-from aioinfer.kernels.paged_attention import (
-    make_prefill_plan,
-    paged_attention,
-)
+from aioinfer.kernels.paged_attention import make_prefill_plan, paged_attention
 from aioinfer.kernels.prefill_plan import plan_prefill
-from aioinfer.kernels.prepare import (
-    PreparedInputs,
-    append_tokens,
-    embed,
-    prepare_inputs,
-)
+from aioinfer.kernels.prepare import PreparedInputs, append_tokens, embed, prepare_inputs
 from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
 from aioinfer.kernels.sampling import SamplingState, sample_tokens
@@ -677,8 +664,7 @@ def test_numbers_of_words_of_two_channels(by_assembly: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paired", "dtype"),
-    [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)],
+    ("paired", "dtype"), [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
 )
 def test_a_float8_cache_multiplied_in_float16(paired: bool, dtype: torch.dtype) -> None:
     rows = [(1, keys) for keys in (1, 5, 300, 4000, 64, 129, 0)]

@@ -58,11 +58,7 @@ def generate(folder: Path, executor: str, **parallel: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"data_parallel_size": 2},
-    ],
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}],
     ids=["tensor", "pipeline", "data"],
 )
 def test_the_same_tokens_as_without_ray(folder: Path, shape: dict[str, Any]) -> None:

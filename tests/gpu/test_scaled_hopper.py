@@ -8,13 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.block_hopper import select_config
-from aioinfer.kernels.quantize import (
-    GROUP,
-    SCALE_ROWS,
-    InputFormat,
-    ScaledInputs,
-    quantize,
-)
+from aioinfer.kernels.quantize import GROUP, SCALE_ROWS, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 from cases import error, normal, poisoned

@@ -12,12 +12,7 @@ pytest.importorskip("triton")
 from aioinfer.kernels.gated_product import GatedConfig, candidates, gated_product, interleave
 from aioinfer.kernels.hopper_pipeline import supports_product
 from aioinfer.kernels.norm import add_parts_rms_norm, rms_norm
-from aioinfer.kernels.split_product import (
-    SplitConfig,
-    split_config,
-    split_product,
-    whole_product,
-)
+from aioinfer.kernels.split_product import SplitConfig, split_config, split_product, whole_product
 from cases import normal, poisoned
 
 DEVICE = "cuda"

@@ -16,16 +16,8 @@ import torch
 from aioinfer.kernels.activation import gated_activation
 from aioinfer.kernels.decode_plan import DecodeConfig, DecodeWorkspace, plan_decode
 from aioinfer.kernels.few_rows_dense import FewRowsConfig, few_rows_dense
-from aioinfer.kernels.norm import (
-    add_parts,
-    add_parts_rms_norm,
-    add_rms_norm,
-    rms_norm,
-)
-from aioinfer.kernels.paged_attention import (
-    make_prefill_plan,
-    paged_attention,
-)
+from aioinfer.kernels.norm import add_parts, add_parts_rms_norm, add_rms_norm, rms_norm
+from aioinfer.kernels.paged_attention import make_prefill_plan, paged_attention
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.projection import Projection, Rotation
 from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache

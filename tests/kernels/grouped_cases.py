@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 import torch
 from aioinfer.kernels.few_rows_grouped import FewRowsGroupedConfig
-from aioinfer.kernels.grouped_product import (
-    GroupedConfig,
-    grouped_product,
-)
+from aioinfer.kernels.grouped_product import GroupedConfig, grouped_product
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import Pair, normal, poisoned
 from references import product_reference

@@ -8,17 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from aioinfer.kernels.decode_plan import DecodeConfig, plan_decode
-from aioinfer.kernels.latent_attention import (
-    latent_decode,
-    make_latent_workspace,
-)
+from aioinfer.kernels.latent_attention import latent_decode, make_latent_workspace
 from aioinfer.kernels.latent_cache import latent_cache
-from aioinfer.kernels.latent_prefill import (
-    PrefillState,
-    latent_prefill,
-    plan_segments,
-    tile_config,
-)
+from aioinfer.kernels.latent_prefill import PrefillState, latent_prefill, plan_segments, tile_config
 from cases import NAN, Pair, normal, poisoned
 from references import latent_cache_reference, latent_decode_reference, latent_prefill_reference
 

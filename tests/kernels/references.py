@@ -13,12 +13,7 @@ from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.expert_arguments import SILU, Activation
 from aioinfer.kernels.expert_routing import SMALLEST as SMALLEST_SUM
 from aioinfer.kernels.expert_routing import RoutingRule
-from aioinfer.kernels.expert_weights import (
-    PLACES,
-    SCALE_OFFSET,
-    PackedExperts,
-    ScaledExperts,
-)
+from aioinfer.kernels.expert_weights import PLACES, SCALE_OFFSET, PackedExperts, ScaledExperts
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.grouped_weight import PackedGroups
 from aioinfer.kernels.prepare import PreparedInputs

@@ -7,22 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.few_rows_dense import FewRowsConfig
-from aioinfer.kernels.few_rows_scaled import (
-    ScaledMatrix,
-    few_rows_scaled,
-)
-from aioinfer.kernels.quantize import (
-    GROUP,
-    MAXIMA,
-    InputFormat,
-    ScaledInputs,
-    quantize,
-)
-from aioinfer.kernels.scaled_product import (
-    ProductConfig,
-    cublas_product,
-    scaled_product,
-)
+from aioinfer.kernels.few_rows_scaled import ScaledMatrix, few_rows_scaled
+from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.scaled_product import ProductConfig, cublas_product, scaled_product
 from cases import Pair, normal, poisoned
 from references import dequantized, product_reference, quantize_reference
 
@@ -135,10 +122,7 @@ def quantized(
     if rows > 2:
         x[2] = 0
     norm = normal(width, dtype=dtype, device=device) if before == "norm" else None
-    return (
-        quantize(x, format, norm_weight=norm),
-        quantize_reference(x, format, norm_weight=norm),
-    )
+    return (quantize(x, format, norm_weight=norm), quantize_reference(x, format, norm_weight=norm))
 
 
 def check_quantized_sums(ours: ScaledInputs, theirs: ScaledInputs) -> None:

@@ -62,10 +62,7 @@ def visible(slots: Slots) -> dict[str, torch.Tensor]:
 
 
 def random_admission(slot: int, rng: random.Random) -> Admission:
-    fields: dict[str, Any] = {
-        "temperature": rng.choice([0.0, 0.7]),
-        "top_k": rng.choice([0, 5]),
-    }
+    fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7]), "top_k": rng.choice([0, 5])}
     if rng.random() < 0.5:
         ids = rng.sample(range(VOCAB), rng.choice([1, 2, 65, MAX_LOGIT_BIAS]))
         fields["logit_bias"] = {token: rng.uniform(-100, 100) for token in ids}

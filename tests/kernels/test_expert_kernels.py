@@ -38,8 +38,7 @@ def case(tokens: int, rule: RoutingRule = RULE, **options: object) -> ExpertCase
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [RULE, GROUPED, replace(GROUPED, group_best=1), RoutingRule(40, 1, is_normalized=False)],
+    "rule", [RULE, GROUPED, replace(GROUPED, group_best=1), RoutingRule(40, 1, is_normalized=False)]
 )
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_routing(rule: RoutingRule, tokens: int) -> None:

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.grouped_product import (
-    GroupedConfig,
-    grouped_config,
-    grouped_product,
-)
-from aioinfer.kernels.grouped_weight import (
-    dequantize,
-    pack_groups,
-    supports_group,
-)
+from aioinfer.kernels.grouped_product import GroupedConfig, grouped_config, grouped_product
+from aioinfer.kernels.grouped_weight import dequantize, pack_groups, supports_group
 from cases import error, poisoned
 from grouped_cases import grouped, random_groups
 from references import dequantized

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.prepare import (
-    PreparedInputs,
-    append_tokens,
-    embed,
-    prepare_inputs,
-)
+from aioinfer.kernels.prepare import PreparedInputs, append_tokens, embed, prepare_inputs
 from references import embed_reference, prepare_inputs_reference
 
 

@@ -38,11 +38,7 @@ MANY, FEW = ([0, 0, 0], [9, 5, 12]), ([9, 5, 12], [1, 1, 5])
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [
-        ("float channel", "llama"),
-        ("float block", "qwen3"),
-        ("float weights alone", "gemma2"),
-    ],
+    [("float channel", "llama"), ("float block", "qwen3"), ("float weights alone", "gemma2")],
 )
 @torch.inference_mode()
 def test_a_prefill_and_decodes(layout: str, family: str, tmp_path: Path) -> None:

@@ -69,8 +69,7 @@ def calls_of(choice: dict[str, Any]) -> list[str]:
     complete = functions if choice["finish_reason"] != "length" else functions[:-1]
     for called in complete:
         jsonschema.Draft202012Validator(
-            SCHEMAS[called["name"]],
-            format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+            SCHEMAS[called["name"]], format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
         ).validate(json.loads(called["arguments"]))
     return [called["name"] for called in functions]
 

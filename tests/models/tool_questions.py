@@ -32,10 +32,7 @@ ADDRESS: dict[str, Any] = {
 }
 ITEM: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "product": TEXT,
-        "count": {"type": "integer", "minimum": 1, "maximum": 99},
-    },
+    "properties": {"product": TEXT, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
     "required": ["product", "count"],
     "additionalProperties": False,
 }
