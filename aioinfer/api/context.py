@@ -14,8 +14,8 @@ from aiohttp import web
 from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import RATE_LIMITER
-from aioinfer.api.http.record import RECORD
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
+from aioinfer.api.http.request_log import RECORD
 from aioinfer.api.messages import Message
 from aioinfer.config import Config
 from aioinfer.errors import RequestError

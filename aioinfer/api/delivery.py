@@ -22,7 +22,7 @@ from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
-from aioinfer.api.http.record import RECORD
+from aioinfer.api.http.request_log import RECORD
 from aioinfer.api.logprobs import formatted
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ allowed hosts, and the time-outs and numbers of connections.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -33,14 +34,13 @@ from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimit
 from aioinfer.api.http.listener import Listener, tls_context
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
 from aioinfer.api.http.request_log import RequestLog
-from aioinfer.api.http.tracing import Tracing
 from aioinfer.api.openai.response_events import RESPONSE_RUNS, ResponseRuns
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
-from aioinfer.errors import NotReadyError, RequestError
+from aioinfer.errors import ConfigError, NotReadyError, RequestError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
+    from aioinfer.api.http.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class HttpServer:
         # in another application there are no connections of its own
         connections = self._connections or self._make_connections()
         cors = Cors(self._config.cors_origins)
-        log = RequestLog(frontend.config, self._tracing)
+        log = RequestLog(frontend.config, self._tracing.trace if self._tracing else None)
         app = web.Application(
             middlewares=[
                 *([] if self._gateways is None else [self._gateways.accept]),
@@ -214,7 +214,7 @@ class HttpServer:
             ConfigError: the address cannot be bound, or the file of API keys, or a TLS file, cannot
                 be used, or traces are to be sent without OpenTelemetry.
         """
-        self._tracing = await Tracing.start(self._whole_config)
+        self._tracing = await _start_tracing(self._whole_config)
         await self.open_files()
         tls = await asyncio.to_thread(tls_context, self._config)
         self._connections = self._make_connections()
@@ -302,6 +302,24 @@ class HttpServer:
 
     def _make_connections(self) -> ConnectionServer:
         return ConnectionServer(self._handle, self._make_request)
+
+
+async def _start_tracing(config: Config) -> Tracing | None:
+    """Returns the traces that the configuration asks for, None if it asks for none.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if not config.tracing.endpoint:
+        return None
+    try:
+        module = await asyncio.to_thread(importlib.import_module, "aioinfer.api.http.tracing")
+    except ImportError as error:
+        raise ConfigError(
+            "tracing.endpoint needs OpenTelemetry, as installed by pip install "
+            f"'aioinfer[otel]': {error}"
+        ) from error
+    return await module.Tracing.start(config)
 
 
 class _Application:

@@ -163,8 +163,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch.lines import BatchServer
-    from aioinfer.api.http.dispatch import Dispatcher
+    from aioinfer.api.batch.lines import BatchServer, Dispatcher
     from aioinfer.api.http.keys import ANONYMOUS
     from aioinfer.api.http.limits import ACCOUNTS
     from aioinfer.api.server import create_app

@@ -24,6 +24,7 @@ from aioinfer.api.batch.lines import (
     BatchFault,
     BatchResult,
     BatchServer,
+    Dispatcher,
     Requests,
     check_input,
     run_batch,
@@ -42,7 +43,6 @@ from aioinfer.api.batch.store import (
 from aioinfer.api.context import read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
-from aioinfer.api.http.dispatch import Dispatcher
 from aioinfer.api.http.limits import ACCOUNTS, Account
 from aioinfer.api.http.request_body import REQUEST_BODIES
 from aioinfer.errors import EngineDeadError, RequestError

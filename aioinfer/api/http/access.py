@@ -11,8 +11,6 @@ that name.
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Iterable, Iterator
 from ipaddress import ip_address
 
@@ -21,14 +19,13 @@ from aiohttp import web
 from aioinfer.api.admin.page import PAGE_PATHS
 from aioinfer.api.errors import SERVER_NAME, Handler, local_path
 from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
+from aioinfer.api.http.request_log import REQUEST_ID_HEADER, request_id
 from aioinfer.errors import RequestError
 
-REQUEST_ID_HEADER = "X-Request-Id"
 #: Headers that hold an API key as it is: Anthropic's and Azure's.
 KEY_HEADERS = ("X-Api-Key", "api-key")
 #: Response headers that a script of another origin may read.
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
-_REQUEST_ID_KEY = web.RequestKey("request_id", str)
 #: Paths that need no key: the paths of monitoring, and the page, which asks the user for one.
 OPEN_PATHS = frozenset(
     ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", *PAGE_PATHS)
@@ -37,7 +34,6 @@ OPEN_PATHS = frozenset(
 ADMIN_PATHS = frozenset(
     ("/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume")
 )
-_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
 #: Seconds for which a browser may remember the answer to a preflight.
 _PREFLIGHT_AGE_S = 600
 
@@ -118,15 +114,6 @@ class Cors:
             response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         if origin != "*":
             response.headers.add("Vary", "Origin")
-
-
-def request_id(request: web.BaseRequest) -> str:
-    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII,
-    else one made up for it."""
-    if _REQUEST_ID_KEY not in request:
-        given = request.headers.get(REQUEST_ID_HEADER, "")
-        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-    return request[_REQUEST_ID_KEY]
 
 
 async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:

@@ -2,42 +2,130 @@
 traced.
 
 `server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
-which `context` and `delivery` note what happens; at the end the middleware writes the line. GET
-requests are logged if they fail; requests for `/health` and `/metrics` are neither logged
-nor traced. Requests without a valid API key, which any client can send as often as it likes, leave
-one line in ten seconds with their number. A line names the address of the client (behind a proxy,
-the proxy's address), and of a request that was refused the code and the message of the error, which
-may name a model or a role that the request named. No line holds text of a prompt, unless
-`logging.prompts` says so; no span does.
+which `context` and `delivery` note what happens; at the end the middleware writes the line, and
+`tracing` makes the spans. GET requests are logged if they fail; requests for `/health` and
+`/metrics` are neither logged nor traced. Requests without a valid API key, which any client can
+send as often as it likes, leave one line in ten seconds with their number. A line names the address
+of the client (behind a proxy, the proxy's address), and of a request that was refused the code and
+the message of the error, which may name a model or a role that the request named. No line holds
+text of a prompt, unless `logging.prompts` says so; no span does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import secrets
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from aioinfer.api.errors import ERROR_CODE, ERROR_REASON, Handler, local_path
-from aioinfer.api.http.access import request_id
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.logs import FieldsMessage, LimitedLog
-from aioinfer.api.http.record import RECORD, RequestRecord
-from aioinfer.api.http.tracing import Tracing
 from aioinfer.config import Config
+
+if TYPE_CHECKING:
+    from aioinfer.engine.metrics import RequestTimes
+    from aioinfer.engine.output import OutputSequence, RequestOutput
 
 _log = logging.getLogger("aioinfer.requests")
 
-_MAX_PATH = 200  # characters
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+#: The status of a request whose client went away, as nginx has it: nothing is sent.
+CLIENT_GONE = 499
+MAX_PATH = 200  # characters
 _UNLOGGED = ("/health", "/metrics")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The record of an HTTP request. Times are of `time.perf_counter`; 0 stands for a stage that
+    was not reached.
+
+    Attributes:
+        arrived: when its handler began.
+        decoded: when its body was read and decoded.
+        submitted: when its prompts were encoded.
+        ended: when its last byte was written, or its client had gone.
+        status: the HTTP status; 499 if its client went away.
+        code, reason: of the error that answers it, where there is one.
+        outputs: one for each prompt that was queued.
+        prompts: their text, under `logging.prompts`.
+        model: the model that its body names, if it does.
+    """
+
+    arrived: float
+    decoded: float = 0.0
+    submitted: float = 0.0
+    ended: float = 0.0
+    status: int = CLIENT_GONE
+    code: str | None = None
+    reason: str | None = None
+    outputs: Sequence[RequestOutput] = ()
+    prompts: list[str] = field(default_factory=list)
+    model: str | None = None
+
+    def sequences(self) -> list[OutputSequence]:
+        """Returns the sequences of all outputs."""
+        return [sequence for output in self.outputs for sequence in output.sequences]
+
+    def stages(self) -> Stages | None:
+        """Returns when its sequences were queued, scheduled and generated, None if it has none."""
+        found = [s.times for s in self.sequences() if s.times is not None]
+        return Stages.of(found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The times of a request's sequences together: the first of them to be queued, to be scheduled
+    and to have a token, and the last token of all. 0 stands for a stage that was not reached."""
+
+    queued: float
+    scheduled: float
+    first_token: float
+    last_token: float
+
+    @classmethod
+    def of(cls, times: Sequence[RequestTimes]) -> Stages:
+        """Returns the stages of sequences with these times."""
+
+        def first(values: list[float]) -> float:
+            return min((value for value in values if value), default=0.0)
+
+        return cls(
+            first([t.queued for t in times]),
+            first([t.scheduled for t in times]),
+            first([t.first_token for t in times]),
+            max(t.last_token for t in times),
+        )
+
+
+RECORD = web.RequestKey("record", RequestRecord)
+Tracer = Callable[[web.Request, RequestRecord], str]
+
+
+def request_id(request: web.BaseRequest) -> str:
+    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII,
+    else one made up for it."""
+    if _REQUEST_ID_KEY not in request:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+    return request[_REQUEST_ID_KEY]
 
 
 class RequestLog:
     """Writes the log lines, and hands the requests to the tracer."""
 
-    def __init__(self, config: Config, tracing: Tracing | None = None):
-        self._tracing = tracing
+    def __init__(self, config: Config, trace: Tracer | None = None):
+        """`trace` queues the spans of a request, and returns its trace id."""
+        self._trace = trace
         self._model = config.served_model_names[0]
         self._is_on = config.logging.requests
         self._without_key = LimitedLog(_log, "requests without a valid API key")
@@ -56,8 +144,8 @@ class RequestLog:
         finally:
             record.ended = time.perf_counter()
             trace_id = None
-            if self._tracing is not None and not local_path(request).startswith(_UNLOGGED):
-                trace_id = self._tracing.trace(request, record)
+            if self._trace is not None and not local_path(request).startswith(_UNLOGGED):
+                trace_id = self._trace(request, record)
             if self._is_on and _log.isEnabledFor(logging.INFO) and _is_logged(request, record):
                 if record.status == 401:
                     self._without_key.count(f"from {request.remote}")
@@ -78,7 +166,7 @@ class RequestLog:
             "client": request.remote or None,
             "key": None if account is None else account.key.name,
             "method": request.method,
-            "path": request.path[:_MAX_PATH],
+            "path": request.path[:MAX_PATH],
             "status": record.status,
             "code": record.code,
             "reason": record.reason,

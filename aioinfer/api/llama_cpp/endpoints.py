@@ -21,7 +21,7 @@ from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
 from aioinfer.api.delivery import collect, deliver, submitted
 from aioinfer.api.errors import json_response, local_path, renamed
 from aioinfer.api.generation import Generation
-from aioinfer.api.http.access import request_id
+from aioinfer.api.http.request_log import request_id
 from aioinfer.api.llama_cpp.body import (
     InfillRequest,
     LlamaCompletion,

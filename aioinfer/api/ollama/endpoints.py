@@ -20,7 +20,7 @@ from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import OllamaError, describe, json_response
 from aioinfer.api.generation import Generation, timings
-from aioinfer.api.http.record import RECORD
+from aioinfer.api.http.request_log import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.ollama.body import OllamaBody, OllamaChat, OllamaGenerate, ShowRequest
 from aioinfer.checkpoint.source import weight_files
