@@ -1,4 +1,4 @@
-"""What README.md states about the tree, compared with the tree."""
+"""What README.md and the pages state about the tree, compared with the tree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from aioinfer.config import describe_keys
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -65,3 +67,15 @@ def test_pages_of_the_code_name_files_that_exist(name: str) -> None:
 def test_commands_name_files_that_exist() -> None:
     for file in re.findall(r"(?:configs|scripts|docs|notes)/[\w./-]+\w", README):
         assert (ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "notes"], ids=lambda page: page.stem
+)
+def test_keys_of_the_configuration_exist(page: Path) -> None:
+    keys = {key for key, *_ in describe_keys()}
+    sections = "|".join({key.partition(".")[0] for key in keys})
+    named = re.findall(
+        rf"(?:--set |`)((?:{sections})\.(?!toml|py)[a-z_]+)[`= ]", page.read_text("utf-8")
+    )
+    assert set(named) <= keys
