@@ -36,8 +36,14 @@ from aioinfer.kernels.delta_arguments import (
     silu,
 )
 from aioinfer.kernels.launch import multiprocessors, wait_for_kernel
-from aioinfer.kernels.short_convolution import block_of, check_windows, convolved, store_windows
-from aioinfer.kernels.states import ChunkPlan, StateTables
+from aioinfer.kernels.short_convolution import (
+    TILE_TOKENS,
+    block_of,
+    check_windows,
+    convolved,
+    store_windows,
+)
+from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 
 MAX_CHUNK = 64
 
@@ -104,47 +110,50 @@ def plans_of(
 @triton.jit(do_not_specialize_on_alignment=["tables", "query_starts"])
 def _inputs_kernel(
     mixed, out, conv, windows, tables, tiles, query_starts, mixed_stride, out_stride,
-    window_stride, table_stride, SHAPE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    PDL: tl.constexpr,
+    window_stride, table_stride, SHAPE: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+    TAPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolution, SiLU and norms of a chunk's queries, keys or values of one head."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    wait_for_kernel(PDL)
-    if index >= tl.load(tiles):
-        return
-    record = tiles + (1 + index) * 4
-    row, token = tl.load(record), tl.load(record + 1)
-    position, count = tl.load(record + 2), tl.load(record + 3)
-    row_token = tl.load(query_starts + row)
-    tokens = tl.load(query_starts + row + 1) - row_token
-    offset = token - row_token
-    start = position - offset
     KEYS: tl.constexpr = 2 * SHAPE.key_heads
-    i = tl.arange(0, CHANNELS)
-    value_first = KEYS * SHAPE.key_size + (head - KEYS) * SHAPE.value_size
-    channels = tl.where(head < KEYS, head * SHAPE.key_size, value_first) + i
-    mask = i < tl.where(head < KEYS, SHAPE.key_size, SHAPE.value_size)
-    table = tables + row.to(tl.int64) * table_stride
-    before = tl.maximum(start - 1, 0) // SHAPE.block_size
-    window = windows + block_of(table, before) * window_stride
-    x = mixed + token.to(tl.int64) * mixed_stride
-    acc = convolved(
-        x, mixed_stride, window, start > 0, conv, offset, count, channels, mask, SHAPE.block_size,
-        SHAPE.width,
-    )  # fmt: skip
-    acc = silu(acc)
-    if head < KEYS:
-        acc *= tl.rsqrt(tl.sum(acc * acc, 1) + L2_EPS)[:, None]
-    if head < SHAPE.key_heads:
-        acc *= SHAPE.key_size**-0.5
-    t = tl.arange(0, SHAPE.block_size)
-    target = out + (token + t).to(tl.int64)[:, None] * out_stride + channels[None, :]
-    own = (t < count)[:, None] & mask[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), own)
-    store_windows(
-        x, mixed_stride, windows, window_stride, table, window, start, offset, count, tokens,
-        channels, mask, SHAPE.width, TAPS, SHAPE.block_size,
-    )  # fmt: skip
+    HEADS: tl.constexpr = KEYS + SHAPE.key_heads * SHAPE.group
+    wait_for_kernel(PDL)
+    items = tl.load(tiles) * HEADS
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        head = item % HEADS
+        record = tiles + (1 + item // HEADS) * 4
+        row, token = tl.load(record), tl.load(record + 1)
+        position, count = tl.load(record + 2), tl.load(record + 3)
+        row_token = tl.load(query_starts + row)
+        tokens = tl.load(query_starts + row + 1) - row_token
+        offset = token - row_token
+        start = position - offset
+        i = tl.arange(0, CHANNELS)
+        value_first = KEYS * SHAPE.key_size + (head - KEYS) * SHAPE.value_size
+        channels = tl.where(head < KEYS, head * SHAPE.key_size, value_first) + i
+        mask = i < tl.where(head < KEYS, SHAPE.key_size, SHAPE.value_size)
+        table = tables + row.to(tl.int64) * table_stride
+        before = tl.maximum(start - 1, 0) // SHAPE.block_size
+        window = windows + block_of(table, before) * window_stride
+        x = mixed + token.to(tl.int64) * mixed_stride
+        t = tl.arange(0, TOKENS)
+        for first in range(0, count, TOKENS):
+            acc = convolved(
+                x + first * mixed_stride, mixed_stride, window, start > 0, conv, offset + first,
+                count - first, channels, mask, TOKENS, SHAPE.width,
+            )  # fmt: skip
+            acc = silu(acc)
+            if head < KEYS:
+                acc *= tl.rsqrt(tl.sum(acc * acc, 1) + L2_EPS)[:, None]
+            if head < SHAPE.key_heads:
+                acc *= SHAPE.key_size**-0.5
+            line = (token + first + t).to(tl.int64)
+            own = (first + t < count)[:, None] & mask[None, :]
+            target = out + line[:, None] * out_stride + channels[None, :]
+            tl.store(target, acc.to(out.dtype.element_ty), own)
+        store_windows(
+            x, mixed_stride, windows, window_stride, table, window, start, offset, count, tokens,
+            channels, mask, SHAPE.width, TAPS, SHAPE.block_size,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -183,121 +192,122 @@ def _chunk_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """W, U, G and the products of queries and keys of a chunk, for one value head."""
-    index, head = tl.program_id(0), tl.program_id(1)
-    decay_rate = tl.load(a_log + head).to(tl.float32)
-    bias = tl.load(dt_bias + head).to(tl.float32)
-    wait_for_kernel(PDL)
-    if index >= tl.load(chunks):
-        return
     HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
     KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
-    record = chunks + (1 + index) * 4
-    token, count = tl.load(record + 1), tl.load(record + 3)
-    t = tl.arange(0, LENGTH)
-    i = tl.arange(0, SHAPE.key_pad)
-    j = tl.arange(0, SHAPE.value_pad)
-    is_token = t < count
-    line = (token + t).to(tl.int64)
-    is_key = is_token[:, None] & (i < SHAPE.key_size)[None, :]
-    is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
-    q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
-    q = tl.load(q_places, is_key, 0.0)
-    k = tl.load(q_places + KEYS, is_key, 0.0)
-    v_places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
-    v = tl.load(v_places, is_value, 0.0)
-    beta = tl.sigmoid(tl.load(b + line * b_stride + head, is_token, 0.0).to(tl.float32))
-    a_value = tl.load(a + line * a_stride + head, is_token, 0.0).to(tl.float32)
-    g = tl.where(is_token, log_decay(a_value, decay_rate, bias), 0.0)
-    G = tl.cumsum(g, 0)
-    tl.store(decays + head * decay_stride + line, G, is_token)
+    wait_for_kernel(PDL)
+    items = tl.load(chunks) * HEADS
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        head = item % HEADS
+        decay_rate = tl.load(a_log + head).to(tl.float32)
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        record = chunks + (1 + item // HEADS) * 4
+        token, count = tl.load(record + 1), tl.load(record + 3)
+        t = tl.arange(0, LENGTH)
+        i = tl.arange(0, SHAPE.key_pad)
+        j = tl.arange(0, SHAPE.value_pad)
+        is_token = t < count
+        line = (token + t).to(tl.int64)
+        is_key = is_token[:, None] & (i < SHAPE.key_size)[None, :]
+        is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
+        q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
+        q = tl.load(q_places, is_key, 0.0)
+        k = tl.load(q_places + KEYS, is_key, 0.0)
+        v_places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
+        v = tl.load(v_places, is_value, 0.0)
+        beta = tl.sigmoid(tl.load(b + line * b_stride + head, is_token, 0.0).to(tl.float32))
+        a_value = tl.load(a + line * a_stride + head, is_token, 0.0).to(tl.float32)
+        g = tl.where(is_token, log_decay(a_value, decay_rate, bias), 0.0)
+        G = tl.cumsum(g, 0)
+        tl.store(decays + head * decay_stride + line, G, is_token)
 
-    decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
-    products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
-    T = _inverse(A, LENGTH, PRECISION).to(k.dtype)
-    decayed = (k.to(tl.float32) * (beta * tl.exp(G))[:, None]).to(k.dtype)
-    W = tl.dot(T, decayed, input_precision=PRECISION)
-    places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
-    tl.store(places, W.to(k.dtype), is_key)
-    U = tl.dot(T, (v.to(tl.float32) * beta[:, None]).to(k.dtype), input_precision=PRECISION)
-    tl.store(v_places, U.to(k.dtype), is_value)
-    P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    P = tl.where(t[:, None] >= t[None, :], P, 0.0)
-    places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-    tl.store(places, P.to(k.dtype), is_token[:, None])
+        decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
+        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
+        T = _inverse(A, LENGTH, PRECISION).to(k.dtype)
+        decayed = (k.to(tl.float32) * (beta * tl.exp(G))[:, None]).to(k.dtype)
+        W = tl.dot(T, decayed, input_precision=PRECISION)
+        places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
+        tl.store(places, W.to(k.dtype), is_key)
+        U = tl.dot(T, (v.to(tl.float32) * beta[:, None]).to(k.dtype), input_precision=PRECISION)
+        tl.store(v_places, U.to(k.dtype), is_value)
+        P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+        P = tl.where(t[:, None] >= t[None, :], P, 0.0)
+        places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
+        tl.store(places, P.to(k.dtype), is_token[:, None])
 
 
-@triton.jit(
-    do_not_specialize=["first_row"],
-    do_not_specialize_on_alignment=["tables", "query_starts", "seq_lens"],
-)
+@triton.jit(do_not_specialize_on_alignment=["tables", "query_starts", "seq_lens"])
 def _scan_kernel(
-    mixed, keys, scores, decays, z, norm, norm_eps, out, matrices, tables, query_starts, seq_lens,
-    first_row, mixed_stride, decay_stride, z_stride, out_stride, matrix_stride, table_stride,
+    mixed, keys, scores, decays, z, norm, norm_eps, out, matrices, tables, rows, query_starts,
+    seq_lens, mixed_stride, decay_stride, z_stride, out_stride, matrix_stride, table_stride,
     SHAPE: tl.constexpr, LENGTH: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The outputs of a row's tokens for VALUES channels of one value head, and its states."""
-    tile, head = tl.program_id(0), tl.program_id(1)
-    row = first_row + tl.program_id(2)
     HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
     KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
+    PARTS: tl.constexpr = (SHAPE.value_size + VALUES - 1) // VALUES
     wait_for_kernel(PDL)
-    row_token = tl.load(query_starts + row)
-    tokens = tl.load(query_starts + row + 1) - row_token
-    seq_len = tl.load(seq_lens + row)
-    if (tokens < 2) | (seq_len == 0):
-        return
-    start = seq_len - tokens
-    t = tl.arange(0, LENGTH)
-    i = tl.arange(0, SHAPE.key_pad)
-    j = tile * VALUES + tl.arange(0, VALUES)
-    has_key, has_value = (i < SHAPE.key_size)[None, :], (j < SHAPE.value_size)[None, :]
-    is_state = (i < SHAPE.key_size)[:, None] & has_value
-    state_places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
-    table = tables + row.to(tl.int64) * table_stride
-    before = (
-        matrices + block_of(table, tl.maximum(start - 1, 0) // SHAPE.block_size) * matrix_stride
-    )
-    S = tl.load(before + state_places, is_state & (start > 0), 0.0).to(tl.float32)
-    base = start // LENGTH * LENGTH
-    for chunk in range(base, seq_len, LENGTH):
-        position = tl.maximum(chunk, start)
-        end = tl.minimum(chunk + LENGTH, seq_len)
-        count = end - position
-        token = row_token + position - start
-        line = (token + t).to(tl.int64)
-        is_token = (t < count)[:, None]
-        q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
-        q = tl.load(q_places, is_token & has_key, 0.0)
-        k = tl.load(q_places + KEYS, is_token & has_key, 0.0)
-        places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
-        W = tl.load(places, is_token & has_key, 0.0)
-        places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-        P = tl.load(places, is_token, 0.0)
-        places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
-        U = tl.load(places, is_token & has_value, 0.0).to(tl.float32)
-        G = tl.load(decays + head * decay_stride + line, t < count, 0.0)
-        last = tl.load(decays + head * decay_stride + token + count - 1)
+    items = tl.load(rows) * (HEADS * PARTS)
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        row = tl.load(rows + 1 + item // (HEADS * PARTS))
+        head = item // PARTS % HEADS
+        part = item % PARTS
+        row_token = tl.load(query_starts + row)
+        tokens = tl.load(query_starts + row + 1) - row_token
+        seq_len = tl.load(seq_lens + row)
+        start = seq_len - tokens
+        t = tl.arange(0, LENGTH)
+        i = tl.arange(0, SHAPE.key_pad)
+        j = part * VALUES + tl.arange(0, VALUES)
+        has_key, has_value = (i < SHAPE.key_size)[None, :], (j < SHAPE.value_size)[None, :]
+        is_state = (i < SHAPE.key_size)[:, None] & has_value
+        state_places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
+        table = tables + row.to(tl.int64) * table_stride
+        before = (
+            matrices + block_of(table, tl.maximum(start - 1, 0) // SHAPE.block_size) * matrix_stride
+        )
+        S = tl.load(before + state_places, is_state & (start > 0), 0.0).to(tl.float32)
+        base = start // LENGTH * LENGTH
+        for chunk in range(base, seq_len, LENGTH):
+            position = tl.maximum(chunk, start)
+            end = tl.minimum(chunk + LENGTH, seq_len)
+            count = end - position
+            token = row_token + position - start
+            line = (token + t).to(tl.int64)
+            is_token = (t < count)[:, None]
+            q_places = (
+                mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
+            )
+            q = tl.load(q_places, is_token & has_key, 0.0)
+            k = tl.load(q_places + KEYS, is_token & has_key, 0.0)
+            places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
+            W = tl.load(places, is_token & has_key, 0.0)
+            places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
+            P = tl.load(places, is_token, 0.0)
+            places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
+            U = tl.load(places, is_token & has_value, 0.0).to(tl.float32)
+            G = tl.load(decays + head * decay_stride + line, t < count, 0.0)
+            last = tl.load(decays + head * decay_stride + token + count - 1)
 
-        rounded = S.to(q.dtype)
-        V = U - tl.dot(W, rounded, input_precision=PRECISION)
-        o = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(G)[:, None]
-        o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
-        V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
-        S = tl.dot(tl.trans(k), V.to(q.dtype), S * tl.exp(last), input_precision=PRECISION)
+            rounded = S.to(q.dtype)
+            V = U - tl.dot(W, rounded, input_precision=PRECISION)
+            o = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(G)[:, None]
+            o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
+            V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
+            S = tl.dot(tl.trans(k), V.to(q.dtype), S * tl.exp(last), input_precision=PRECISION)
 
-        places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
-        if SHAPE.value_size <= VALUES:
-            z_places = z + line[:, None] * z_stride + head * SHAPE.value_size + j
-            gate = tl.load(z_places, is_token & has_value, 0.0).to(tl.float32)
-            weight = tl.load(norm + j, j < SHAPE.value_size, 0.0).to(tl.float32)
-            o = _gated_norm(o, weight, gate, SHAPE.value_size, norm_eps)
-        tl.store(places, o.to(out.dtype.element_ty), is_token & has_value)
-        is_last = (end == seq_len) | (end % SHAPE.block_size == 0)
-        block = tl.load(table + (end - 1) // SHAPE.block_size, is_last, -1).to(tl.int64)
-        target = matrices + block * matrix_stride + state_places
-        tl.store(target, S.to(matrices.dtype.element_ty), is_state & (block >= 0))
+            places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
+            if SHAPE.value_size <= VALUES:
+                z_places = z + line[:, None] * z_stride + head * SHAPE.value_size + j
+                gate = tl.load(z_places, is_token & has_value, 0.0).to(tl.float32)
+                weight = tl.load(norm + j, j < SHAPE.value_size, 0.0).to(tl.float32)
+                o = _gated_norm(o, weight, gate, SHAPE.value_size, norm_eps)
+            tl.store(places, o.to(out.dtype.element_ty), is_token & has_value)
+            is_last = (end == seq_len) | (end % SHAPE.block_size == 0)
+            block = tl.load(table + (end - 1) // SHAPE.block_size, is_last, -1).to(tl.int64)
+            target = matrices + block * matrix_stride + state_places
+            tl.store(target, S.to(matrices.dtype.element_ty), is_state & (block >= 0))
 
 
 @triton.jit
@@ -312,23 +322,24 @@ def _norm_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The gated norm of a chunk's outputs of one value head, in place."""
-    index, head = tl.program_id(0), tl.program_id(1)
+    HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
     t = tl.arange(0, LENGTH)
     j = tl.arange(0, SHAPE.value_pad)
     has_value = j < SHAPE.value_size
     weight = tl.load(norm + j, has_value, 0.0).to(tl.float32)
     wait_for_kernel(PDL)
-    if index >= tl.load(chunks):
-        return
-    record = chunks + (1 + index) * 4
-    token, count = tl.load(record + 1), tl.load(record + 3)
-    line = (token + t).to(tl.int64)
-    own = (t < count)[:, None] & has_value[None, :]
-    places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
-    o = tl.load(places, own, 0.0).to(tl.float32)
-    gate = tl.load(z + line[:, None] * z_stride + head * SHAPE.value_size + j, own, 0.0)
-    o = _gated_norm(o, weight, gate.to(tl.float32), SHAPE.value_size, norm_eps)
-    tl.store(places, o.to(out.dtype.element_ty), own)
+    items = tl.load(chunks) * HEADS
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        head = item % HEADS
+        record = chunks + (1 + item // HEADS) * 4
+        token, count = tl.load(record + 1), tl.load(record + 3)
+        line = (token + t).to(tl.int64)
+        own = (t < count)[:, None] & has_value[None, :]
+        places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
+        o = tl.load(places, own, 0.0).to(tl.float32)
+        gate = tl.load(z + line[:, None] * z_stride + head * SHAPE.value_size + j, own, 0.0)
+        o = _gated_norm(o, weight, gate.to(tl.float32), SHAPE.value_size, norm_eps)
+        tl.store(places, o.to(out.dtype.element_ty), own)
 
 
 def prefill_config(
@@ -382,22 +393,24 @@ class DeltaPrefill(NamedTuple):
         mixed, work, shape = self.inputs.mixed, self.workspace.mixed, self.shape
         states, tables = self.windows
         tiles = self.tiles.max_chunks(self.rows, len(mixed))
-        _inputs_kernel[(tiles, 2 * shape.key_heads + self.heads)](
+        programs = programs_for(tiles * (2 * shape.key_heads + self.heads), mixed.device)
+        _inputs_kernel[(programs,)](
             mixed, work, self.weights.conv, states, tables, self.tiles.chunks, self.query_starts,
             mixed.stride(0), work.stride(0), states.stride(0), tables.stride(0), SHAPE=shape,
-            CHANNELS=max(shape.key_pad, shape.value_pad), TAPS=triton.next_power_of_2(shape.width),
-            PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
+            CHANNELS=max(shape.key_pad, shape.value_pad), TOKENS=TILE_TOKENS,
+            TAPS=triton.next_power_of_2(shape.width), PDL=self.pdl, num_warps=4, num_stages=1,
+            launch_pdl=self.pdl,
         )  # fmt: skip
 
     def launch_chunks(self) -> None:
         """W, U, G, and the products of queries and keys."""
         work, weights, (_, _, b, a) = self.workspace, self.weights, self.inputs
-        _chunk_kernel[(self.chunks.max_chunks(self.rows, len(a)), self.heads)](
+        _chunk_kernel[(self._programs(),)](
             work.mixed, work.keys, work.scores, work.decays, b, a, weights.a_log, weights.dt_bias,
             self.chunks.chunks, work.mixed.stride(0), b.stride(0), a.stride(0),
             work.decays.stride(0), SHAPE=self.shape, LENGTH=self.chunks.length,
             PRECISION=self.precision, PDL=self.pdl, num_warps=self.config.chunk_warps,
-            launch_pdl=self.pdl,
+            num_stages=1, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def launch_scan(self) -> None:
@@ -408,23 +421,31 @@ class DeltaPrefill(NamedTuple):
             self.config,
             self.matrices,
         )
-        _scan_kernel[(self.scan_parts, self.heads, self.rows)](
+        items = self.scan_parts * self.heads * self.rows
+        _scan_kernel[(programs_for(items, z.device),)](
             work.mixed, work.keys, work.scores, work.decays, z, self.weights.norm,
-            self.weights.norm_eps, self.out, states, tables, self.query_starts, self.seq_lens,
-            self.first_row, work.mixed.stride(0), work.decays.stride(0), z.stride(0),
-            self.out.stride(0), states.stride(0), tables.stride(0), SHAPE=self.shape,
-            LENGTH=self.chunks.length, VALUES=config.values, PRECISION=self.precision, PDL=self.pdl,
-            num_warps=config.scan_warps, num_stages=config.scan_stages, launch_pdl=self.pdl,
+            self.weights.norm_eps, self.out, states, tables, self.chunks.rows,
+            self.query_starts, self.seq_lens, work.mixed.stride(0), work.decays.stride(0),
+            z.stride(0), self.out.stride(0), states.stride(0), tables.stride(0), SHAPE=self.shape,
+            LENGTH=self.chunks.length, VALUES=config.values, PRECISION=self.precision,
+            PDL=self.pdl, num_warps=config.scan_warps, num_stages=config.scan_stages,
+            launch_pdl=self.pdl,
         )  # fmt: skip
 
     def launch_norm(self) -> None:
         """The gated norm, after a scan whose programs have a part of a head's values."""
         out, z, weights = self.out, self.inputs.z, self.weights
-        _norm_kernel[(self.chunks.max_chunks(self.rows, len(z)), self.heads)](
+        _norm_kernel[(self._programs(),)](
             out, z, weights.norm, weights.norm_eps, self.chunks.chunks, out.stride(0), z.stride(0),
             SHAPE=self.shape, LENGTH=self.chunks.length, PDL=self.pdl, num_warps=4,
-            launch_pdl=self.pdl,
+            num_stages=1, launch_pdl=self.pdl,
         )  # fmt: skip
+
+    def _programs(self) -> int:
+        """Of a launch over the heads of chunks."""
+        mixed = self.inputs.mixed
+        items = self.chunks.max_chunks(self.rows, len(mixed)) * self.heads
+        return programs_for(items, mixed.device)
 
     @property
     def scan_parts(self) -> int:

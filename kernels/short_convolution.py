@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.delta_arguments import silu
 from aioinfer.kernels.launch import wait_for_kernel
-from aioinfer.kernels.states import ChunkPlan, StateTables
+from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 
 _CHANNELS = 128  # of a program
+TILE_TOKENS = 16  # that a program computes at a time
 
 
 @triton.jit
@@ -32,9 +33,9 @@ def convolved(
     x, x_stride, window, is_started, weight, offset, count, channels, mask, TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution [TOKENS, channels] in float32 of a chunk's `count` tokens.
+    """Returns the convolution [TOKENS, channels] in float32 of `count` tokens at most.
 
-    `x` points to the chunk's first token, `offset` tokens after the row's first in this step;
+    `x` points to the first of them, `offset` tokens after the row's first in this step;
     `window` to the window before that one, which is not read unless `is_started`.
     """
     t = tl.arange(0, TOKENS)
@@ -43,7 +44,7 @@ def convolved(
         w = tl.load(weight + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
         back = t - (WIDTH - 1) + tap
         own = ((back + offset >= 0) & (t < count))[:, None] & mask[None, :]
-        places = x + back.to(tl.int64)[:, None] * x_stride + channels[None, :]
+        places = x + back[:, None] * x_stride + channels[None, :]
         acc += tl.load(places, own, 0.0).to(tl.float32) * w[None, :]
     if is_started & (offset < WIDTH - 1):
         for tap in tl.static_range(WIDTH - 1):
@@ -65,7 +66,7 @@ def _store_window(
     back = count - (WIDTH - 1) + taps
     own = mask[:, None] & (taps < WIDTH - 1)[None, :]
     is_new = (back + offset >= 0)[None, :]
-    places = x + back.to(tl.int64)[None, :] * x_stride + channels[:, None]
+    places = x + back[None, :] * x_stride + channels[:, None]
     new = tl.load(places, own & is_new, 0.0)
     place = (WIDTH - 1) + back + offset
     old_places = window + channels[:, None] * (WIDTH - 1) + place[None, :]
@@ -109,37 +110,40 @@ def _short_convolution_kernel(
     CHANNELS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    mask = channels < num_channels
     wait_for_kernel(PDL)
-    if index >= tl.load(chunks):
-        return
-    record = chunks + (1 + index) * 4
-    row, token = tl.load(record), tl.load(record + 1)
-    position, count = tl.load(record + 2), tl.load(record + 3)
-    row_token = tl.load(query_starts + row)
-    tokens = tl.load(query_starts + row + 1) - row_token
-    offset = token - row_token
-    start = position - offset
-    table = tables + row.to(tl.int64) * table_stride
-    window = windows + block_of(table, tl.maximum(start - 1, 0) // BLOCK_SIZE) * window_stride
-    place = x + token.to(tl.int64) * x_stride
-    acc = convolved(
-        place, x_stride, window, start > 0, weight, offset, count, channels, mask, TOKENS, WIDTH
-    )
-    if HAS_BIAS:
-        acc += tl.load(bias + channels, mask, 0.0).to(tl.float32)[None, :]
-    if HAS_SILU:
-        acc = silu(acc)
-    t = tl.arange(0, TOKENS)
-    target = out + (token + t).to(tl.int64)[:, None] * out_stride + channels[None, :]
-    own = (t < count)[:, None] & mask[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), own)
-    store_windows(
-        place, x_stride, windows, window_stride, table, window, start, offset, count, tokens,
-        channels, mask, WIDTH, TAPS, BLOCK_SIZE,
-    )  # fmt: skip
+    parts = (num_channels + CHANNELS - 1) // CHANNELS
+    items = tl.load(chunks) * parts
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
+        channels = item % parts * CHANNELS + tl.arange(0, CHANNELS)
+        mask = channels < num_channels
+        record = chunks + (1 + item // parts) * 4
+        row, token = tl.load(record), tl.load(record + 1)
+        position, count = tl.load(record + 2), tl.load(record + 3)
+        row_token = tl.load(query_starts + row)
+        tokens = tl.load(query_starts + row + 1) - row_token
+        offset = token - row_token
+        start = position - offset
+        table = tables + row.to(tl.int64) * table_stride
+        window = windows + block_of(table, tl.maximum(start - 1, 0) // BLOCK_SIZE) * window_stride
+        place = x + token.to(tl.int64) * x_stride
+        t = tl.arange(0, TOKENS)
+        for first in range(0, count, TOKENS):
+            acc = convolved(
+                place + first * x_stride, x_stride, window, start > 0, weight, offset + first,
+                count - first, channels, mask, TOKENS, WIDTH,
+            )  # fmt: skip
+            if HAS_BIAS:
+                acc += tl.load(bias + channels, mask, 0.0).to(tl.float32)[None, :]
+            if HAS_SILU:
+                acc = silu(acc)
+            line = (token + first + t).to(tl.int64)
+            own = (first + t < count)[:, None] & mask[None, :]
+            target = out + line[:, None] * out_stride + channels[None, :]
+            tl.store(target, acc.to(out.dtype.element_ty), own)
+        store_windows(
+            place, x_stride, windows, window_stride, table, window, start, offset, count, tokens,
+            channels, mask, WIDTH, TAPS, BLOCK_SIZE,
+        )  # fmt: skip
 
 
 def short_convolution(
@@ -183,13 +187,14 @@ def short_convolution(
     chunks = plan.max_chunks(len(query_starts) - 1, tokens)
     if chunks == 0:
         return
-    tile = min(block_size, triton.next_power_of_2(max_tokens))
-    _short_convolution_kernel[(chunks, triton.cdiv(channels, _CHANNELS))](
+    tile = min(TILE_TOKENS, triton.next_power_of_2(max_tokens))
+    programs = programs_for(chunks * triton.cdiv(channels, _CHANNELS), x.device)
+    _short_convolution_kernel[(programs,)](
         x, out, weight, weight if bias is None else bias, windows.states, windows.tables,
         plan.chunks, query_starts, channels, x.stride(0), out.stride(0), windows.states.stride(0),
         windows.tables.stride(0), TOKENS=tile, WIDTH=width, TAPS=triton.next_power_of_2(width),
         CHANNELS=_CHANNELS, BLOCK_SIZE=block_size, HAS_BIAS=bias is not None, HAS_SILU=has_silu,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PDL=pdl, num_warps=4, num_stages=1, launch_pdl=pdl,
     )  # fmt: skip
 
 

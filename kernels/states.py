@@ -2,7 +2,8 @@
 the GPU, made once a step for all layers.
 
 The kernels of states read their work from these lists, and depend on nothing that the host knows at
-launch but upper bounds, so a CUDA graph may hold them.
+launch but upper bounds, so a CUDA graph may hold them. Their programs are few and take several
+chunks each: a step of many decodes has many rows, and hardly any chunks.
 """
 # ruff: noqa: N803  (compile-time constants are written in capitals)
 
@@ -14,8 +15,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import multiprocessors
 
 _MIN_ROWS_PAD = 64
+_PROGRAMS_PER_SM = 8
 
 
 class StateTables(NamedTuple):
@@ -44,6 +47,8 @@ class ChunkPlan:
     Attributes:
         chunks: int32 [1 + N, 4]; the number of chunks first, then for each chunk its row, its first
             token in the step, that token's position, and its tokens.
+        rows: int32 [1 + R]; the number of rows that have chunks first, then these rows, those with
+            most chunks first.
         length: tokens of a whole chunk.
         min_tokens: rows of fewer tokens in the step have no chunks.
         is_aligned: whether chunks begin at positions that are multiples of `length`; else every
@@ -51,6 +56,7 @@ class ChunkPlan:
     """
 
     chunks: torch.Tensor
+    rows: torch.Tensor
     length: int
     min_tokens: int
     is_aligned: bool
@@ -62,7 +68,8 @@ class ChunkPlan:
     ) -> ChunkPlan:  # fmt: skip
         """Returns a plan without chunks, with capacity for `rows` rows of `tokens` tokens in
         total."""
-        plan = cls(torch.empty(0, 4, device=device), length, min_tokens, is_aligned)
+        listed = torch.zeros(1 + rows, dtype=torch.int32, device=device)
+        plan = cls(listed, listed, length, min_tokens, is_aligned)
         size = 1 + plan.max_chunks(rows, tokens), 4
         return replace(plan, chunks=torch.zeros(size, dtype=torch.int32, device=device))
 
@@ -73,9 +80,14 @@ class ChunkPlan:
         return min(tokens, tokens // self.length + parts)
 
 
+def programs_for(items: int, device: torch.device) -> int:
+    """Returns the number of programs of a launch over up to `items` items."""
+    return min(items, _PROGRAMS_PER_SM * multiprocessors(device))
+
+
 @triton.jit(do_not_specialize_on_alignment=["query_starts", "seq_lens"])
 def _plan_kernel(
-    query_starts, seq_lens, chunks, num_rows, LENGTH: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    query_starts, seq_lens, chunks, rows, num_rows, LENGTH: tl.constexpr, MIN_TOKENS: tl.constexpr,
     IS_ALIGNED: tl.constexpr, ROWS_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -90,10 +102,14 @@ def _plan_kernel(
     counts = tl.where(tokens > 0, (ends - bases + LENGTH - 1) // LENGTH, 0)
     if row == 0:
         tl.store(chunks, tl.sum(counts))
+        tl.store(rows, tl.sum((counts > 0).to(tl.int32)))
     own = r == row
     first = tl.sum(tl.where(r < row, counts, 0))
     count = tl.sum(tl.where(own, counts, 0))
     start = tl.sum(tl.where(own, starts, 0))
+    if count > 0:
+        is_before = (counts > count) | ((counts == count) & (r < row))
+        tl.store(rows + 1 + tl.sum(is_before.to(tl.int32)), row)
     begin = tl.sum(tl.where(own, begins, 0))
     end = tl.sum(tl.where(own, ends, 0))
     for tile in range(0, count, TILE):
@@ -124,13 +140,13 @@ def plan_chunks(
         ValueError: the plan has no capacity for so many.
     """
     rows, capacity = len(seq_lens), len(plan.chunks) - 1
-    if plan.max_chunks(rows, num_tokens) > capacity:
+    if plan.max_chunks(rows, num_tokens) > capacity or rows >= len(plan.rows):
         raise ValueError(
             f"the plan has room for {capacity} chunks, not for those of {rows} rows of "
             f"{num_tokens} tokens"
         )
     _plan_kernel[(max(1, rows),)](
-        query_starts, seq_lens, plan.chunks, rows, LENGTH=plan.length, MIN_TOKENS=plan.min_tokens,
-        IS_ALIGNED=plan.is_aligned, ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)),
-        TILE=64, num_warps=4,
+        query_starts, seq_lens, plan.chunks, plan.rows, rows, LENGTH=plan.length,
+        MIN_TOKENS=plan.min_tokens, IS_ALIGNED=plan.is_aligned,
+        ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)), TILE=64, num_warps=4,
     )  # fmt: skip

@@ -52,10 +52,10 @@ def test_decodes(state_dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_convolution_of_prefill(tmp_path: Path) -> None:
     kernel = compile_call(
-        _inputs_kernel, SimpleNamespace(num_warps=4, num_stages=3), mixed=BF16, out=BF16, conv=BF16,
+        _inputs_kernel, SimpleNamespace(num_warps=4, num_stages=1), mixed=BF16, out=BF16, conv=BF16,
         windows=BF16, tables=INTS, tiles=INTS, query_starts=INTS, mixed_stride=CHANNELS + 4096,
         out_stride=CHANNELS, window_stride=CHANNELS * 3, table_stride=320, SHAPE=SHAPE,
-        CHANNELS=128, TAPS=4, PDL=True,
+        CHANNELS=128, TOKENS=16, TAPS=4, PDL=True,
     )  # fmt: skip
     assert spilled(kernel, tmp_path) == 0
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
@@ -64,14 +64,14 @@ def test_convolution_of_prefill(tmp_path: Path) -> None:
 def test_chunks_of_prefill(tmp_path: Path) -> None:
     """Products by warp groups; two programs fit a multiprocessor."""
     kernel = compile_call(
-        _chunk_kernel, SimpleNamespace(num_warps=4, num_stages=3), mixed=BF16, keys=BF16,
+        _chunk_kernel, SimpleNamespace(num_warps=4, num_stages=1), mixed=BF16, keys=BF16,
         scores=BF16, decays=FLOATS, b=BF16, a=BF16, a_log=FLOATS, dt_bias=FLOATS, chunks=INTS,
         mixed_stride=CHANNELS, b_stride=64, a_stride=64, decay_stride=8192, SHAPE=SHAPE, LENGTH=64,
         PRECISION="tf32", PDL=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_MEMORY // 2 - 1024
-    assert spilled(kernel, tmp_path) <= 32
+    assert spilled(kernel, tmp_path) <= 64
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -83,31 +83,31 @@ def test_the_scan_of_prefill(rows: int, tmp_path: Path, monkeypatch: pytest.Monk
     options = SimpleNamespace(num_warps=config.scan_warps, num_stages=config.scan_stages)
     kernel = compile_call(
         _scan_kernel, options, mixed=BF16, keys=BF16, scores=BF16, decays=FLOATS, z=BF16, norm=BF16,
-        norm_eps=1e-6, out=BF16, matrices=FLOATS, tables=INTS, query_starts=INTS, seq_lens=INTS,
-        first_row=3, mixed_stride=CHANNELS, decay_stride=8192, z_stride=CHANNELS + 4096,
+        norm_eps=1e-6, out=BF16, matrices=FLOATS, tables=INTS, rows=INTS, query_starts=INTS,
+        seq_lens=INTS, mixed_stride=CHANNELS, decay_stride=8192, z_stride=CHANNELS + 4096,
         out_stride=4096, matrix_stride=HEADS * 128 * 128, table_stride=320, SHAPE=SHAPE, LENGTH=64,
         VALUES=config.values, PRECISION="tf32", PDL=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "cp.async" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= SHARED_MEMORY
-    assert spilled(kernel, tmp_path) == 0
+    assert spilled(kernel, tmp_path) <= 16
 
 
 def test_the_norm_of_prefill(tmp_path: Path) -> None:
     kernel = compile_call(
-        _norm_kernel, SimpleNamespace(num_warps=4, num_stages=3), out=BF16, z=BF16, norm=BF16,
+        _norm_kernel, SimpleNamespace(num_warps=4, num_stages=1), out=BF16, z=BF16, norm=BF16,
         norm_eps=1e-6, chunks=INTS, out_stride=4096, z_stride=CHANNELS + 4096, SHAPE=SHAPE,
         LENGTH=64, PDL=True,
     )  # fmt: skip
     assert spilled(kernel, tmp_path) == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_short_convolution(tokens: int, tmp_path: Path) -> None:
     """For decodes and for prefill."""
     kernel = compile_call(
-        _short_convolution_kernel, SimpleNamespace(num_warps=4, num_stages=3), x=BF16, out=BF16,
+        _short_convolution_kernel, SimpleNamespace(num_warps=4, num_stages=1), x=BF16, out=BF16,
         weight=BF16, bias=BF16, windows=BF16, tables=INTS, chunks=INTS, query_starts=INTS,
         num_channels=2048, x_stride=6144, out_stride=2048, window_stride=2048 * 3, table_stride=320,
         TOKENS=tokens, WIDTH=4, TAPS=4, CHANNELS=128, BLOCK_SIZE=64, HAS_BIAS=True, HAS_SILU=True,

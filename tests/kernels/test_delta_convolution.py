@@ -54,6 +54,9 @@ def test_chunks(min_tokens: int, is_aligned: bool) -> None:
     assert int(plan.chunks[0, 0]) == len(expected)
     assert plan.chunks[1 : 1 + len(expected)].tolist() == expected
     assert (plan.chunks[1 + len(expected) :] == -1).all()
+    listed = [row for row, *_ in expected]
+    wanted = sorted(set(listed), key=lambda row: (-listed.count(row), row))
+    assert plan.rows[: 1 + len(wanted)].tolist() == [len(wanted), *wanted]
 
 
 def test_many_rows_and_chunks() -> None:
