@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from aioinfer.arguments import make_config
@@ -103,12 +102,7 @@ class BackgroundModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 
-from aioinfer.cluster.cost import REQUEST_COST, route_cost
 from aioinfer.cluster.reports import ReplicaLoad, Report
-from aioinfer.cluster.router import PROMISE_S, Choice, ClusterRouter
+from aioinfer.cluster.router import PROMISE_S, REQUEST_COST, Choice, ClusterRouter, route_cost
 
 BLOCK = 16
 

@@ -1,10 +1,18 @@
-"""Reports on the wire, and the load in them."""
+"""Reports on the wire, the load in them, and how many replicas it calls for."""
 
 from __future__ import annotations
 
 import pytest
 
-from aioinfer.cluster.reports import MAX_HASHES, ReplicaLoad, Report, ReportReader, divided, encode
+from aioinfer.cluster.reports import (
+    MAX_HASHES,
+    ReplicaLoad,
+    Report,
+    ReportReader,
+    divided,
+    encode,
+    wanted_replicas,
+)
 
 LOAD = ReplicaLoad(1, 2, 300, 4000, 50, 6000, 7)
 
@@ -44,3 +52,22 @@ def test_utilization_is_of_what_is_scarcer() -> None:
     assert ReplicaLoad(running=3, waiting=1, max_requests=8, max_tokens=100).utilization == 0.5
     full = ReplicaLoad(running=1, max_requests=8, used_tokens=90, waiting_tokens=30, max_tokens=100)
     assert full.utilization == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("utilizations", "current", "wanted"),
+    [
+        ([], 3, 3),  # nothing is reported yet
+        ([0.6], 1, 1),
+        ([0.64, 0.58], 2, 2),  # within a tenth
+        ([1.8], 1, 3),
+        ([0.9, 0.9], 2, 3),
+        ([0.9, 0.9], 3, 3),  # the third is on its way
+        ([0.1, 0.2, 0.3], 3, 1),
+        ([0.0, 0.0], 2, 1),
+    ],
+)
+def test_the_mean_comes_near_the_target(
+    utilizations: list[float], current: int, wanted: int
+) -> None:
+    assert wanted_replicas(utilizations, 0.6, current) == wanted

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.cluster.cost import REQUEST_COST
+from aioinfer.cluster.router import REQUEST_COST
 from aioinfer.engine import router as router_module
 from aioinfer.engine.router import Route, Router
 from aioinfer.scheduler.block_pool import extend_hashes, root_hash

@@ -154,13 +154,7 @@ class HttpServer:
             cast(Connection, request.protocol).refuse(
                 505, "only HTTP/1.1 and HTTP/1.0 are understood", "unsupported_http_version"
             )
-        if not self._hosts.admits(request.headers.get("Host")):
-            raise RequestError(
-                "the Host header names another server; server.allowed_hosts lists the names that "
-                "are answered",
-                status=421,
-                code="host_not_allowed",
-            )
+        self._hosts.check(request)
         expectation = request.headers.get("Expect", "100-continue")
         if request.version == HttpVersion11 and expectation.lower() != "100-continue":
             raise RequestError(

@@ -1,4 +1,5 @@
-"""Reports of a replica to routers: its load, and the prefixes that its cache holds.
+"""Reports of a replica to routers: its load, and the prefixes that its cache holds; and the number
+of replicas that their loads call for.
 
 A stream of reports begins with all block hashes of the replica's prefix cache, in portions, and
 goes on with the hashes that were added and removed since the report before. A reader that missed a
@@ -10,6 +11,7 @@ Pure Python: imported by routers, replicas and the simulator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -113,3 +115,22 @@ class ReportReader:
             report = _decoder.decode(memoryview(buffer)[_LENGTH_BYTES:end].tobytes())
             del buffer[:end]
             yield report
+
+
+def wanted_replicas(utilizations: Sequence[float], target: float, current: int) -> int:
+    """Returns the number of replicas at which each would have the utilization `target`.
+
+    A change within a tenth of the target is none: it would be reverted at once.
+
+    Args:
+        utilizations: of the replicas that report, each `ReplicaLoad.utilization`.
+        target: above 0.
+        current: replicas that are wanted now.
+    """
+    if not utilizations:
+        return current
+    mean = math.fsum(utilizations) / len(utilizations)
+    serving = max(1, len(utilizations))
+    if abs(mean - target) <= 0.1 * target:
+        return current
+    return max(1, math.ceil(serving * mean / target))

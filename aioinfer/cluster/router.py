@@ -1,13 +1,14 @@
 """Routes a request to the replica on which it costs the least, by what replicas report of their
 prefix caches and loads.
 
-The cost is that of `engine.router`, in tokens of prefill (`cost.route_cost`). The difference is
-that the schedulers are elsewhere: a replica's state is its last report and what this router has
-sent since. A report does not say which requests it counts; requests that were routed less than
-`grace_s` before it came count beside it, so a request may count twice for that long. A replica that
-has not reported for `stale_s` is known by this router's own requests alone, and nothing is known of
-its prefixes: where no report is fresh, the least loaded gets the request. Several routers know of
-each other only by the reports.
+The cost is that of `engine.router`, in tokens of prefill (`route_cost`). The two routers share it
+and no more, because the schedulers are elsewhere here: a replica's state is its last report and
+what this router has sent since, and what keeps that, and keeps a decision cheap for many replicas,
+would be in vain for engines whose state is there to be read. A report does not say which requests
+it counts; requests that were routed less than `grace_s` before it came count beside it, so a
+request may count twice for that long. A replica that has not reported for `stale_s` is known by
+this router's own requests alone, and nothing is known of its prefixes: where no report is fresh,
+the least loaded gets the request. Several routers know of each other only by the reports.
 
 The cost of a decision hardly depends on the number of replicas. The load of a replica does not
 depend on the request, so replicas are kept in buckets by load (in steps of `_STEP` tokens), each a
@@ -27,10 +28,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from aioinfer.cluster.cost import REQUEST_COST, route_cost
 from aioinfer.cluster.prefix_index import PrefixIndex
 from aioinfer.cluster.reports import ReplicaLoad, Report
 
+#: The cost of a request to the other requests of its engine, in tokens of prefill. In a large
+#: decode step a further row takes about as long as a further token of prefill does, and a request
+#: is in as many steps as it generates tokens; how many steps that will be is not known, so a usual
+#: number is assumed.
+REQUEST_COST = 256
 #: Loads that differ by less, in tokens of prefill, count as equal.
 _STEP = 128
 #: Added to the load of a replica without a free slot or free KV blocks: it comes after all others.
@@ -44,6 +49,18 @@ PROMISE_S = 10.0
 MAX_HASHES = 1_000_000
 #: Hashes of prompts that were routed and may not be computed yet.
 MAX_PROMISED = 131_072
+
+
+def route_cost(prefill_tokens: int, uncached_tokens: int, num_requests: int) -> int:
+    """Returns the cost of a request on an engine, in tokens of prefill.
+
+    Args:
+        prefill_tokens: tokens that the engine has yet to prefill: the request waits for them.
+        uncached_tokens: tokens of the prompt that the engine would compute: the request and all
+            others wait for them, so they count twice.
+        num_requests: sequences of the engine: each adds a row to every later step.
+    """
+    return prefill_tokens + 2 * uncached_tokens + REQUEST_COST * num_requests
 
 
 @dataclass(slots=True, eq=False)

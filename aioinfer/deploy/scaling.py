@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from aioinfer.cluster.scaling import wanted_replicas
+from aioinfer.cluster.reports import wanted_replicas
 
 #: The metric that replicas record: `ReplicaLoad.utilization`.
 UTILIZATION = "utilization"

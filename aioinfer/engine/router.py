@@ -10,7 +10,8 @@ too, there is one cost, in tokens of prefill:
     + 2 x tokens of the prompt that it would compute      (the request and all others wait for them)
     + 256 x sequences of the engine                       (each adds a row to every later step)
 
-(`cluster.cost`, which the router of a cluster's replicas shares).
+(`cluster.router.route_cost`). The router of a cluster's replicas is another one, because it knows
+only what replicas report: its records of reports would be in vain where schedulers can be asked.
 
 An engine that has no free slot, or too few free blocks, comes after all engines that have both.
 
@@ -35,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
-from aioinfer.cluster.cost import route_cost
+from aioinfer.cluster.router import route_cost
 from aioinfer.config import SchedulerConfig
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.output import OutputSequence, RequestOutput

@@ -171,13 +171,7 @@ class Gateway:
         return path.removeprefix(self._root) if path.startswith(self._root + "/") else path
 
     async def _answer(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
-        if not self._hosts.admits(request.headers.get("Host")):
-            raise RequestError(
-                "the Host header names another server; server.allowed_hosts lists the names that "
-                "are answered",
-                status=421,
-                code="host_not_allowed",
-            )
+        self._hosts.check(request)
         if not target.startswith("/"):  # behind the replica's address it would name another host
             raise RequestError("the request's target must be a path", code="malformed_request")
         path = target.partition("?")[0]

@@ -145,6 +145,16 @@ class AllowedHosts:
             return cls(configured)
         return cls([*_LOCAL_NAMES, host]) if is_loopback else cls("*")
 
+    def check(self, request: web.BaseRequest) -> None:
+        """Raises `RequestError` (421) for a request to another name."""
+        if not self.admits(request.headers.get("Host")):
+            raise RequestError(
+                "the Host header names another server; server.allowed_hosts lists the names that "
+                "are answered",
+                status=421,
+                code="host_not_allowed",
+            )
+
     def admits(self, header: str | None) -> bool:
         """Whether a request with this `Host` header may be answered. Without one there is no web
         page behind it: browsers always send it."""

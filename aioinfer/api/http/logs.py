@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 #: Records that wait for the thread, at most.
@@ -125,12 +124,7 @@ class LogWriter(logging.Handler):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         logging.getLogger().removeHandler(self)
         self._own_logger.setLevel(self._old_level)
         self._queue.put(None)

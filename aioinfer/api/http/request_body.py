@@ -14,7 +14,6 @@ import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import TracebackType
 
 from aiohttp import HttpVersion11, web
 
@@ -118,12 +117,7 @@ class HeldBody:
     def __enter__(self) -> HeldBody:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bodies.held_bytes -= self._held
 
     async def receive(self, request: web.Request) -> list[bytes]:
