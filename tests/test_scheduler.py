@@ -763,7 +763,7 @@ def _step_and_check_order(harness: Harness) -> None:
     waiting = [
         r
         for r in harness.scheduler.requests()
-        if r.status is RequestStatus.WAITING and not (r.group or r.num_preemptions or r.leader)
+        if r.status is RequestStatus.WAITING and not (r.group or r.num_preemptions or r.num_awaited)
     ]
     for request in admitted:
         assert all(request.key < w.key for w in waiting), "somebody overtook"

@@ -165,11 +165,6 @@ class KVCacheManager:
         return self._states is not None and self.prefix_caching
 
     @property
-    def has_fresh(self) -> bool:
-        """Whether the step being planned computes snapshots that later ones can begin with."""
-        return self._states is not None and self._states.has_fresh
-
-    @property
     def max_replacement_blocks(self) -> int:
         """The maximum of entries that `take_replacement_blocks` yields for a request."""
         return 0 if self._windows is None else self._windows.max_replacement_blocks
@@ -232,15 +227,18 @@ class KVCacheManager:
 
     # ---------------------------------------------------------------- the blocks of a request
 
-    def admit(self, request: Request, prefix: Prefix, num_tokens: int) -> None:
+    def admit(
+        self, request: Request, prefix: Prefix, num_tokens: int, waiting: Iterable[Request] = ()
+    ) -> None:
         """Gives a request its block tables: the blocks of `prefix`, and new ones up to `num_tokens`
-        tokens. The caller has checked `can_admit`."""
+        tokens. The caller has checked `can_admit`. See `want_shared` for `waiting`."""
         self._begin(request, prefix)
         request.num_committed = prefix.num_blocks if self.prefix_caching else 0
         if self._states is not None:
             if self.prefix_caching:
                 self._extend_hashes(request)
             request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
+            self.want_shared(request, waiting)
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
 
     def _begin(self, request: Request, prefix: Prefix) -> None:
@@ -384,45 +382,31 @@ class KVCacheManager:
         blocks = (pool.lookup([found])[0] for pool in self.pools)
         return list(enumerate(blocks)), count
 
-    def find_leader(
-        self, request: Request, running: Iterable[Request]
-    ) -> tuple[Request, int] | None:
-        """Returns the running request whose prompt shares most blocks with a waiting one, where it
-        will have a state that is worth waiting for; and how many blocks these are.
+    def want_shared(self, request: Request, waiting: Iterable[Request]) -> None:
+        """Has a request that computes its prompt keep the states behind the tokens that `waiting`
+        requests begin with, too."""
+        if not self.finds_states:
+            return
+        for other in waiting:
+            self._extend_hashes(other)
+            shared = _count_common(request.block_hashes, other.block_hashes)
+            shared = min(shared, (other.total - 1) // self._block_size)
+            nearest = max((n for n in request.snapshots if n <= shared), default=0)
+            if shared - nearest >= MIN_SHARED_BLOCKS:
+                insort(request.snapshots, shared)
 
-        It gets a snapshot there, unless the step being planned has one already. None without
-        groups of states: keys need not be waited for.
-
-        Args:
-            request: waits.
-            running: all that run.
-        """
-        states = self._states
-        if states is None or not self.prefix_caching:
-            return None
-        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
-        best = self._hit_length(hashes) + MIN_SHARED_BLOCKS - 1
-        leader, best = states.find_fresh(hashes, len(hashes), best)
-        for other in running:
-            if other.num_uncomputed:
-                common = _count_common(other.block_hashes, hashes)
-                if common > best and common * self._block_size > other.num_computed:
-                    leader, best = other, common
-        if leader is None:
-            return None
-        if best not in leader.snapshots:
-            insort(leader.snapshots, best)
-        return leader, best
-
-    def computes(self, leader: Request, num_blocks: int) -> bool:
-        """Whether a request is about to compute its first `num_blocks` blocks, or does it in the
-        step being planned: `find_leader` returned these."""
-        if leader.slot < 0:
+    def computes_state(self, request: Request) -> bool:
+        """Whether the step being planned computes a state with which a waiting request can begin
+        in the next one, and which is worth waiting for. It is not waited for twice."""
+        if self._states is None or not self._states.has_fresh:
             return False
-        if leader.num_computed < num_blocks * self._block_size:
-            return True
-        states, hashes = self._states, leader.block_hashes
-        return states is not None and states.is_fresh(hashes[num_blocks - 1])
+        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
+        least = max(self._hit_length(hashes) + MIN_SHARED_BLOCKS, request.num_awaited + 1)
+        found = self._states.count_fresh(hashes)
+        if found < least:
+            return False
+        request.num_awaited = found
+        return True
 
     def count_cached(self, hashes: Sequence[bytes]) -> int:
         """Returns how many of a prompt's blocks, from its start on, need not be computed."""

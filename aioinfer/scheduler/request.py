@@ -131,8 +131,7 @@ class Request:
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
         snapshots: after how many of its blocks a state is to be kept, ascending.
-        leader: the request whose state it has waited for in the queue, and the number of blocks
-            that both begin with: a request waits for one other at most.
+        num_awaited: with how many blocks the state begins that it has waited for in the queue.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
         slot: the worker slot while it runs.
@@ -172,7 +171,7 @@ class Request:
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
-    leader: tuple[Request, int] | None = None
+    num_awaited: int = 0
     num_blocks: int = 0
     num_committed: int = 0
     slot: int = -1

@@ -13,12 +13,12 @@ It is found by the next plan at the earliest: a step that reads a state has to r
 that writes it. (Keys may be shared in the step that computes them.)
 
 Which snapshots are kept. A snapshot takes as many bytes as the keys of a thousand tokens and more,
-so they are few. Wanted are the last block boundary of a prompt, and the place where a prompt parts
-from one that was seen before (`SeenPrefixes`): a system prompt, a document, a conversation whose
-last answer was changed. A request also makes one at each boundary that its output passes, without a
-copy, and the next one supersedes it. So when it ends, or is preempted, the last one stays: the next
-turn of the conversation begins there. Every snapshot but the wanted ones is forgotten when the
-request leaves it behind.
+so they are few. Wanted are the last block boundary of a prompt, and the places where it parts from
+one that was seen before (`SeenPrefixes`) or that waits: behind a system prompt, a document, or a
+conversation whose last answer was changed. A request also makes one at each boundary that its
+output passes, without a copy, and the next one supersedes it. So when it ends, or is preempted, the
+last one stays: the next turn of the conversation begins there. Every snapshot but the wanted ones
+is forgotten when the request leaves it behind.
 
 Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
 snapshot's value is the number of tokens between it and the snapshot before it, plus the value of
@@ -151,8 +151,7 @@ class StateBlocks(WholeBlocks):
         ]
         self._prefix_caching = prefix_caching
         self._seen = SeenPrefixes()
-        # the request of each snapshot that the step being planned may write
-        self._fresh: dict[bytes, Request] = {}
+        self._fresh: set[bytes] = set()  # of snapshots that the step being planned may write
         # (first entry, end) of entries without a block in the chunks of the plan
         self._gaps: dict[Request, list[tuple[int, int]]] = {}
 
@@ -274,7 +273,7 @@ class StateBlocks(WholeBlocks):
             if first <= index < end:
                 before = max((n for n in request.snapshots if n <= index), default=0)
                 saved = (index + 1 - before) * self._block_size
-                self._fresh[hashes[index]] = request
+                self._fresh.add(hashes[index])
                 for number, pool in self._states:
                     pool.keep(request.blocks[number][index], hashes[index], saved)
 
@@ -283,25 +282,18 @@ class StateBlocks(WholeBlocks):
         before a step is planned."""
         self._fresh.clear()
 
-    def find_fresh(
-        self, hashes: Sequence[bytes], end: int, first: int
-    ) -> tuple[Request | None, int]:
-        """Returns the request that computes a snapshot in the step being planned which serves the
-        most leading blocks, at most `end`, and how many; None and `first` if it would not be more
-        than that."""
-        for length in range(end, first, -1) if self._fresh else ():
-            if (request := self._fresh.get(hashes[length - 1])) is not None:
-                return request, length
-        return None, first
-
     @property
     def has_fresh(self) -> bool:
         """Whether the step being planned may write any snapshot."""
         return bool(self._fresh)
 
-    def is_fresh(self, block_hash: bytes) -> bool:
-        """Whether the step being planned may write a snapshot."""
-        return block_hash in self._fresh
+    def count_fresh(self, hashes: Sequence[bytes]) -> int:
+        """Returns the greatest number of leading blocks behind which the step being planned may
+        write a snapshot."""
+        for length in range(len(hashes), 0, -1):
+            if hashes[length - 1] in self._fresh:
+                return length
+        return 0
 
     # ---------------------------------------------------------------- checks
 

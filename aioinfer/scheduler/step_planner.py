@@ -155,6 +155,8 @@ class StepPlanner:
                     if not running.preempt_for(request, missing):
                         break
                 first = request.num_blocks
+                if tokens > 1:
+                    kv_cache.want_shared(request, self._waiting.next_few())
                 kv_cache.grow(request, missing)
                 builder.grow_tables(request, first)
             running.plan_row(builder, request, tokens)
@@ -174,11 +176,11 @@ class StepPlanner:
                 break  # all that wait were set aside
             if request.is_idle or self._awaits_leader(request, builder.step_id):
                 held_back.append(self._waiting.set_aside())
-            elif self._awaits_state(request):
+            elif self._kv_cache.computes_state(request):
                 held_back.append(self._waiting.set_aside())
                 num_following += 1
                 if num_following >= len(self._running.free_slots):
-                    break
+                    break  # the next plan has work enough
             elif not self._fits_plan(builder, request) or not self._admit(builder, request):
                 break
         for request in held_back:
@@ -214,18 +216,6 @@ class StepPlanner:
             and not 0 <= leader.prefill_step < step_id
         )
 
-    def _awaits_state(self, request: Request) -> bool:
-        """Whether a running request is computing tokens that this one begins with, too; it then
-        begins with a snapshot of the state behind them, instead of computing them as well.
-
-        A request waits for one other at most, and only while that one runs: so it waits no longer
-        than the other needs for its prompt."""
-        if not self._kv_cache.finds_states:
-            return False
-        if request.leader is None and (self._running.num_prefill or self._kv_cache.has_fresh):
-            request.leader = self._kv_cache.find_leader(request, self._running.requests)
-        return request.leader is not None and self._kv_cache.computes(*request.leader)
-
     def _admit(self, builder: PlanBuilder, request: Request) -> bool:
         """Gives the first waiting request a slot, shared blocks and its first tokens, if its known
         tokens fit."""
@@ -235,13 +225,13 @@ class StepPlanner:
         if not self._kv_cache.can_admit(prefix, request.total):
             return False
         self._waiting.pop()
-        request.leader = None
         size = self._admission_bytes(builder, request)
         wanted = request.total - prefix.num_tokens
         if request.uses:
             wanted = self._features.limit(request, wanted, builder.rows)
         tokens = builder.grant(wanted, prefix.num_tokens, prefill=True)
-        self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens)
+        waiting = self._waiting.next_few()
+        self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens, waiting)
         self._running.enter(request, prefix.num_tokens)
         if request.num_cached < 0:
             self._count_first(request)

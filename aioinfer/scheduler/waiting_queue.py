@@ -25,11 +25,14 @@ Each priority has a virtual time of its own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.request import Request, RequestStatus
+
+#: Requests that `next_few` looks at.
+_FEW = 8
 
 
 class WaitingQueue:
@@ -59,6 +62,10 @@ class WaitingQueue:
         self.num_requests += 1
         self.num_tokens += request.prompt_len
         self.num_prefill_tokens += request.prompt_len - request.num_expected
+
+    def next_few(self) -> Sequence[Request]:
+        """Returns some of the requests that are served next."""
+        return [r for r in self._heap[:_FEW] if r.status is RequestStatus.WAITING]
 
     def first(self) -> Request | None:
         """Returns the request with the lowest key, or None if none waits."""
