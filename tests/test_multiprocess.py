@@ -132,7 +132,7 @@ def listening_addresses(pid: int) -> set[str]:
     }
 
 
-async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
+async def test_two_ranks_give_what_one_gives_and_are_idle_between(folder: Path, run: Run) -> None:
     inline = Run(InlineExecutor(tiny_config(folder, executor="inline"), folder))
     await inline.start()
     expected = await greedy(inline, 7)
@@ -155,17 +155,18 @@ async def test_two_ranks_give_what_one_gives(folder: Path, run: Run) -> None:
         assert listening_addresses(worker.pid) <= {"127.0.0.1"}
     assert await greedy(run, 7) == expected
     assert all(0 < result.take_ns < 1e9 for result in run.results)
+    await uses_no_cpu([psutil.Process(), *workers()])
+    first = asyncio.create_task(run.executor.shutdown())
+    await asyncio.sleep(0)
     await run.executor.shutdown()
-    assert workers() == []
+    assert workers() == [], "a second shutdown waits as well"
+    await first
     assert run.failures == []
 
 
-async def test_an_idle_executor_uses_no_cpu(run: Run) -> None:
+async def uses_no_cpu(processes: list[psutil.Process]) -> None:
     """In one of three spans at least: what ticks would tick in each, but what came before may have
     left something to do."""
-    await run.start()
-    await greedy(run, 2)
-    processes = [psutil.Process(), *workers()]
     spans: list[float] = []
     # 1 %, in the kernel's units of 10 ms
     while len(spans) < 3 and min(spans, default=1.0) >= 0.025:
@@ -588,12 +589,3 @@ async def test_an_error_in_taking_a_result_is_reported_and_ends_the_results(run:
     )
     await until(lambda: workers() == [])
     assert (taken, len(run.failures), len(unhandled)) == ([0], 1, 1)
-
-
-async def test_a_second_shutdown_waits_as_well(run: Run) -> None:
-    await run.start()
-    first = asyncio.create_task(run.executor.shutdown())
-    await asyncio.sleep(0)
-    await run.executor.shutdown()
-    assert workers() == []
-    await first

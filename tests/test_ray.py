@@ -33,6 +33,7 @@ from aioinfer.executor.ray import RayExecutor  # noqa: E402
 from aioinfer.llm import LLM  # noqa: E402
 from tests.executor_runs import PROMPT, Run, greedy, tiny_config, tiny_llama  # noqa: E402
 from tests.functional.conftest import SMOLLM2  # noqa: E402
+from tests.tiny_models import tiny_model  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 PARTS = ("raylet", "gcs_server", "ray::", "spawn_main", "ray/_private")
@@ -126,18 +127,23 @@ async def test_a_group_stays_within_a_node(
     assert run.failures == []
 
 
+@pytest.mark.sample
 async def test_a_group_over_two_nodes(tmp_path: Path) -> None:
-    """Where no node has room for it; the driver's node has the first rank."""
-    folder = tiny_llama(tmp_path)
+    """Where no node has room for it, of two stages and of two tensor-parallel ranks; the driver's
+    node has the first rank."""
+    folder = tiny_model("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
+    expected = await expected_tokens(folder, 7)
     with cluster_of(1, 1) as cluster:
-        run = Run(RayExecutor(tiny_config(folder, **settings(cluster, 2)), folder))
-        await run.start()
-        assert nodes_of(run.executor) == [[0], [1]]
-        assert await greedy(run, 7) == await expected_tokens(folder, 7)
-        own = ray_cluster.own_node()[0]
-        assert run.executor._placement.nodes[0].node_id == own  # type: ignore[attr-defined]
-        await run.executor.shutdown()
-        assert run.failures == []
+        for more in ({"parallel.pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}):
+            config = tiny_config(folder, **settings(cluster, 1) | more)
+            run = Run(RayExecutor(config, folder))
+            await run.start()
+            assert nodes_of(run.executor) == [[0], [1]]
+            assert await greedy(run, 7) == expected
+            own = ray_cluster.own_node()[0]
+            assert run.executor._placement.nodes[0].node_id == own  # type: ignore[attr-defined]
+            await run.executor.shutdown()
+            assert run.failures == []
 
 
 async def test_real_weights_over_two_nodes(pair: Cluster) -> None:

