@@ -40,6 +40,13 @@ class RequestError(AioinferError, ValueError):
         self.code = code
 
 
+class FieldError(RequestError):
+    """A field of a request is at fault. The message begins with its name, as in "n must be 1"."""
+
+    def __init__(self, param: str, text: str, code: str | None = None):
+        super().__init__(f"{param} {text}", param=param, code=code)
+
+
 class OverloadedError(RequestError):
     """As much work waits as may; the same request may be taken on after `retry_after_s` seconds."""
 

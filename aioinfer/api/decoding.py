@@ -28,7 +28,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from aioinfer.api.fields import check_undeclared
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
@@ -138,7 +138,7 @@ def _outline(kind: type[Body]) -> type[msgspec.Struct]:
 
 
 def _too_many(name: str, limit: int, what: str) -> RequestError:
-    return RequestError(f"{name} may hold at most {limit} {what}", param=name)
+    return FieldError(name, f"may hold at most {limit} {what}")
 
 
 def _decode_again(
@@ -235,7 +235,7 @@ def _wrong_field(message: str, raw: bytes) -> RequestError:
     path = full_path.replace("[...]", "")
     if missing := _MISSING.fullmatch(what):
         path = f"{path}.{missing[1]}".lstrip(".")
-        return RequestError(f"{path} is missing", param=path, code="missing_required_parameter")
+        return FieldError(path, "is missing", "missing_required_parameter")
     place = path or "the body"
     if found["key"]:
         place = f"each name in {place}"

@@ -14,131 +14,60 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 #: By origin: fields that would change the answer, and the values with which they do not, beside
-#: null.
+#: null. `add_special_tokens` is vLLM's for completions (chats have the template's), `truncation` is
+#: of Responses and of Voyage's embeddings.
 REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "OpenAI": {
-        "add_special_tokens": (False,),  # vLLM's for completions: chats have the template's
-        "audio": (),
-        "best_of": (1,),
+        "add_special_tokens": (False,), "audio": (), "best_of": (1,),
         "context_management": (
-            [],
-            {},
-            {"edits": []},
-            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            [], {}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         ),
-        "conversation": (),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "modalities": (["text"], []),
-        "moderation": (),
-        "output_expires_after": (),
-        "personality": (),
-        "prediction": (),
-        "prompt": (),
-        "stream": (False,),
-        "suffix": ("",),
-        "truncation": ("disabled", False),  # of Responses, and Voyage's embeddings
-        "verbosity": ("medium",),
-        "web_search_options": (),
+        "conversation": (), "function_call": ("none", "auto"), "functions": ([],),
+        "modalities": (["text"], []), "moderation": (), "output_expires_after": (),
+        "personality": (), "prediction": (), "prompt": (), "stream": (False,), "suffix": ("",),
+        "truncation": ("disabled", False), "verbosity": ("medium",), "web_search_options": (),
     },
     "vLLM": {
-        "activation": (True,),
-        "cache_salt": (),
-        "chat_template": (),
-        "detokenize": (True,),
-        "ec_transfer_params": ({},),
-        "embed_dtype": ("float32",),
-        "endianness": ("little", "native"),
-        "enable_response_messages": (False,),
-        "kv_transfer_params": ({},),
-        "logits_processors": ([],),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "previous_input_messages": ([],),
-        "previous_response": (),
-        "prompt_embeds": (),
-        "repetition_detection": (),
-        "return_prompt_text": (False,),
-        "return_token_offsets": (False,),
-        "routed_experts_prompt_start": (0,),
-        "softmax": (True,),
-        "structural_tag": (),
-        "thinking_token_budget": (-1,),
-        "use_activation": (True,),
+        "activation": (True,), "cache_salt": (), "chat_template": (), "detokenize": (True,),
+        "ec_transfer_params": ({},), "embed_dtype": ("float32",),
+        "endianness": ("little", "native"), "enable_response_messages": (False,),
+        "kv_transfer_params": ({},), "logits_processors": ([],), "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},), "previous_input_messages": ([],), "previous_response": (),
+        "prompt_embeds": (), "repetition_detection": (), "return_prompt_text": (False,),
+        "return_token_offsets": (False,), "routed_experts_prompt_start": (0,), "softmax": (True,),
+        "structural_tag": (), "thinking_token_budget": (-1,), "use_activation": (True,),
         "watermarking": (False,),
     },
     "Anthropic": {
-        "compaction": (),
-        "container": (),
-        "diagnostics": ({},),
-        "mcp_servers": ([],),
-        "output_format": (),
-        "thinking": (),
-        "thread": (),
+        "compaction": (), "container": (), "diagnostics": ({},), "mcp_servers": ([],),
+        "output_format": (), "thinking": (), "thread": (),
     },
     "Ollama": {
-        "context": ([],),
-        "images": ([],),
-        "logprobs": (False, 0),
-        "penalize_newline": (True,),
-        "shift": (False,),
-        "template": ("",),
-        "top_logprobs": (0,),
+        "context": ([],), "images": ([],), "logprobs": (False, 0), "penalize_newline": (True,),
+        "shift": (False,), "template": ("",), "top_logprobs": (0,),
     },
     "Cohere, Jina, Voyage, text-embeddings-inference": {
-        "embedding_type": ("float",),
-        "embedding_types": (["float"],),
-        "input_type": (),
-        "instruction": ("",),
-        "late_chunking": (False,),
-        "max_chunks_per_doc": (),
-        "normalized": (True,),
-        "output_dimension": (),
-        "output_dtype": ("float",),
-        "rank_fields": ([],),
-        "raw_scores": (False,),
-        "return_embeddings": (False,),
-        "return_multivector": (False,),
-        "task": (),
-        "truncate": (False, "NONE"),
+        "embedding_type": ("float",), "embedding_types": (["float"],), "input_type": (),
+        "instruction": ("",), "late_chunking": (False,), "max_chunks_per_doc": (),
+        "normalized": (True,), "output_dimension": (), "output_dtype": ("float",),
+        "rank_fields": ([],), "raw_scores": (False,), "return_embeddings": (False,),
+        "return_multivector": (False,), "task": (), "truncate": (False, "NONE"),
         "truncation_direction": ("left", "Left"),
     },
     "llama.cpp, SGLang and others": {
-        "custom_logit_processor": (),
-        "custom_params": ({},),
-        "dry_multiplier": (0,),
-        "dynatemp_range": (0,),
-        "ebnf": (),
-        "enable_thinking": (),
-        "image_data": ([],),
-        "input_ids": (),
-        "lora": ([],),
-        "lora_path": (),
-        "mirostat": (0,),
-        "mirostat_mode": (0,),
-        "n_indent": (0,),
-        "n_keep": (0,),
-        "n_probs": (0,),
-        "no_stop_trim": (False,),
-        "reasoning_format": ("auto",),
-        "regex": (),
-        "repeat_penalty": (1,),
-        "return_hidden_states": (False,),
-        "samplers": (),
-        "session_params": (),
-        "stop_regex": (),
-        "t_max_predict_ms": (0,),
-        "tfs_z": (1,),
-        "top_a": (0,),
-        "top_n_sigma": (-1,),
-        "typical": (1,),
-        "typical_p": (1,),
-        "xtc_probability": (0,),
+        "custom_logit_processor": (), "custom_params": ({},), "dry_multiplier": (0,),
+        "dynatemp_range": (0,), "ebnf": (), "enable_thinking": (), "image_data": ([],),
+        "input_ids": (), "lora": ([],), "lora_path": (), "mirostat": (0,), "mirostat_mode": (0,),
+        "n_indent": (0,), "n_keep": (0,), "n_probs": (0,), "no_stop_trim": (False,),
+        "reasoning_format": ("auto",), "regex": (), "repeat_penalty": (1,),
+        "return_hidden_states": (False,), "samplers": (), "session_params": (), "stop_regex": (),
+        "t_max_predict_ms": (0,), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,),
+        "typical": (1,), "typical_p": (1,), "xtc_probability": (0,),
     },
-}
+}  # fmt: skip
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     name: neutral for fields in REFUSED_BY_ORIGIN.values() for name, neutral in fields.items()
@@ -228,9 +157,7 @@ def check_undeclared(
         renamed = _RENAMED.get(field)
         instead = renamed if renamed in declared else _INSTEAD.get(field)
         hint = f"; use {instead}" if instead else ""
-        raise RequestError(
-            f"{name} is not supported here{hint}", param=name, code="unsupported_parameter"
-        )
+        raise FieldError(name, f"is not supported here{hint}", "unsupported_parameter")
     if ignores_unknown:
         return
     near = difflib.get_close_matches(field, declared, 1) if len(field) < 64 else []

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import count_values
 from aioinfer.engine.chat_turn import call_input
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError
 
 #: Shorter texts are not searched for JSON values: they cannot hold many.
 _SHORT_ARGUMENTS = 1024
@@ -77,19 +77,18 @@ class Message(Struct, kw_only=True):
         `messages[0]`. With `any_role` a role may have any name of up to 64 characters."""
         is_name = any_role and 0 < len(self.role) <= _MAX_ROLE
         if self.role not in ROLES and not is_name:
-            raise RequestError(
-                f"{where}.role must be one of {', '.join(ROLES)}, not {self.role!r}",
-                param=f"{where}.role",
+            raise FieldError(
+                f"{where}.role", f"must be one of {', '.join(ROLES)}, not {self.role!r}"
             )
         if self.content is None and self.role not in ("assistant", "function"):
-            raise RequestError(f"{where}.content is missing", param=f"{where}.content")
+            raise FieldError(f"{where}.content", "is missing")
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if part.shown is None or (part.type == "refusal" and self.role != "assistant"):
                 place = f"{where}.content[{index}]"
-                raise RequestError(
-                    f"{place} must be of type 'text' and hold a text: other parts, such as "
-                    f"pictures, are not read yet",
-                    param=place,
+                raise FieldError(
+                    place,
+                    "must be of type 'text' and hold a text: other parts, such as "
+                    "pictures, are not read yet",
                 )
 
     @property

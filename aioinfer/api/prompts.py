@@ -25,7 +25,7 @@ from aioinfer.api.protocol import (
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_LOGIT_BIAS
 from aioinfer.text.message_parser import ToolUse
 
@@ -81,9 +81,7 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
     if not prompts:
         raise RequestError(f"the {param} is empty", param=param)
     if len(prompts) > MAX_PROMPTS:
-        raise RequestError(
-            f"{param} may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}", param=param
-        )
+        raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     found: list[Prompt] = []
     for each in prompts:
         if isinstance(each, list) and any(isinstance(part, list | PromptObject) for part in each):
@@ -168,10 +166,10 @@ def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
     of "right"; with -1 as many as leave room for the output."""
     kept = body.truncate_prompt_tokens or 0
     if kept > frontend.max_model_len:
-        raise RequestError(
-            f"truncate_prompt_tokens is {kept}, which is more than this model's maximum context "
-            f"length of {frontend.max_model_len} tokens",
-            param="truncate_prompt_tokens",
+        raise FieldError(
+            "truncate_prompt_tokens",
+            f"is {kept}, which is more than this model's maximum context length of "
+            f"{frontend.max_model_len} tokens",
         )
     if kept < 0:
         fields = body.sampling_fields()
@@ -184,11 +182,11 @@ async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str)
     """Returns the prompts with the suffix behind the gap, in the model's format."""
     marks = frontend.require_tokenizer("suffix").fill_in_middle
     if marks is None:
-        raise RequestError(
-            "suffix needs a model that fills in the middle: this one's tokenizer has no tokens for "
-            "it, such as <|fim_prefix|>",
-            param="suffix",
-            code="unsupported_parameter",
+        raise FieldError(
+            "suffix",
+            "needs a model that fills in the middle: this one's tokenizer has no tokens "
+            "for it, such as <|fim_prefix|>",
+            "unsupported_parameter",
         )
     if marks.suffix_is_joined:
         joint = await frontend.encode(_JOINT, False)
@@ -221,9 +219,8 @@ async def with_token_ids(frontend: Frontend, fields: dict[str, Any]) -> dict[str
     if not texts:
         return fields
     if len(biases) > MAX_LOGIT_BIAS:
-        raise RequestError(
-            f"logit_bias may hold at most {MAX_LOGIT_BIAS} token ids, not {len(biases)}",
-            param="logit_bias",
+        raise FieldError(
+            "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} token ids, not {len(biases)}"
         )
     encode = frontend.require_tokenizer("logit_bias").encode
 
@@ -233,10 +230,10 @@ async def with_token_ids(frontend: Frontend, fields: dict[str, Any]) -> dict[str
     found = {key: value for key, value in biases.items() if isinstance(key, int)}
     for text, ids in zip(texts, await asyncio.to_thread(find), strict=True):
         if len(ids) != 1:
-            raise RequestError(
-                f"logit_bias must name tokens by id, or by a text that is exactly one token; "
+            raise FieldError(
+                "logit_bias",
+                "must name tokens by id, or by a text that is exactly one token; "
                 f"{shorten(text)!r} is {len(ids)} tokens",
-                param="logit_bias",
             )
         found[ids[0]] = biases[text]
     return fields | {"logit_bias": found}

@@ -25,7 +25,7 @@ from aioinfer.api.structured_output import (
     find_grammar,
 )
 from aioinfer.engine.tools import NO_TOOLS, read_tools
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_N, BeamSearch
 from aioinfer.text.message_parser import ToolUse
 
@@ -206,22 +206,20 @@ class SamplingBody(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream to be true", param="stream_options")
+            raise FieldError("stream_options", "needs stream to be true")
         if self.max_tokens == 0:
             self.check_no_output()
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError(
-                "prompt_logprobs are not available in a stream", param="prompt_logprobs"
-            )
+            raise FieldError("prompt_logprobs", "are not available in a stream")
         if self.use_beam_search:
             self.check_beam_search()
         if self.truncate_prompt_tokens is not None and (
             self.truncate_prompt_tokens == 0 or self.truncate_prompt_tokens < -1
         ):
-            raise RequestError(
-                "truncate_prompt_tokens must be a number of tokens, or -1 for as many as fit, not "
+            raise FieldError(
+                "truncate_prompt_tokens",
+                "must be a number of tokens, or -1 for as many as fit, not "
                 f"{self.truncate_prompt_tokens}",
-                param="truncate_prompt_tokens",
             )
 
     def check_beam_search(self) -> None:
@@ -232,13 +230,13 @@ class SamplingBody(SamplingFields, kw_only=True):
                 "a beam search cannot be streamed: its results are known at the end", param="stream"
             )
         if self.max_tokens == 0:
-            raise RequestError("max_tokens must be at least 1 in a beam search", param="max_tokens")
+            raise FieldError("max_tokens", "must be at least 1 in a beam search")
         if (grammar := find_grammar(self)) is not None:
             raise RequestError(
                 f"{grammar.param} is not supported in a beam search", param=grammar.param
             )
         if self.vllm_xargs:
-            raise RequestError("vllm_xargs is not supported in a beam search", param="vllm_xargs")
+            raise FieldError("vllm_xargs", "is not supported in a beam search")
 
     def beam_width(self) -> tuple[int, str]:
         """Returns how many beams a beam search has, and the field that says so."""
@@ -246,7 +244,7 @@ class SamplingBody(SamplingFields, kw_only=True):
 
     def check_no_output(self) -> None:
         """Raises `RequestError` for a `max_tokens` of 0 where a reply would hold nothing."""
-        raise RequestError("max_tokens must be at least 1, not 0", param="max_tokens")
+        raise FieldError("max_tokens", "must be at least 1, not 0")
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
@@ -291,7 +289,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
         if self.suffix:
             for name in ("echo", "truncate_prompt_tokens"):
                 if getattr(self, name):
-                    raise RequestError(f"{name} is not supported together with suffix", param=name)
+                    raise FieldError(name, "is not supported together with suffix")
 
     @property
     def num_prompts(self) -> int:
@@ -302,22 +300,19 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     def _check_best_of(self, best_of: int, n: int) -> None:
         if not n <= best_of <= MAX_N:
-            raise RequestError(
-                f"best_of must be in [n, {MAX_N}], not {best_of}: the n best are returned, and n "
-                f"is {n}",
-                param="best_of",
+            raise FieldError(
+                "best_of",
+                f"must be in [n, {MAX_N}], not {best_of}: the n best are returned, and n is {n}",
             )
         if self.stream and best_of > n:
-            raise RequestError(
-                "best_of above n cannot be streamed: which ones are best is known at the end",
-                param="best_of",
+            raise FieldError(
+                "best_of", "above n cannot be streamed: which ones are best is known at the end"
             )
 
     def check_no_output(self) -> None:
         if self.stream or not (self.echo or self.prompt_logprobs is not None):
-            raise RequestError(
-                "max_tokens may be 0 only with echo or prompt_logprobs, and without stream",
-                param="max_tokens",
+            raise FieldError(
+                "max_tokens", "may be 0 only with echo or prompt_logprobs, and without stream"
             )
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -349,15 +344,12 @@ def _check_prompts(prompt: list[Any]) -> None:
     if not kinds:
         raise RequestError("the prompt is empty", param="prompt")
     if len(kinds) > 1:
-        raise RequestError(
-            "prompt must be a text, a list of token ids, a list of texts or a list "
-            "of lists of token ids",
-            param="prompt",
+        raise FieldError(
+            "prompt",
+            "must be a text, a list of token ids, a list of texts or a list of lists of token ids",
         )
     if int not in kinds and len(prompt) > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}", param="prompt"
-        )
+        raise FieldError("prompt", f"may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}")
 
 
 class ChatRequest(SamplingBody, kw_only=True):
@@ -388,18 +380,15 @@ class ChatRequest(SamplingBody, kw_only=True):
         check_messages(self.messages, any_role=True)
         for name in ("top_logprobs", "logprob_token_ids"):
             if getattr(self, name) is not None and not self.logprobs:
-                raise RequestError(f"{name} needs logprobs to be true", param=name)
+                raise FieldError(name, "needs logprobs to be true")
         self.tool_use()
 
     def check_beam_search(self) -> None:
         super().check_beam_search()
         if self.thought_budget is not None:
-            raise RequestError(
-                "thinking_token_budget is not supported in a beam search",
-                param="thinking_token_budget",
-            )
+            raise FieldError("thinking_token_budget", "is not supported in a beam search")
         if self.tools and self.tool_choice != "none":
-            raise RequestError("tools are not supported in a beam search", param="tools")
+            raise FieldError("tools", "are not supported in a beam search")
 
     def own_roles(self) -> list[str]:
         """Returns the roles of messages that only some chat templates know."""
@@ -457,10 +446,9 @@ class TokenizeRequest(Body, kw_only=True):
         if len(given) != 1:
             raise RequestError("either prompt, messages or content must be given", param="prompt")
         if self.content is not None and self.parse_special is False:
-            raise RequestError(
-                "parse_special must be true: the text of a special token in content becomes that "
-                "token",
-                param="parse_special",
+            raise FieldError(
+                "parse_special",
+                "must be true: the text of a special token in content becomes that token",
             )
         check_messages(self.messages or [])
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from aioinfer.api.decoding import count_values
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_GRAMMAR_CHARS, GrammarKind, GrammarSpec
 from aioinfer.text.json_schema import MAX_SCHEMA_VALUES
 
@@ -192,18 +192,16 @@ def json_grammar(
     """Returns the grammar of a field that holds JSON: an object, or a text that is one."""
     data = bytes(raw)
     if len(data) > 2 * MAX_GRAMMAR_CHARS:  # white space included; on the event loop
-        raise RequestError(
-            f"{param} may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}", param=param
-        )
+        raise FieldError(param, f"may have at most {2 * MAX_GRAMMAR_CHARS} bytes, not {len(data)}")
     if data[:1] == b'"':  # vLLM takes both
         data = msgspec.json.decode(data, type=str).encode("utf-8", "replace")
     # each value takes two bytes at least
     if len(data) > 2 * MAX_SCHEMA_VALUES and count_values(data) > MAX_SCHEMA_VALUES:
-        raise RequestError(f"{param} may hold at most {MAX_SCHEMA_VALUES} values", param=param)
+        raise FieldError(param, f"may hold at most {MAX_SCHEMA_VALUES} values")
     try:
         source = msgspec.json.format(data, indent=-1).decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"{param} is not valid JSON: {error}", param=param) from error
+        raise FieldError(param, f"is not valid JSON: {error}") from error
     return GrammarSpec(kind, source, whitespace, param)
 
 

@@ -40,7 +40,7 @@ from aioinfer.api.openai.pooling_bodies import (
 )
 from aioinfer.api.prompts import Prompt, encode_prompt
 from aioinfer.engine.served_model import cosine_similarity
-from aioinfer.errors import GenerationError, RequestError
+from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
@@ -340,10 +340,9 @@ async def _pool_inputs(
 ) -> Pooled:
     frontend = request.app[FRONTEND]
     if body.dimensions is not None and body.dimensions > frontend.hidden_size:
-        raise RequestError(
-            f"dimensions is {body.dimensions}, and this model's embeddings have "
-            f"{frontend.hidden_size}",
-            param="dimensions",
+        raise FieldError(
+            "dimensions",
+            f"is {body.dimensions}, and this model's embeddings have {frontend.hidden_size}",
         )
     prompt = frontend.pooling.prompt(body.prompt_name)
     given = await _inputs(frontend, body)
@@ -372,10 +371,10 @@ async def _encode(
     admit(request, body.timeout_s, len(inputs))
     limit = body.truncate_prompt_tokens
     if limit is not None and limit > frontend.max_model_len:
-        raise RequestError(
-            f"truncate_prompt_tokens is {limit}, which is more than this model's maximum context "
-            f"length of {frontend.max_model_len} tokens. Please request a smaller truncation size.",
-            param="truncate_prompt_tokens",
+        raise FieldError(
+            "truncate_prompt_tokens",
+            f"is {limit}, which is more than this model's maximum context length of "
+            f"{frontend.max_model_len} tokens. Please request a smaller truncation size.",
         )
     longest = None if limit is None else _MAX_UNCUT_TOKENS
     special = body.add_special_tokens is not False

@@ -12,7 +12,7 @@ from aioinfer.api.decoding import MAX_PROMPTS, Body
 from aioinfer.api.messages import Message
 from aioinfer.api.prompts import Prompt, Prompts, split_prompts
 from aioinfer.api.protocol import Count, Ignored, Int32, Length, Seconds, check_messages
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 
 class PoolingBody(Body, kw_only=True):
@@ -29,10 +29,9 @@ class PoolingBody(Body, kw_only=True):
     def check(self) -> None:
         limit = self.truncate_prompt_tokens
         if limit is not None and (limit == 0 or limit < -1):
-            raise RequestError(
-                "truncate_prompt_tokens must be a number of tokens, or -1 for as many as fit, not "
-                f"{limit}",
-                param="truncate_prompt_tokens",
+            raise FieldError(
+                "truncate_prompt_tokens",
+                f"must be a number of tokens, or -1 for as many as fit, not {limit}",
             )
 
 
@@ -53,13 +52,12 @@ class InputBody(PoolingBody, kw_only=True):
             raise RequestError("input and messages cannot be combined", param="messages")
         if self.messages is not None:
             if self.add_special_tokens:
-                raise RequestError(
-                    "add_special_tokens goes with input: the chat template has its own",
-                    param="add_special_tokens",
+                raise FieldError(
+                    "add_special_tokens", "goes with input: the chat template has its own"
                 )
             check_messages(self.messages)
         elif self.input is None:
-            raise RequestError("input is missing", param="input", code="missing_required_parameter")
+            raise FieldError("input", "is missing", "missing_required_parameter")
         else:
             self.inputs()
 
@@ -85,10 +83,9 @@ class EmbeddingBody(InputBody, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.messages is not None and self.prompt_name is not None:
-            raise RequestError(
-                "prompt_name goes with input: messages are embedded as the chat template writes "
-                "them",
-                param="prompt_name",
+            raise FieldError(
+                "prompt_name",
+                "goes with input: messages are embedded as the chat template writes them",
             )
 
 
@@ -198,10 +195,10 @@ class ScoreRequest(ScoringBody, kw_only=True):
         super().check()
         first, second = self.texts()
         if len(first) not in (1, len(second)):
-            raise RequestError(
-                f"text_1 has {len(first)} texts and text_2 {len(second)}: one goes with many, "
+            raise FieldError(
+                "text_1",
+                f"has {len(first)} texts and text_2 {len(second)}: one goes with many, "
                 "otherwise both need the same number",
-                param="text_1",
             )
 
     def texts(self) -> tuple[list[str], list[str]]:
@@ -250,9 +247,9 @@ class RerankRequest(ScoringBody, kw_only=True):
             raise RequestError("either documents or texts must be given", param="documents")
         for name, goes_with in (("return_documents", "documents"), ("return_text", "texts")):
             if getattr(self, name) and getattr(self, goes_with) is None:
-                raise RequestError(f"{name} goes with {goes_with}", param=name)
+                raise FieldError(name, f"goes with {goes_with}")
         if self.top_n is not None and self.top_n < 1:
-            raise RequestError(f"top_n must be at least 1, not {self.top_n}", param="top_n")
+            raise FieldError("top_n", f"must be at least 1, not {self.top_n}")
 
     def contents(self) -> list[str]:
         """Returns the documents' texts."""

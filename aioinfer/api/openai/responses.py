@@ -15,7 +15,7 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.openai.response_events import RESPONSE_RUNS, ResponseDialect, send_events
 from aioinfer.api.openai.responses_body import ResponseRequest
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 
 class InputTokens(Struct, kw_only=True):
@@ -65,10 +65,7 @@ def _first_event(request: web.Request) -> int | None:
         return None
     after = request.query.get("starting_after", "")
     if after and not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise RequestError(
-            f"starting_after must be the number of an event, not {after[:40]!r}",
-            param="starting_after",
-        )
+        raise FieldError("starting_after", f"must be the number of an event, not {after[:40]!r}")
     return int(after) + 1 if after else 0
 
 

@@ -17,7 +17,7 @@ from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import only_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts
 from aioinfer.engine.tools import make_use, read_choice
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -138,18 +138,16 @@ class ResponseRequest(SamplingFields, kw_only=True):
     def check(self) -> None:
         """See `Body.check`."""
         if self.background and self.store is False:
-            raise RequestError(
-                "background can only be used when `store` is true", param="background"
-            )
+            raise FieldError("background", "can only be used when `store` is true")
         if self.conversation is not None and self.previous_response_id is not None:
-            raise RequestError(
-                "conversation and previous_response_id cannot be combined: either says what comes "
+            raise FieldError(
+                "conversation",
+                "and previous_response_id cannot be combined: either says what comes "
                 "before the input",
-                param="conversation",
             )
         if not self.input and (self.conversation or self.previous_response_id) is None:
             what = "missing" if self.input is None else "empty"
-            raise RequestError(f"input is {what}", param="input")
+            raise FieldError("input", f"is {what}")
         self.tool_use()
         self.sampling_fields()
         input_items(self.input)
@@ -173,9 +171,8 @@ class ResponseRequest(SamplingFields, kw_only=True):
         functions = []
         for index, tool in enumerate(self.tools or ()):
             if tool.type != "function":
-                raise RequestError(
-                    f"tools[{index}].type {tool.type[:40]!r} is not supported, only 'function'",
-                    param=f"tools[{index}].type",
+                raise FieldError(
+                    f"tools[{index}].type", f"{tool.type[:40]!r} is not supported, only 'function'"
                 )
             function = {"place": f"tools[{index}].parameters", **msgspec.structs.asdict(tool)}
             functions.append(function)
@@ -204,7 +201,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
         if format.type == "json_object":
             return [GrammarSpec("json_object", param="text.format")]
         if format.schema is None:
-            raise RequestError("text.format.schema is missing", param="text.format.schema")
+            raise FieldError("text.format.schema", "is missing")
         source = msgspec.json.encode(format.schema).decode()
         return [GrammarSpec("json_schema", source, param="text.format.schema")]
 
