@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -120,7 +120,7 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
     """Returns the token ids of a completion's prompts. Raises `RequestError`."""
     if body.suffix:
         return await _with_suffix(frontend, body, body.suffix)
-    limit = None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
+    limit = max_uncut(body)
     specials = body.add_special_tokens is not False
     ids = [
         await frontend.encode(prompt, specials, max_tokens=limit)
@@ -128,7 +128,10 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
         else prompt
         for prompt in body.prompts()
     ]
-    return ids if limit is None else [_cut(frontend, body, prompt) for prompt in ids]
+    if limit is None:
+        return ids
+    room = _room(frontend, body)
+    return [cut(frontend, body, prompt, room) for prompt in ids]
 
 
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
@@ -136,11 +139,9 @@ async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> li
     messages, options = await template_messages(body), template_options(body)
     if roles := body.own_roles():
         await _check_roles(frontend, roles, messages, options)
-    if body.truncate_prompt_tokens is None:
-        return await encode_turn(frontend, messages, use, **options)
-    limit = _MAX_UNCUT_TOKENS
+    limit = max_uncut(body)
     ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
-    return _cut(frontend, body, ids)
+    return ids if limit is None else cut(frontend, body, ids, _room(frontend, body))
 
 
 async def _check_roles(
@@ -161,21 +162,39 @@ async def _check_roles(
             )
 
 
-def _cut(frontend: Frontend, body: SamplingBody, ids: list[int]) -> list[int]:
+class Truncated(Protocol):
+    """A body whose prompts may be cut."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"] | None
+
+
+def max_uncut(body: Truncated) -> int | None:
+    """Returns how many tokens a prompt may have before it is cut; None where it is not cut."""
+    return None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
+
+
+def cut(frontend: Frontend, body: Truncated, ids: list[int], room: int) -> list[int]:
     """Returns the last `truncate_prompt_tokens` of a prompt, or the first with a `truncation_side`
-    of "right"; with -1 as many as leave room for the output."""
-    kept = body.truncate_prompt_tokens or 0
+    of "right"; with -1 as many as `room`. Raises `RequestError` for more than the model has."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return ids
     if kept > frontend.max_model_len:
         raise FieldError(
             "truncate_prompt_tokens",
             f"is {kept}, which is more than this model's maximum context length of "
-            f"{frontend.max_model_len} tokens",
+            f"{frontend.max_model_len} tokens. Please request a smaller truncation size.",
         )
-    if kept < 0:
-        fields = body.sampling_fields()
-        output = 0 if "prompt_only" in fields else fields.get("max_tokens") or 1
-        kept = max(1, frontend.max_model_len - output)
+    kept = kept if kept > 0 else room
     return ids[:kept] if body.truncation_side == "right" else ids[-kept:]
+
+
+def _room(frontend: Frontend, body: SamplingBody) -> int:
+    """Returns how many tokens of a prompt leave room for the output."""
+    fields = body.sampling_fields()
+    output = 0 if "prompt_only" in fields else fields.get("max_tokens") or 1
+    return max(1, frontend.max_model_len - output)
 
 
 async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str) -> list[list[int]]:

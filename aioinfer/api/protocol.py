@@ -213,14 +213,7 @@ class SamplingBody(SamplingFields, kw_only=True):
             raise FieldError("prompt_logprobs", "are not available in a stream")
         if self.use_beam_search:
             self.check_beam_search()
-        if self.truncate_prompt_tokens is not None and (
-            self.truncate_prompt_tokens == 0 or self.truncate_prompt_tokens < -1
-        ):
-            raise FieldError(
-                "truncate_prompt_tokens",
-                "must be a number of tokens, or -1 for as many as fit, not "
-                f"{self.truncate_prompt_tokens}",
-            )
+        check_truncation(self.truncate_prompt_tokens)
 
     def check_beam_search(self) -> None:
         """Raises `RequestError` naming a field that does not go with a beam search.
@@ -459,6 +452,15 @@ class DetokenizeRequest(Body, kw_only=True):
     token_field: ClassVar[str] = "tokens"
 
     tokens: list[TokenId]
+
+
+def check_truncation(limit: int | None) -> None:
+    """Raises `RequestError` for a `truncate_prompt_tokens` that stands for no length."""
+    if limit is not None and (limit == 0 or limit < -1):
+        raise FieldError(
+            "truncate_prompt_tokens",
+            f"must be a number of tokens, or -1 for as many as fit, not {limit}",
+        )
 
 
 def check_messages(messages: list[Message], *, any_role: bool = False) -> None:

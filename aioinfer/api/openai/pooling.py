@@ -38,7 +38,7 @@ from aioinfer.api.openai.pooling_bodies import (
     ScoreRequest,
     ScoringBody,
 )
-from aioinfer.api.prompts import Prompt, encode_prompt
+from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.ipc.sections import F32
 
-#: Tokens of an input before it is cut.
-_MAX_UNCUT_TOKENS = 2**20
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384
 #: Bytes of a reply that are joined and sent at once.
@@ -81,6 +79,16 @@ class Embeddings(Struct, kw_only=True):
     data: list[EmbeddingItem] = []
 
 
+class PooledReply(Struct, kw_only=True):
+    """The fields that vLLM's replies to pooling requests have in common."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+
+
 class PooledItem(Struct, kw_only=True):
     """The pooled state of an input, or the states of its tokens."""
 
@@ -89,14 +97,9 @@ class PooledItem(Struct, kw_only=True):
     data: list[float | list[float]] | str
 
 
-class PoolingReply(Struct, kw_only=True):
+class PoolingReply(PooledReply, kw_only=True):
     """The reply of `/pooling`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    usage: EmbeddingUsage
     data: list[PooledItem] = []
 
 
@@ -109,15 +112,10 @@ class ClassifiedItem(Struct, kw_only=True):
     num_classes: int
 
 
-class Classes(Struct, kw_only=True):
+class Classes(PooledReply, kw_only=True):
     """The reply of `/classify`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[ClassifiedItem]
-    usage: EmbeddingUsage
 
 
 class ScoreItem(Struct, kw_only=True):
@@ -128,15 +126,10 @@ class ScoreItem(Struct, kw_only=True):
     score: float
 
 
-class Scores(Struct, kw_only=True):
+class Scores(PooledReply, kw_only=True):
     """The reply of `/score`."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[ScoreItem]
-    usage: EmbeddingUsage
 
 
 class RerankedDocument(Struct, kw_only=True):
@@ -356,10 +349,8 @@ async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
     """Returns the inputs of a body, the token ids of a conversation."""
     if body.messages is None:
         return body.inputs()
-    longest = None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
-    messages = await template_messages(body)
-    ids = await frontend.encode_chat(messages, max_tokens=longest, **body.template_options())
-    return [ids]
+    messages, options = await template_messages(body), body.template_options()
+    return [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
 
 
 async def _encode(
@@ -369,23 +360,12 @@ async def _encode(
     full, and `RequestError` naming `param`."""
     frontend = request.app[FRONTEND]
     admit(request, body.timeout_s, len(inputs))
-    limit = body.truncate_prompt_tokens
-    if limit is not None and limit > frontend.max_model_len:
-        raise FieldError(
-            "truncate_prompt_tokens",
-            f"is {limit}, which is more than this model's maximum context length of "
-            f"{frontend.max_model_len} tokens. Please request a smaller truncation size.",
-        )
-    longest = None if limit is None else _MAX_UNCUT_TOKENS
-    special = body.add_special_tokens is not False
+    longest, special = max_uncut(body), body.add_special_tokens is not False
     found = []
     with renamed({"prompt": param}):
         for each in inputs:
             ids = await encode_prompt(frontend, each, special, max_tokens=longest)
-            if limit is not None:
-                most = limit if limit > 0 else frontend.max_model_len
-                ids = ids[:most] if body.truncation_side == "right" else ids[-most:]
-            found.append(ids)
+            found.append(cut(frontend, body, ids, frontend.max_model_len))
     return found
 
 

@@ -11,7 +11,15 @@ from msgspec import Meta, Struct
 from aioinfer.api.decoding import MAX_PROMPTS, Body
 from aioinfer.api.messages import Message
 from aioinfer.api.prompts import Prompt, Prompts, split_prompts
-from aioinfer.api.protocol import Count, Ignored, Int32, Length, Seconds, check_messages
+from aioinfer.api.protocol import (
+    Count,
+    Ignored,
+    Int32,
+    Length,
+    Seconds,
+    check_messages,
+    check_truncation,
+)
 from aioinfer.errors import FieldError, RequestError
 
 
@@ -27,12 +35,7 @@ class PoolingBody(Body, kw_only=True):
     user: Ignored = None
 
     def check(self) -> None:
-        limit = self.truncate_prompt_tokens
-        if limit is not None and (limit == 0 or limit < -1):
-            raise FieldError(
-                "truncate_prompt_tokens",
-                f"must be a number of tokens, or -1 for as many as fit, not {limit}",
-            )
+        check_truncation(self.truncate_prompt_tokens)
 
 
 class InputBody(PoolingBody, kw_only=True):

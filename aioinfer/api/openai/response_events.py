@@ -138,39 +138,30 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def _repeated(self) -> dict[str, Any]:
         """Returns the fields of the response that repeat the request."""
-        body = self.body
-        params, conversation = self.turn.params, body.conversation_id
+        body, conversation = self.body, self.body.conversation_id
         format = body.text.format if body.text is not None else None
-        tools = [{"strict": None} | _plain(tool) for tool in body.tools or ()]
-        fields: dict[str, Any] = {
+        params = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+        given = ("instructions", "max_output_tokens", "previous_response_id", "user")
+        fields = {
             "id": self.id,
             "created_at": self._created,
             "model": self.frontend.config.served_model_names[0],
             "background": bool(body.background),
             "conversation": None if conversation is None else {"id": conversation},
-            "frequency_penalty": params.frequency_penalty,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "presence_penalty": params.presence_penalty,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {
-                "effort": body.reasoning.effort if body.reasoning else None,
-                "summary": None,
-            },
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": body.store is not False,
-            "temperature": params.temperature,
             "text": {
                 "format": {"type": "text"} if format is None else _plain(format),
                 "verbosity": (body.text and body.text.verbosity) or "medium",
             },
             "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-            "tools": tools,
+            "tools": [{"strict": None} | _plain(tool) for tool in body.tools or ()],
             "top_logprobs": body.num_logprobs or 0,
-            "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
-            "user": body.user,
+            **{name: getattr(self.turn.params, name) for name in params},
+            **{name: getattr(body, name) for name in given},
         }
         try:
             orjson.dumps(fields)
