@@ -23,7 +23,9 @@ from aioinfer.worker.worker import Worker
 NEW_TOKENS, SLOTS = 40, 6
 
 
-def expected_outputs(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+def expected_outputs(
+    folder: Path, prompts: list[list[int]], *, use_cache: bool = True
+) -> list[list[int]]:
     """Returns the `NEW_TOKENS` greedy tokens of transformers after each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
@@ -33,6 +35,7 @@ def expected_outputs(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
+            use_cache=use_cache,
             max_new_tokens=NEW_TOKENS,
             pad_token_id=0,
             eos_token_id=None,

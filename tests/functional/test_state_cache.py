@@ -91,3 +91,17 @@ def test_a_conversation_goes_on_with_the_state_behind_its_last_answer(folder: Pa
         assert snapshots <= 2 * len(turns), "a prompt and an answer keep a state each"
     for answer, expected in zip(answers, expected_outputs(folder, turns), strict=True):
         assert answer == expected[: len(answer)]
+
+
+def test_a_model_of_states_alone(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """All layers are short convolutions; transformers computes such a model without its cache."""
+    folder = tiny_model(
+        "lfm2", tmp_path / "model", vocab_size=200, layer_types=["conv", "conv"], full_attn_idxs=[]
+    )
+    expected = expected_outputs(folder, prompts, use_cache=False)
+    assert generate(folder, prompts)[0] == expected
+    outputs, scheduler = generate(folder, prompts, budget=7, num_blocks=6)
+    assert outputs == expected
+    assert scheduler.stats.prefix_hit > 0
+    outputs, _ = generate(folder, prompts[:4], n=3)
+    assert outputs == [output for output in expected[:4] for _ in range(3)]

@@ -1,0 +1,61 @@
+"""Steps that a scheduler plans over models with states, by the kernels and graphs of a GPU: what
+plain torch samples. Prompts begin alike, are computed in chunks that end anywhere in a block, and
+requests are preempted; KV blocks and states are NaN at first."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.scheduler import Scheduler
+from tests.kernels.bound_model import BLOCK_SIZE
+from tests.kernels.test_family_kernels import FAMILIES, SIZES
+from tests.kernels.test_gpu_device import make_runner, no_cuda
+from tests.tiny_models import tiny_model
+
+__all__ = ["no_cuda"]
+#: What prompts begin with, and what each goes on with.
+SHARED = [(number * number) % 90 for number in range(34)]
+OWN = ([1, 2], [3] * 4, [1, 2, 5])
+
+
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.extended)])
+def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -> None:
+    family, fields = FAMILIES[name]
+    tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
+    runners: list[Any] = [make_runner(tmp_path, kernels=kernels) for kernels in (True, False)]
+    for runner in runners:
+        for tensor in runner.device.kv.tensors:
+            tensor.fill_(torch.nan)
+    groups = runners[0].device.kv.groups
+    limits = SchedulerLimits(
+        groups=groups, num_blocks=(12,) * len(groups), block_size=BLOCK_SIZE, max_num_seqs=4,
+        token_budget=27, prefill_cap=27,
+    )  # fmt: skip
+    scheduler = Scheduler(limits)
+    requests = []
+    greedy = SamplingParams(temperature=0)
+    for number, own in enumerate(OWN):
+        prompt = array("i", [*SHARED, *own])
+        # no more than 40 tokens have room in a slot
+        requests.append(Request(str(number), prompt, len(prompt), greedy, 40))
+        scheduler.add(requests[-1])
+    steps = 0
+    while (plan := scheduler.schedule()) is not None:
+        found, expected = (runner.step(plan).wait() for runner in runners)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        scheduler.update(found)
+        scheduler.check_integrity()
+        steps += 1
+        if requests[0].num_output == 2 and not requests[0].num_preemptions:
+            scheduler._running.preempt(requests[0])
+    assert requests[0].num_preemptions == 1
+    assert [request.num_cached for request in requests] == [0, 32, 32]
+    assert runners[0].device.graphs.decode.replayed, "decodes are in graphs"
