@@ -1,0 +1,140 @@
+"""Recurrences in plain torch against the recurrence in float64, token by token: outputs, and the
+states in every block that a step writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.convolution import Convolution
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.recurrence import HeadInputs, recur
+from aioinfer.layers.shards import Shard
+from aioinfer.layers.state_rows import StateRows
+from aioinfer.layers.step import Step
+from tests.paged_model import CPU, make_step
+
+HEADS, KEYS, VALUES, WIDTH = 3, 5, 4, 4
+#: Of each step, (first position, tokens) of its rows: decodes, then chunks that begin and end
+#: anywhere in a block.
+STEPS = (
+    [(0, 1), (9, 1), (16, 1), (0, 40), (3, 29)],
+    [(5, 1), (0, 2), (15, 2), (17, 70)],
+    [(31, 33)],
+    [(15, 1), (0, 1)],
+)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class Sequences:
+    """The tokens of a step's rows from their starts on, and their states by the block table; every
+    other entry within a row's tokens is no block."""
+
+    def __init__(self, rows: Sequence[tuple[int, int]], block_size: int):
+        self.rows, self.block_size = rows, block_size
+        self.ends = [start + count for start, count in rows]
+        widest = max(-(-end // block_size) for end in self.ends)
+        self.tables = [
+            [row * widest + entry for entry in range(widest)] for row in range(len(rows))
+        ]
+        for table, (start, _), end in zip(self.tables, rows, self.ends, strict=True):
+            for entry in range(start // block_size, (end - 1) // block_size, 2):
+                if entry != (start - 1) // block_size:
+                    table[entry] = -1
+        self.num_blocks = widest * len(rows)
+
+    def step(self) -> Step:
+        total = sum(count for _, count in self.rows)
+        ids = torch.zeros(total, dtype=torch.int32)
+        starts, lengths = zip(*self.rows, strict=True)
+        return make_step(self.tables, starts, lengths, self.block_size, ids)
+
+    def check(
+        self, cache: torch.Tensor, before: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> None:
+        """Compares the blocks with the `states` of each row after each of its tokens from the
+        sequence's start on; all other blocks are as `before`."""
+        expected = before.clone()
+        for table, (start, _), end, known in zip(
+            self.tables, self.rows, self.ends, states, strict=True
+        ):
+            for entry in range(start // self.block_size, (end - 1) // self.block_size + 1):
+                if table[entry] >= 0:
+                    position = min((entry + 1) * self.block_size, end) - 1
+                    expected[table[entry]] = known[position]
+        torch.testing.assert_close(
+            cache.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "Mamba-2"])
+@pytest.mark.parametrize("block_size", [1, 16, 24, 64])
+@pytest.mark.parametrize("rows", STEPS, ids=str)
+def test_matrices(rows: list[tuple[int, int]], block_size: int, corrects: bool) -> None:
+    torch.manual_seed(len(rows))
+    sequences = Sequences(rows, block_size)
+    cache = torch.full((sequences.num_blocks, HEADS, KEYS, VALUES), torch.nan)
+    given, outputs, states = [], [], []
+    for table, (start, _), end in zip(sequences.tables, rows, sequences.ends, strict=True):
+        keys = torch.nn.functional.normalize(normal(end, HEADS, KEYS), dim=-1)
+        queries, values = normal(end, HEADS, KEYS), normal(end, HEADS, VALUES)
+        decays = -3 * torch.rand(end, HEADS, dtype=torch.float64) ** 4
+        rates = torch.rand(end, HEADS, dtype=torch.float64)
+        state, known, out = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64), [], []
+        for t in range(end):
+            state = state * decays[t].exp()[:, None, None]
+            added = values[t]
+            if corrects:
+                read = torch.einsum("hkv,hk->hv", state, keys[t])
+                added = (added - read) * rates[t, :, None]
+            state = state + keys[t, :, :, None] * added[:, None, :]
+            known.append(state)
+            out.append(torch.einsum("hkv,hk->hv", state, queries[t]))
+        if start:
+            cache[table[(start - 1) // block_size]] = known[start - 1].float()
+        given.append([x[start:] for x in (queries, keys, values, decays, rates)])
+        outputs.append(torch.stack(out[start:]))
+        states.append(torch.stack(known))
+    queries, keys, values, decays, rates = (
+        torch.cat(parts).float() for parts in zip(*given, strict=True)
+    )
+    inputs = HeadInputs(queries, keys, values, decays, rates if corrects else None)
+    before = cache.clone()
+    found = recur(inputs, cache, StateRows.of_step(sequences.step(), 0, block_size))
+    torch.testing.assert_close(found.double(), torch.cat(outputs), rtol=1e-4, atol=1e-5)
+    sequences.check(cache, before, states)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("rows", STEPS, ids=str)
+def test_windows_of_convolutions(rows: list[tuple[int, int]], block_size: int) -> None:
+    torch.manual_seed(len(rows))
+    sequences, channels = Sequences(rows, block_size), 6
+    backend = Backend(CPU, torch.float32, ParallelGroup.single())
+    convolution = Convolution("c", [Shard.whole(channels)], WIDTH, bias=True, backend=backend)
+    taps, bias = normal(channels, WIDTH), normal(channels)
+    convolution.weight.copy_(taps)
+    assert convolution.bias is not None
+    convolution.bias.copy_(bias)
+    convolution.finalize()
+    cache = torch.full((sequences.num_blocks, channels, WIDTH - 1), torch.nan)
+    given, outputs, states = [], [], []
+    for table, (start, _), end in zip(sequences.tables, rows, sequences.ends, strict=True):
+        padded = torch.cat((torch.zeros(WIDTH - 1, channels), normal(end, channels).float()))
+        windows = padded.unfold(0, WIDTH, 1)  # [end, channels, WIDTH]
+        outputs.append(((windows.double() * taps).sum(-1) + bias)[start:])
+        if start:
+            cache[table[(start - 1) // block_size]] = windows[start - 1, :, 1:]
+        given.append(padded[WIDTH - 1 + start :])
+        states.append(windows[..., 1:])
+    before = cache.clone()
+    rows_of_step = StateRows.of_step(sequences.step(), 0, block_size)
+    found = convolution(torch.cat(given), cache, rows_of_step)
+    torch.testing.assert_close(found.double(), torch.cat(outputs), rtol=1e-4, atol=1e-5)
+    sequences.check(cache, before, states)
