@@ -123,6 +123,14 @@ def test_the_last_mixer_of_the_last_layer_keeps_the_sampled_rows(parallel: bool)
     torch.testing.assert_close(run(layer, x, [4, 1]), expected)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_last_layer_without_mixers_computes_the_sampled_rows_alone(parallel: bool) -> None:
+    x = torch.randn(5, 8)
+    layer = Layer([Scale(2.0), Scale(3.0)], parallel=parallel)
+    found = run(layer, x, [4, 1])
+    torch.testing.assert_close(found, run(layer, x)[[4, 1]])
+
+
 def test_each_part_gets_the_caches_of_its_own_specifications() -> None:
     one, two, none = Mean(WIDE, NARROW), Mean(NARROW), Mean()
     layers = [Layer([one, Scale(1.0), two]), Layer([none])]

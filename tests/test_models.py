@@ -285,6 +285,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"position_embedding_type": "rope", "mamba_conv_bias": False, "mamba_n_groups": 4},
     ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h with MLPs, biases": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["full_attention", "linear_attention", "mlp"],
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2 biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "tie_word_embeddings": True}),
     "lfm2 size by a rule": (

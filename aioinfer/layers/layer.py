@@ -139,6 +139,9 @@ class Layer:
         Args:
             is_last: no later layer reads the stream; see `Mixer`.
         """
+        sampled = step.sampled if is_last and not self.mixers else None
+        if sampled is not None and len(sampled.rows) < len(stream):
+            stream.select(sampled.last)
         if self._parallel:
             with stream.parallel():
                 self._add(stream, step, is_last=is_last)
@@ -147,7 +150,7 @@ class Layer:
 
     def _add(self, stream: ResidualStream, step: Step, *, is_last: bool) -> None:
         for part in self.parts:
-            if is_last and part is self.mixers[-1]:
+            if is_last and self.mixers and part is self.mixers[-1]:
                 self.mixers[-1](stream, step, is_last=True)
             elif len(stream) or part.needs_all_ranks:
                 part(stream, step)

@@ -71,6 +71,11 @@ _COUNTS = {
     "linear_key_head_dim": _Number(1, _MAX_HEADS),
     "linear_value_head_dim": _Number(1, _MAX_HEADS),
     "linear_conv_kernel_dim": _Number(2, _MAX_HEADS),
+    "mamba_num_heads": _Number(1, _MAX_HEADS),
+    "mamba_head_dim": _Number(1, _MAX_HEADS),
+    "ssm_state_size": _Number(1, _MAX_HEADS),
+    "n_groups": _Number(1, _MAX_HEADS),
+    "conv_kernel": _Number(2, _MAX_HEADS),
     "mamba_n_heads": _Number(1, _MAX_HEADS),
     "mamba_n_groups": _Number(1, _MAX_HEADS),
     "mamba_d_state": _Number(1, _MAX_HEADS),
@@ -86,6 +91,7 @@ _COUNTS = {
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
     "layer_norm_eps": _Number(0, 1),
+    "time_step_min": _Number(0),
     "block_ffn_dim_multiplier": _Number(0, is_open=True),
     "logit_scale": _Number(-math.inf),
     "rope_theta": _Number(1, is_open=True),
@@ -115,6 +121,7 @@ _TEXTS = (
 )  # fmt: skip
 _LAYER_TYPES = (
     "full_attention", "sliding_attention", "linear_attention", "conv", "attention", "mamba",
+    "mlp", "moe",
 )  # fmt: skip
 _ROPES = ("rope_parameters", "rope_scaling")
 #: Fields that may not be null; of the others null means the same as a field that is left out.

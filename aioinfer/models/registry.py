@@ -39,6 +39,7 @@ MODULES = [
     "llama",
     "minimax_m2",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmoe",

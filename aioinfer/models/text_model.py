@@ -45,11 +45,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 #: Text models whose heads are always as wide as the hidden size over their number.
 _DIVIDED_HEADS = ("glm4v", "glm4v_text")
 #: Prefixes of tensors that stand for others: of wrappers' text models, in older and newer
-#: checkpoints, and of GPT-2 and OPT saved without their head.
+#: checkpoints, of GPT-2 and OPT saved without their head, and of Nemotron-H.
 _PREFIXES = (
     ("language_model.", ""), ("model.language_model.", "model."), ("h.", "transformer.h."),
     ("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("ln_f.", "transformer.ln_f."),
-    ("decoder.", "model.decoder."),
+    ("decoder.", "model.decoder."), ("backbone.", "model."),
 )  # fmt: skip
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (

@@ -29,10 +29,16 @@ from aioinfer.layers.shards import NamedShards, Shard, Source
 if TYPE_CHECKING:
     from aioinfer.kernels.quantize import InputFormat
 
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
 #: Activations by the names that configurations have for them.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": _squared_relu,
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),

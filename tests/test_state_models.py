@@ -1,0 +1,100 @@
+"""Models with states, served: greedy texts are those of transformers, in float32, with chunks of
+odd lengths, prefix hits, preemption, forks, and over two ranks or stages."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from aioinfer.llm import LLM
+from aioinfer.sampling_params import SamplingParams
+from tests.test_models import reference_model
+from tests.tiny_models import tiny_model
+
+OUTPUT = 12
+#: Lengths around blocks of 16 tokens, and chunks of 37.
+LENGTHS = (1, 2, 15, 16, 17, 33, 37, 48, 49, 63, 64, 65, 95)
+SETTINGS: dict[str, Any] = {
+    "parallel.executor": "inline",
+    "parallel.device": "cpu",
+    "model.dtype": "float32",
+    "model.skip_tokenizer": True,
+    "cache.block_size": 16,
+    "cache.num_blocks": 60,
+    "scheduler.max_num_seqs": 4,
+    "scheduler.max_num_batched_tokens": 37,
+}
+TWO = {"parallel.executor": "multiprocess"}
+
+
+class Case(NamedTuple):
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    rng, model = random.Random(5), reference_model(folder)
+    text = [rng.randrange(3, 500) for _ in range(max(LENGTHS))]
+    prompts = [text[:length] for length in LENGTHS]
+    return Case(folder, prompts, [continue_greedily(model, prompt) for prompt in prompts])
+
+
+@torch.inference_mode()
+def continue_greedily(model: Any, prompt: list[int]) -> list[int]:
+    ids = list(prompt)
+    for _ in range(OUTPUT):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, **fields)
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Returns the texts, and how many prompt tokens were found in the prefix cache."""
+    outputs = llm.generate(prompts, greedy())
+    return [list(output.token_ids) for output in outputs], sum(
+        output.num_cached_tokens for output in outputs
+    )
+
+
+def test_prefix_hits_and_forks(case: Case) -> None:
+    with LLM(str(case.folder), settings=SETTINGS, progress=False) as llm:
+        for _ in range(2):
+            texts, cached = generate(llm, case.prompts)
+            assert texts == case.expected
+            assert cached > 0.4 * sum(LENGTHS)
+        # turns of a conversation: the text goes on behind an answer
+        turn = case.prompts[-1] + case.expected[-1]
+        (answer,), _ = generate(llm, [turn])
+        four = llm.generate([turn], greedy(n=4))[0]
+        assert [list(one.token_ids) for one in four.completions] == [answer] * 4
+    without = SETTINGS | {"cache.enable_prefix_caching": False}
+    with LLM(str(case.folder), settings=without, progress=False) as llm:
+        texts, cached = generate(llm, [*case.prompts, turn])
+        assert (texts, cached) == ([*case.expected, answer], 0)
+
+
+def test_preemption(case: Case) -> None:
+    """Blocks for two of four requests."""
+    few = SETTINGS | {"cache.num_blocks": 14}
+    with LLM(str(case.folder), settings=few, progress=False) as llm:
+        prompts, expected = case.prompts[-6:] * 2, case.expected[-6:] * 2
+        assert generate(llm, prompts)[0] == expected
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks(case: Case, kind: str) -> None:
+    two = SETTINGS | TWO | {f"parallel.{kind}": 2}
+    with LLM(str(case.folder), settings=two, progress=False) as llm:
+        for _ in range(2):
+            assert generate(llm, case.prompts)[0] == case.expected
