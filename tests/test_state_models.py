@@ -32,9 +32,12 @@ TWO = {"parallel.executor": "multiprocess"}
 
 
 class Case(NamedTuple):
+    """`apart`: prompts of 63 tokens that share nothing, and their texts."""
+
     folder: Path
     prompts: list[list[int]]
     expected: list[list[int]]
+    apart: list[tuple[list[int], list[int]]]
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid"])
@@ -43,7 +46,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rng, model = random.Random(5), reference_model(folder)
     text = [rng.randrange(3, 500) for _ in range(max(LENGTHS))]
     prompts = [text[:length] for length in LENGTHS]
-    return Case(folder, prompts, [continue_greedily(model, prompt) for prompt in prompts])
+    expected = [continue_greedily(model, prompt) for prompt in prompts]
+    others = [[rng.randrange(3, 500) for _ in range(63)] for _ in range(3)]
+    apart = [(prompt, continue_greedily(model, prompt)) for prompt in others]
+    return Case(folder, prompts, expected, apart)
 
 
 @torch.inference_mode()
@@ -84,11 +90,12 @@ def test_prefix_hits_and_forks(case: Case) -> None:
 
 
 def test_preemption(case: Case) -> None:
-    """Blocks for two of four requests."""
-    few = SETTINGS | {"cache.num_blocks": 14}
+    """Blocks for the prompts of two requests, but not for their texts."""
+    few = SETTINGS | {"cache.num_blocks": 9, "scheduler.max_num_batched_tokens": 200}
+    prompts, expected = zip(*case.apart, strict=True)
     with LLM(str(case.folder), settings=few, progress=False) as llm:
-        prompts, expected = case.prompts[-6:] * 2, case.expected[-6:] * 2
-        assert generate(llm, prompts)[0] == expected
+        assert generate(llm, list(prompts))[0] == list(expected)
+        assert llm.frontend.engines[0].scheduler.stats.preemptions > 0
 
 
 @pytest.mark.extended
