@@ -140,7 +140,8 @@ class CacheConfig:
     )
     num_blocks: int | None = key(
         "KV blocks of a worker. Default: as many as fit into the memory below. Layers with a "
-        "sliding window or a state of fixed size have no more than running requests can use.",
+        "sliding window have no more than running requests can use; of states there are as many, "
+        "and a snapshot for each request.",
         None,
         minimum=1,
     )
