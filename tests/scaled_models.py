@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 #: Projections of all layers.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
-           "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # fmt: skip
+           "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+           "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj", "out_proj",
+           "w1", "w2", "w3", "input_linear", "output_linear")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.loader import load_weights
 from aioinfer.models.registry import build_model
 from tests.gpu.random_models import random_model
-from tests.paged_model import model_options
+from tests.paged_model import PagedModel, load_model, model_options
 from tests.scaled_models import Layout, layouts, set_config, write, write_dequantized
 from tests.tiny_models import tiny_model
 
@@ -109,6 +110,24 @@ def test_other_families(family: str, tmp_path: Path) -> None:
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         expected = other.parts[0].qkv(x), other.parts[1].gate_up(x)
         torch.testing.assert_close((layer.parts[0].qkv(x), layer.parts[1].gate_up(x)), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid"])
+def test_layers_with_states(family: str, tmp_path: Path) -> None:
+    """Rates and decays of Gated DeltaNet are not quantized, and so are a product of their own."""
+    layout = LAYOUTS["fp8 block"]
+    unquantized = ["in_proj_ba", "in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate"]
+    config = {**layout.config, "modules_to_not_convert": ["lm_head", *unquantized]}
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    tiny_model(family, quantized, vocab_size=64)
+    shutil.copytree(quantized, plain)
+    write_dequantized(plain, write(quantized, replace(layout, config=config)))
+    ids = {0: [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 32, 38, 46, 26, 43, 38, 32]}
+    ours, theirs = (load_model(folder, ParallelGroup.single()) for folder in (quantized, plain))
+    if family.startswith("qwen"):
+        assert [len(model.layers[0].parts[0].inputs) for model in (ours, theirs)] == [2, 1]
+    logits, expected = (PagedModel(model, 16).step(ids)[0] for model in (ours, theirs))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * expected.std().item())
 
 
 def test_static_scales_of_activations(tmp_path: Path) -> None:
