@@ -116,8 +116,12 @@ def silu(x):
 
 
 @triton.jit
+def softplus(x):
+    """Returns log(1 + exp(x)), x in float32."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def log_decay(a, a_log, dt_bias):
     """Returns g <= 0, the logarithm of the decay, all in float32."""
-    x = a + dt_bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -tl.exp(a_log) * softplus
+    return -tl.exp(a_log) * softplus(a + dt_bias)

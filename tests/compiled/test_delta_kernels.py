@@ -1,5 +1,6 @@
-"""The kernels of the gated delta rule as compiled for Hopper, without a GPU, at Qwen3.5's sizes:
-registers, shared memory, and which tensor-core instructions they take."""
+"""The kernels of the gated delta rule, of short convolutions and of Mamba-2 as compiled for Hopper,
+without a GPU, at the sizes of models: registers, shared memory, and which tensor-core instructions
+they take."""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ from aioinfer.kernels.delta_prefill import (
     _scan_kernel,
     prefill_config,
 )
+from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
+from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
+from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
 from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_call, spilled
@@ -114,3 +118,35 @@ def test_short_convolution(tokens: int, tmp_path: Path) -> None:
         PDL=True,
     )  # fmt: skip
     assert spilled(kernel, tmp_path) == 0
+
+
+#: Nemotron-3's layers, and Falcon-H1's.
+MAMBA_SHAPES = [
+    MambaShape(64, 8, 64, 128, 64, 128, BLOCK),
+    MambaShape(48, 48, 64, 256, 64, 256, BLOCK),
+]
+
+
+@pytest.mark.parametrize("shape", MAMBA_SHAPES)
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_mamba(shape: MambaShape, is_prefill: bool, tmp_path: Path) -> None:
+    arguments = {
+        "mixed": BF16, "steps": BF16, "a_log": FLOATS, "dt_bias": FLOATS, "skip": FLOATS,
+        "least": 0.0, "largest": 1e9, "out": FLOATS, "matrices": FLOATS, "tables": INTS,
+        "seq_lens": INTS, "query_starts": INTS, "mixed_stride": 8192, "step_stride": 8192,
+        "out_stride": 4096, "matrix_stride": 64 * 64 * 128, "table_stride": 320, "SHAPE": shape,
+        "PDL": True,
+    }  # fmt: skip
+    if is_prefill:
+        kernel = compile_call(
+            _mamba_prefill, SimpleNamespace(num_warps=4, num_stages=2), **arguments, rows=INTS,
+            LENGTH=64, VALUES=prefill_values(shape, 2), PRECISION="tf32",
+        )  # fmt: skip
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        assert "cp.async" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= SHARED_MEMORY
+    else:
+        options = SimpleNamespace(num_warps=decode_warps(shape), num_stages=3)
+        kernel = compile_call(_mamba_decode, options, **arguments, HAS_STARTS=True)
+        assert "ld.global.v4.b32" in kernel.asm["ptx"]
+    assert spilled(kernel, tmp_path) <= (192 if is_prefill else 0)

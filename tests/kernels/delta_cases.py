@@ -76,13 +76,94 @@ class Pool:
         return error((states[self.written], expected[self.written])) if same else float("nan")
 
 
-class DeltaProblem:
-    """A step's rows with inputs, weights and states, and the expected results."""
+class StateProblem:
+    """The rows of a step, in this order, and their states; a row of length 0 is padding.
+
+    Attributes:
+        pools: the states of each kind.
+    """
+
+    def __init__(self, rows: Sequence[Row], block_size: int, device: str):
+        self.rows, self.block_size, self.device = rows, block_size, device
+        starts = [0]
+        for row in rows:
+            starts.append(starts[-1] + row.tokens)
+        self.tokens = starts[-1]
+        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        lengths = [row.length for row in rows]
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.pools: tuple[Pool, ...] = ()
+        self.out = torch.empty(0)
+
+    def _entries(self, row: Row) -> list[int]:
+        """Returns the entries of a row that have a block."""
+        if row.length == 0:
+            return []
+        size = self.block_size
+        start = row.length - row.tokens
+        kept = {(row.length - 1) // size, *row.wanted}
+        return sorted(kept | ({(start - 1) // size} if start else set()))
+
+    def pool(self, *shape: int, dtype: torch.dtype) -> Pool:
+        """Returns random states of a shape for the rows, with the blocks that they need."""
+        device, size = self.device, self.block_size
+        entries = [self._entries(row) for row in self.rows]
+        blocks = torch.randperm(sum(map(len, entries)) + 3).tolist()
+        states = poisoned(2, len(blocks), *shape, dtype=dtype, device=device)[1]
+        longest = max(row.length for row in self.rows)
+        tables = torch.full((len(self.rows), longest // size + 2), -1, dtype=torch.int32)
+        for index, row in enumerate(self.rows):
+            for entry in entries[index]:
+                tables[index, entry] = blocks.pop()
+            if row.length > row.tokens:
+                start = int(tables[index, (row.length - row.tokens - 1) // size])
+                states[start] = normal(*shape, dtype=dtype, device=device) * 0.5
+        return Pool(StateTables(states, tables.to(device)), states.clone())
+
+    def reference(self, tokens: slice, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the output of a row's tokens, and of each pool the states after each token."""
+        raise NotImplementedError
+
+    def expect(self, takes: Callable[[Row], bool]) -> torch.Tensor:
+        """Computes the rows that `takes` says; returns the expected output, NaN elsewhere, and
+        updates the expected states of all pools."""
+        size = self.block_size
+        expected = torch.full(self.out.shape, float("nan"), device=self.device).double()
+        for index, row in enumerate(self.rows):
+            if row.length == 0 or not takes(row):
+                continue
+            start, begin = row.length - row.tokens, int(self.query_starts[index])
+            states = []
+            for pool in self.pools:
+                tables, kept = pool.states.tables, pool.expected
+                entry = tables[index, (start - 1) // size] if start else 0
+                states.append(kept[entry] if start else torch.zeros_like(kept[0]))
+            out, *after = self.reference(slice(begin, begin + row.tokens), *states)
+            expected[begin : begin + row.tokens] = out
+            for pool, of_token in zip(self.pools, after, strict=True):
+                for entry in range(start // size, (row.length - 1) // size + 1):
+                    block = int(pool.states.tables[index, entry])
+                    if block >= 0:
+                        end = min((entry + 1) * size, row.length)
+                        pool.expected[block] = of_token[end - start - 1].to(pool.expected.dtype)
+                        pool.written.append(block)
+        return expected
+
+    def errors(self, expected: torch.Tensor) -> tuple[float, ...]:
+        """Returns the errors of the output and of each pool; NaN where something was written that
+        should not be."""
+        valid = ~expected.isnan().any(1)
+        kept = self.out[~valid].isnan().all()
+        of_output = error((self.out[valid], expected[valid])) if kept else float("nan")
+        return of_output, *(pool.error() for pool in self.pools)
+
+
+class DeltaProblem(StateProblem):
+    """A layer of the gated delta rule."""
 
     def __init__(self, case: DeltaCase, rows: Sequence[Row]):
-        """Makes a problem of `rows` in this order; a row of length 0 is padding."""
-        self.case, self.rows = case, rows
-        tokens = sum(row.tokens for row in rows)
+        super().__init__(rows, case.block_size, case.device)
+        tokens = self.tokens
         wide = case.normal(tokens, case.channels + case.heads * case.value + 16)
         if case.same_keys:
             wide[:] = wide[:1].clone()
@@ -97,76 +178,17 @@ class DeltaProblem:
             case.normal(case.channels, WIDTH) * 0.5, a_log,
             torch.ones(case.heads, device=case.device), case.normal(case.value), 1e-6,
         )  # fmt: skip
-        self.windows = self._pool(case.channels, WIDTH - 1, dtype=case.dtype)
-        self.matrices = self._pool(case.heads, case.key, case.value, dtype=case.state_dtype)
-        starts = [0]
-        for row in rows:
-            starts.append(starts[-1] + row.tokens)
-        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=case.device)
-        self.seq_lens = torch.tensor(
-            [row.length for row in rows], dtype=torch.int32, device=case.device
-        )
+        windows = self.pool(case.channels, WIDTH - 1, dtype=case.dtype)
+        matrices = self.pool(case.heads, case.key, case.value, dtype=case.state_dtype)
+        self.windows, self.matrices = self.pools = windows, matrices
         self.out = poisoned(
             tokens, case.heads * case.value + 5, dtype=case.dtype, device=case.device
         )[:, :-5]
 
-    def _entries(self, row: Row) -> list[int]:
-        """Returns the entries of a row that have a block."""
-        if row.length == 0:
-            return []
-        size = self.case.block_size
-        start = row.length - row.tokens
-        kept = {(row.length - 1) // size, *row.wanted}
-        return sorted(kept | ({(start - 1) // size} if start else set()))
-
-    def _pool(self, *shape: int, dtype: torch.dtype) -> Pool:
-        device, size = self.case.device, self.case.block_size
-        entries = [self._entries(row) for row in self.rows]
-        blocks = torch.randperm(sum(map(len, entries)) + 3).tolist()
-        states = poisoned(2, len(blocks), *shape, dtype=dtype, device=device)[1]
-        longest = max(row.length for row in self.rows)
-        tables = torch.full((len(self.rows), longest // size + 2), -1, dtype=torch.int32)
-        for index, row in enumerate(self.rows):
-            for entry in entries[index]:
-                tables[index, entry] = blocks.pop()
-            if row.length > row.tokens:
-                start = int(tables[index, (row.length - row.tokens - 1) // size])
-                states[start] = normal(*shape, dtype=dtype, device=device) * 0.5
-        return Pool(StateTables(states, tables.to(device)), states.clone())
-
-    def expect(self, takes: Callable[[Row], bool]) -> torch.Tensor:
-        """Computes the rows that `takes` says; returns the expected output, NaN elsewhere, and
-        updates the expected states of both pools."""
-        size = self.case.block_size
-        expected = torch.full(self.out.shape, float("nan"), device=self.case.device).double()
-        for index, row in enumerate(self.rows):
-            if row.length == 0 or not takes(row):
-                continue
-            start, begin = row.length - row.tokens, int(self.query_starts[index])
-            states = []
-            for pool in (self.windows, self.matrices):
-                tables, kept = pool.states.tables, pool.expected
-                entry = tables[index, (start - 1) // size] if start else 0
-                states.append(kept[entry] if start else torch.zeros_like(kept[0]))
-            inputs = DeltaInputs(*(x[begin : begin + row.tokens] for x in self.inputs))
-            out, *after = delta_reference(inputs, self.weights, *states)
-            expected[begin : begin + row.tokens] = out
-            for pool, of_token in zip((self.windows, self.matrices), after, strict=True):
-                for entry in range(start // size, (row.length - 1) // size + 1):
-                    block = int(pool.states.tables[index, entry])
-                    if block >= 0:
-                        end = min((entry + 1) * size, row.length)
-                        pool.expected[block] = of_token[end - start - 1].to(pool.expected.dtype)
-                        pool.written.append(block)
-        return expected
-
-    def errors(self, expected: torch.Tensor) -> tuple[float, float, float]:
-        """Returns the errors of the output, of the windows and of the matrices; NaN where something
-        was written that should not be."""
-        valid = ~expected.isnan().any(1)
-        kept = self.out[~valid].isnan().all()
-        of_output = error((self.out[valid], expected[valid])) if kept else float("nan")
-        return of_output, self.windows.error(), self.matrices.error()
+    def reference(self, tokens: slice, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `StateProblem.reference`."""
+        inputs = DeltaInputs(*(x[tokens] for x in self.inputs))
+        return delta_reference(inputs, self.weights, *states)
 
 
 def decode(
@@ -175,7 +197,7 @@ def decode(
     *,
     has_starts: bool = True,
     config: DecodeConfig | None = None,
-) -> tuple[float, float, float]:
+) -> tuple[float, ...]:
     """Runs `delta_decode` and returns the errors of output, windows and matrices."""
     problem = DeltaProblem(case, rows)
     expected = problem.expect(lambda row: row.tokens == 1)
@@ -191,7 +213,7 @@ def decode(
 
 def prefill(
     case: DeltaCase, rows: Sequence[Row], *, first_row: int = 0, config: PrefillConfig | None = None
-) -> tuple[float, float, float]:
+) -> tuple[float, ...]:
     """Runs `delta_prefill` and returns the errors of output, windows and matrices."""
     problem = DeltaProblem(case, rows)
     expected = problem.expect(lambda row: row.tokens > 1)

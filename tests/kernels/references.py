@@ -16,6 +16,7 @@ from aioinfer.kernels.expert_routing import RoutingRule
 from aioinfer.kernels.expert_weights import PLACES, SCALE_OFFSET, PackedExperts, ScaledExperts
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from aioinfer.kernels.grouped_weight import PackedGroups
+from aioinfer.kernels.mamba import MambaInputs, MambaWeights
 from aioinfer.kernels.prepare import PreparedInputs
 from aioinfer.kernels.qk_norm_rope_cache import FLOAT8_MAX
 from aioinfer.kernels.quantize import GROUP, MAXIMA, SMALLEST, InputFormat, ScaledInputs
@@ -536,3 +537,28 @@ def delta_reference(
         windows.append(window)
         matrices.append(state)
     return torch.stack(outputs), torch.stack(windows), torch.stack(matrices)
+
+
+def mamba_reference(
+    inputs: MambaInputs, weights: MambaWeights, matrix: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-2's recurrence of one row, token by token in float64: its output [T, H * P], and the
+    matrices [T, H, N, P] after each token, from the one before them."""
+    mixed, steps = (x.double() for x in inputs)
+    a_log, dt_bias, skip = (w.double() for w in weights[:3])
+    heads, state_size, head_size = matrix.shape
+    groups = (mixed.shape[1] - heads * head_size) // (2 * state_size)
+    states = groups * state_size
+    x, b, c = mixed.split([heads * head_size, states, states], 1)
+    b, c = (
+        y.unflatten(1, (groups, state_size)).repeat_interleave(heads // groups, 1) for y in (b, c)
+    )
+    x = x.unflatten(1, (heads, head_size))
+    steps = F.softplus(steps + dt_bias).clamp(weights.least, weights.largest)
+    state, outputs, matrices = matrix.double(), [], []
+    for t in range(len(mixed)):
+        decay = (-a_log.exp() * steps[t]).exp()[:, None, None]
+        state = state * decay + b[t][:, :, None] * (x[t] * steps[t][:, None])[:, None, :]
+        outputs.append(torch.einsum("hnp,hn->hp", state, c[t]) + skip[:, None] * x[t])
+        matrices.append(state)
+    return torch.stack(outputs).flatten(1), torch.stack(matrices)
