@@ -171,7 +171,7 @@ async def test_a_request_that_came_before_the_model_is_not_handed_to_it(
     starting = HttpServer(ready._frontend.config)  # type: ignore[union-attr]
 
     def become_ready(_: Any) -> None:
-        starting._application = ready._application
+        starting._handler = ready._handler
 
     monkeypatch.setattr(starting, "_check_head", become_ready)
     async with aiohttp.ClientSession(await starting.start()) as http:

@@ -74,7 +74,8 @@ class HttpServer:
         self._connections: ConnectionServer | None = None
         self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
-        self._application: _Application | None = None
+        self._application: web.AppRunner | None = None
+        self._handler: web.Server | None = None
         self._files: FileStore | None = None
         self._draining = False
         self._num_handling = 0
@@ -135,8 +136,8 @@ class HttpServer:
             if self._root_path and request.path == self._root_path and request.method == "GET":
                 return await page.add_slash(request)
             # one that came before the application was there is not of its kind
-            if self._application is not None and isinstance(request, web.Request):
-                return await self._application.handle(request)
+            if self._handler is not None and isinstance(request, web.Request):
+                return await self._handler.request_handler(request)
             if request.path != "/health/live":
                 raise NotReadyError("the server is starting")
             response = await info.live(request)
@@ -168,8 +169,8 @@ class HttpServer:
     ) -> web.BaseRequest:
         if self._root_path:
             message = self._below_root(message)
-        if self._application is not None:
-            return self._application.make_request(message, payload, protocol, writer, task)
+        if self._handler is not None:
+            return self._handler.request_factory(message, payload, protocol, writer, task)
         return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
 
     def _below_root(self, message: Any) -> Any:
@@ -232,9 +233,10 @@ class HttpServer:
 
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""
-        application = _Application(self.make_app(frontend))
-        await application.start()
+        application = web.AppRunner(self.make_app(frontend))
+        await application.setup()
         self._application = application
+        self._handler = application.server  # which has no socket of its own
         self.enter()
 
     def enter(self) -> None:
@@ -285,7 +287,7 @@ class HttpServer:
             await asyncio.sleep(0)  # requests that have come begin to be handled
             self._connections.pre_shutdown()
         if self._application is not None:
-            await self._application.shutdown()
+            await self._application.cleanup()
         if self._connections is not None:
             await self._connections.shutdown(_LAST_EVENTS_S)
             self._connections.close()
@@ -314,30 +316,6 @@ async def _start_tracing(config: Config) -> Tracing | None:
             f"'aioinfer[otel]': {error}"
         ) from error
     return await module.Tracing.start(config)
-
-
-class _Application:
-    """aiohttp's application without a server of its own.
-
-    Attributes:
-        handle: answers a request that `make_request` has made.
-    """
-
-    def __init__(self, app: web.Application):
-        self.app = app
-        self._runner = web.AppRunner(app)
-
-    async def start(self) -> None:
-        """Prepares the application for requests."""
-        await self._runner.setup()
-        if self._runner.server is None:
-            raise RuntimeError("the application has no server")
-        self.handle = self._runner.server.request_handler
-        self.make_request = self._runner.server.request_factory
-
-    async def shutdown(self) -> None:
-        """Ends the application's background work."""
-        await self._runner.cleanup()
 
 
 async def create_app(config: Config, frontend: Frontend | None = None) -> web.Application:
