@@ -53,7 +53,7 @@ async def dribble(connection: Connection, data: bytes) -> None:
             connection[1].write(bytes([byte]))
             await connection[1].drain()
             await asyncio.sleep(0.01)
-    except ConnectionError:
+    except (ConnectionError, RuntimeError):  # uvloop's, of a transport that is closed
         pass
 
 

@@ -1,5 +1,4 @@
-"""Bodies of requests over a socket: their size, their time, and the memory of all together, which
-goes back to the system some time after a large body, once.
+"""Bodies of requests over a socket: their size, their time, and the memory of all together.
 
 `/tokenize` of a server without a model answers 400 to a body that is whole and wrong.
 """
@@ -7,15 +6,11 @@ goes back to the system some time after a large body, once.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-from collections.abc import Callable
 
-import psutil
 import pytest
 
-from aioinfer.api.http import request_body
-from aioinfer.api.http.request_body import LARGE_BODY, REQUEST_BODIES, Heap, RequestBodies
+from aioinfer.api.http.request_body import REQUEST_BODIES, RequestBodies
 from aioinfer.api.server import HttpServer
 from tests.test_listener import Connection, close, connect
 from tests.test_server import serve
@@ -153,51 +148,3 @@ async def test_other_versions_of_http_are_refused(version: bytes) -> None:
         connection[1].write(b"GET /health HTTP/%s\r\nHost: localhost\r\n\r\n" % version)
         assert await read_reply(connection) == (505, "unsupported_http_version")
         await close(connection)
-
-
-# ---------------------------------------------------------------- freed memory
-
-
-BLOCK = 60_000  # below what glibc maps apart from its heaps
-COUNT = 2000
-
-
-def fill_and_free() -> Callable[[], None]:
-    """Leaves 120 MB of free memory in front of the end of a heap; returns what frees the last."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
-    blocks = [libc.malloc(BLOCK) for _ in range(COUNT)]
-    for block in blocks:
-        ctypes.memset(block, 1, BLOCK)
-    for block in blocks[:-1]:
-        libc.free(block)
-    return lambda: libc.free(blocks[-1])
-
-
-async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "DELAY_S", 0.05)
-    given = Heap()
-    if given._trim is None:
-        pytest.skip("this C library cannot give memory back")
-    free_last = fill_and_free()
-    before = psutil.Process().memory_info().rss
-    for _ in range(3):
-        given.note_body(LARGE_BODY)
-    timer = given._timer
-    assert timer is not None
-    async with asyncio.timeout(10):
-        enough = before - BLOCK * COUNT // 2
-        while psutil.Process().memory_info().rss > enough:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.01)
-    assert given._timer is None, "three bodies are one call"
-    free_last()
-
-
-async def test_small_bodies_and_other_libraries_cause_nothing() -> None:
-    given = Heap()
-    given.note_body(LARGE_BODY - 1)
-    assert given._timer is None
-    given._trim = None
-    given.note_body(LARGE_BODY)
-    assert given._timer is None
