@@ -1,4 +1,5 @@
-"""Freed memory goes back to the system some time after a large body, once."""
+"""Freed memory goes back to the system some time after a large body, once. Apart from the other
+tests of bodies: reading the process's memory blocks the event loop."""
 
 from __future__ import annotations
 

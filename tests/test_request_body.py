@@ -1,4 +1,4 @@
-"""Bodies of requests over a socket: their size, their time, and the memory of all together.
+"""Bodies of requests over a socket: their size, their time, and their memory together.
 
 `/tokenize` of a server without a model answers 400 to a body that is whole and wrong.
 """
