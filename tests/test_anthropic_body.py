@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aioinfer.api.anthropic.body import CountTokensRequest
+from aioinfer.api.anthropic import CountTokensRequest
 
 
 def conversation(*messages: dict[str, Any]) -> list[dict[str, Any]]:

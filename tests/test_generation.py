@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from aioinfer.api.anthropic.endpoints import AnthropicDialect
+from aioinfer.api.anthropic import AnthropicDialect
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.message_events import Blocks
 from aioinfer.api.openai.chat import ParsedWriter

@@ -75,6 +75,10 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Checks what types cannot express. Raises `RequestError` naming the field."""
 
+    def given(self, *names: str) -> dict[str, Any]:
+        """Returns the values of the fields of these names that were given, and not as null."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
 
 B = TypeVar("B", bound=Body)
 

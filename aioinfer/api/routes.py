@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from aioinfer.api import anthropic, ollama
 from aioinfer.api.admin import control, info, metrics, openapi, page
 from aioinfer.api.admin.control import (
     MAX_COPIES,
@@ -22,9 +23,7 @@ from aioinfer.api.admin.control import (
 from aioinfer.api.admin.info import Load, Model, ModelList, ServerInfo, Status, Version
 from aioinfer.api.admin.openapi import Route
 from aioinfer.api.admin.page import PageInfo
-from aioinfer.api.anthropic import endpoints as anthropic
-from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
-from aioinfer.api.anthropic.endpoints import MessageReply, TokenCount
+from aioinfer.api.anthropic import CountTokensRequest, MessageReply, MessagesRequest, TokenCount
 from aioinfer.api.batch import batches, objects
 from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.batch.objects import (
@@ -45,9 +44,15 @@ from aioinfer.api.llama_cpp import endpoints as llama_cpp
 from aioinfer.api.llama_cpp.body import InfillRequest, LlamaCompletion, LlamaEmbedding
 from aioinfer.api.llama_cpp.endpoints import LlamaSlot, LlamaVectors, TemplateReply
 from aioinfer.api.llama_cpp.replies import LlamaReply
-from aioinfer.api.ollama import endpoints as ollama
-from aioinfer.api.ollama.body import OllamaChat, OllamaGenerate, ShowRequest
-from aioinfer.api.ollama.endpoints import Line
+from aioinfer.api.ollama import (
+    Line,
+    ModelTags,
+    OllamaChat,
+    OllamaGenerate,
+    RunningModels,
+    ShownModel,
+    ShowRequest,
+)
 from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.completions import Completion
@@ -161,10 +166,10 @@ ROUTES: tuple[Route, ...] = (
     # Ollama
     _post("/api/chat", ollama.chat, OllamaChat, Line, stream=_LINES),
     _post("/api/generate", ollama.generate, OllamaGenerate, Line, stream=_LINES),
-    _post("/api/show", ollama.show, ShowRequest),
-    _get("/api/tags", ollama.list_tags),
-    _get("/api/ps", ollama.list_running),
-    _get("/api/version", ollama.version, Version),
+    _post("/api/show", ollama.show, ShowRequest, ShownModel),
+    _get("/api/tags", ollama.list_tags, ModelTags),
+    _get("/api/ps", ollama.list_running, RunningModels),
+    _get("/api/version", info.version, Version),
     _post("/api/embed", pooling.embed_for_ollama, OllamaEmbedRequest, OllamaEmbeddings),
     _post("/api/embeddings", pooling.embed_for_ollama, OllamaEmbeddingsRequest, OllamaEmbedding),
     # llama.cpp

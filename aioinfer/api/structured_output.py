@@ -186,6 +186,11 @@ def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:
     return found[0] if found else None
 
 
+def schema_grammar(schema: dict[str, Any], param: str) -> GrammarSpec:
+    """Returns the grammar of a JSON schema that was decoded; `param` is its place in the body."""
+    return GrammarSpec("json_schema", msgspec.json.encode(schema).decode(), param=param)
+
+
 def json_grammar(
     kind: GrammarKind, raw: Raw, param: str, whitespace: str | None = None
 ) -> GrammarSpec:

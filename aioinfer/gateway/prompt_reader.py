@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from aioinfer.api.anthropic.endpoints import AnthropicDialect
+from aioinfer.api.anthropic import AnthropicDialect
 from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.generation import Dialect
 from aioinfer.api.openai.chat import ChatDialect

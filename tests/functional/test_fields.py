@@ -23,7 +23,7 @@ from openai.types.responses import input_token_count_params, response_create_par
 
 from aioinfer.api.admin.control import AbortRequest
 from aioinfer.api.admin.openapi import EXAMPLES
-from aioinfer.api.anthropic.body import CountTokensRequest, MessagesRequest
+from aioinfer.api.anthropic import CountTokensRequest, MessagesRequest
 from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.decoding import Body
 from aioinfer.api.fields import NO_EFFECT, REFUSED

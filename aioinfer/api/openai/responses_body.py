@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from aioinfer.api.batch.store import OBJECT_STORE, Metadata, owner_of
 from aioinfer.api.protocol import Count, Int32, SamplingFields
-from aioinfer.api.structured_output import only_grammar
+from aioinfer.api.structured_output import only_grammar, schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts
 from aioinfer.engine.tools import make_use, read_choice
 from aioinfer.errors import FieldError, RequestError
@@ -202,8 +202,7 @@ class ResponseRequest(SamplingFields, kw_only=True):
             return [GrammarSpec("json_object", param="text.format")]
         if format.schema is None:
             raise FieldError("text.format.schema", "is missing")
-        source = msgspec.json.encode(format.schema).decode()
-        return [GrammarSpec("json_schema", source, param="text.format.schema")]
+        return [schema_grammar(format.schema, "text.format.schema")]
 
     def template_kwargs(self) -> dict[str, Any]:
         """Returns the variables of the chat template."""

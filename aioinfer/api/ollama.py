@@ -1,0 +1,526 @@
+"""Ollama's API as desktop clients know it: `/api/chat`, `/api/generate`, `/api/tags`, `/api/ps` and
+`/api/show`, and their bodies. `pooling` has its embeddings.
+
+Streams are lines of JSON; replies are streamed unless `stream` is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
+
+from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
+from aioinfer.api.decoding import Body
+from aioinfer.api.delivery import answer
+from aioinfer.api.errors import OllamaError, describe, json_response
+from aioinfer.api.generation import Generation, timings
+from aioinfer.api.http.request_log import RECORD
+from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.messages import FunctionCall, Message, ToolCall
+from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64
+from aioinfer.api.structured_output import schema_grammar
+from aioinfer.checkpoint.source import WeightFiles, weight_files
+from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
+from aioinfer.engine.tools import NO_TOOLS, read_tools
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import GrammarSpec
+from aioinfer.text.message_parser import ToolUse
+
+if TYPE_CHECKING:
+    from aioinfer.config import ParallelConfig
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.executor.base import WorkerReport
+
+#: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.
+_FOREVER_S = 292 * 365 * 24 * 3600
+
+
+class Options(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The options that count for a model that is loaded; `fields` has the others."""
+
+    num_predict: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Int32 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaFunction(Struct, kw_only=True):
+    """The function of a call."""
+
+    name: str
+    arguments: Mapping[str, Any] = {}
+
+
+class OllamaCall(Struct, kw_only=True):
+    """A call that the model has made."""
+
+    id: str | None = None
+    function: OllamaFunction
+
+    def as_tool_call(self) -> ToolCall:
+        """Returns the call as OpenAI's chat has it."""
+        function = FunctionCall(name=self.function.name, arguments=dict(self.function.arguments))
+        return ToolCall(function=function, id=self.id or "")
+
+
+class OllamaMessage(Struct, kw_only=True):
+    """A message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: list[Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message as chat templates read it."""
+        return Message(
+            role=self.role,
+            content=self.content,
+            name=self.tool_name,
+            tool_calls=[call.as_tool_call() for call in self.tool_calls or ()],
+            tool_call_id=self.tool_call_id,
+            reasoning_content=self.thinking,
+        ).for_template()
+
+
+class Tagged:
+    """A body with a model's name, in which Ollama's default tag may stand."""
+
+    __slots__ = ()
+
+    def __post_init__(self: Any) -> None:
+        if self.model is not None:
+            self.model = self.model.removesuffix(":latest")
+
+
+class OllamaBody(Tagged, GenerationBody, kw_only=True):
+    """Base class of the bodies of chats and generations."""
+
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """See `GenerationBody.streams`."""
+        return self.stream is not False
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        if isinstance(self.format, str) and self.format not in ("", "json"):
+            raise RequestError("format must be 'json' or a JSON schema", param="format")
+        options = self.options or Options()
+        if (options.repeat_last_n or -1) != -1 and options.repeat_penalty not in (None, 1):
+            raise RequestError(
+                "options.repeat_last_n must be -1, for all tokens, or 0, for none: a penalty for "
+                "the last ones alone is not supported",
+                param="options.repeat_last_n",
+                code="unsupported_parameter",
+            )
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
+        options = msgspec.structs.asdict(self.options or Options())
+        fields = {name: value for name, value in options.items() if value is not None}
+        # -1 and -2 stand for as many as fit
+        if (length := fields.pop("num_predict", -1)) > 0:
+            fields["max_tokens"] = length
+        penalty = fields.pop("repeat_penalty", None)
+        if fields.pop("repeat_last_n", None) != 0 and penalty is not None:
+            fields["repetition_penalty"] = penalty
+        if isinstance(self.format, dict):
+            fields["grammar"] = schema_grammar(self.format, "format")
+        elif self.format:
+            fields["grammar"] = GrammarSpec("json_object", param="format")
+        return fields
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Returns the variables of the chat template."""
+        if self.think is None:
+            return None
+        if isinstance(self.think, str):
+            return {"enable_thinking": True, "reasoning_effort": self.think}
+        return {"enable_thinking": self.think}
+
+
+class OllamaChat(OllamaBody, kw_only=True):
+    """`POST /api/chat`. Without messages it has the model loaded."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        self.tool_use()
+        for index, message in enumerate(self.messages or ()):
+            if message.images:
+                place = f"messages[{index}].images"
+                raise RequestError(f"{place} is not supported", param=place)
+
+    def tool_use(self) -> ToolUse:
+        """Returns the tools. Raises `RequestError` naming the place."""
+        return read_tools(self.tools, None, parallel=None)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates read them."""
+        return [message.for_template() for message in self.messages or ()]
+
+
+class OllamaGenerate(OllamaBody, kw_only=True):
+    """`POST /api/generate`. Without a prompt it has the model loaded."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the messages as chat templates read them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+class ShowRequest(Tagged, Body, kw_only=True):
+    """`POST /api/show`. `name` is the older name of `model`; there is no more to show than is
+    shown, whatever `verbose` says."""
+
+    name: str | None = None
+    verbose: Ignored = None
+
+    def __post_init__(self) -> None:
+        self.model = self.model or self.name
+        super().__post_init__()
+
+
+class Answer(Struct, kw_only=True):
+    """The message of a line of `/api/chat`."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class Line(Struct, kw_only=True):
+    """The reply of `/api/chat`, which has a `message`, and of `/api/generate`, which has a
+    `response`. A stream is lines of these. The last line, and a reply in one piece, have the counts
+    of tokens and the durations, in nanoseconds."""
+
+    model: str
+    created_at: str
+    message: Answer | UnsetType = UNSET
+    response: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class ModelDetails(Struct, kw_only=True):
+    """The kind of a model, as far as it is known: the format of its files."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class ListedModel(Struct, kw_only=True):
+    """A model that can be used, with the bytes of its files."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class ModelTags(Struct, kw_only=True):
+    """The reply of `/api/tags`."""
+
+    models: list[ListedModel]
+
+
+class RunningModel(Struct, kw_only=True):
+    """A model that is loaded, with the bytes that it takes."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: ModelDetails
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class RunningModels(Struct, kw_only=True):
+    """The reply of `/api/ps`."""
+
+    models: list[RunningModel]
+
+
+class ShownModel(Struct, kw_only=True):
+    """The reply of `/api/show`."""
+
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    details: ModelDetails
+    modified_at: str
+    model_info: dict[str, Any]
+    capabilities: Sequence[str] = ("completion", "tools")
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answers a conversation."""
+    return await answer(request, ChatDialect)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
+    return await answer(request, GenerateDialect)
+
+
+async def list_tags(request: web.Request) -> web.Response:
+    """Lists the model, with the size of its weights' files."""
+    app, files = request.app, await _files(request.app)
+    models = [
+        ListedModel(
+            name=name,
+            model=name,
+            modified_at=_modified(app, files),
+            size=files.size,
+            digest=files.digest,
+            details=ModelDetails(format=files.format),
+        )
+        for name in app[FRONTEND].config.served_model_names
+    ]
+    return json_response(ModelTags(models=models))
+
+
+async def list_running(request: web.Request) -> web.Response:
+    """Lists the model under its first name, with the memory that its workers have taken. It stays
+    loaded, which Ollama says by a time long from now."""
+    frontend, files = request.app[FRONTEND], await _files(request.app)
+    name = frontend.config.served_model_names[0]
+    size = sum(_memory(engine.report, frontend.config.parallel) for engine in frontend.engines)
+    is_on_host = frontend.engines[0].report.device.startswith("cpu")
+    model = RunningModel(
+        name=name,
+        model=name,
+        size=size,
+        digest=files.digest,
+        details=ModelDetails(format=files.format),
+        expires_at=_iso(request.app[STARTED] + _FOREVER_S),
+        size_vram=0 if is_on_host else size,
+        context_length=frontend.max_model_len,
+    )
+    return json_response(RunningModels(models=[model]))
+
+
+async def _files(app: web.Application) -> WeightFiles:
+    frontend = app[FRONTEND]
+    return await asyncio.to_thread(weight_files, frontend.config.model, frontend.folder)
+
+
+def _modified(app: web.Application, files: WeightFiles) -> str:
+    return _iso(files.modified or app[STARTED])
+
+
+def _memory(report: WorkerReport, parallel: ParallelConfig) -> int:
+    """Returns the bytes of weights, KV cache and CUDA graphs of an engine's ranks, as if all had as
+    much as the largest."""
+    in_stage = parallel.tensor_parallel_size
+    ranks = in_stage * parallel.pipeline_parallel_size
+    weights = sum(size for _, size in report.stages) * in_stage or report.weights_bytes * ranks
+    return weights + (report.kv_cache_bytes + report.graph_bytes) * ranks
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+async def show(request: web.Request) -> web.Response:
+    """Describes the model as far as clients look at it."""
+    frontend = request.app[FRONTEND]
+    await read_body(request, ShowRequest)
+    tokenizer, files = frontend.tokenizer, await _files(request.app)
+    reply = ShownModel(
+        template=tokenizer.chat_template_text if tokenizer is not None else "",
+        details=ModelDetails(format=files.format),
+        modified_at=_modified(request.app, files),
+        model_info={
+            "general.architecture": "aioinfer",
+            "aioinfer.context_length": frontend.max_model_len,
+        },
+    )
+    return json_response(reply)
+
+
+OB = TypeVar("OB", bound=OllamaBody)
+
+
+class OllamaDialect(MessageDialect[OB]):
+    """Ollama's words: lines of JSON. A call is one line: its arguments are an object."""
+
+    content_type = "application/x-ndjson"
+    id_prefix = "ollama-"
+
+    def __init__(self, request: web.Request, body: OB):
+        super().__init__(request, body)
+        self._arrived = request[RECORD].arrived
+
+    def loaded(self) -> web.Response:
+        """Answers a request for nothing, by which clients have a model loaded."""
+        return json_response(self._line(done=True, done_reason="load"))
+
+    def new_id(self, kind: BlockKind) -> str:
+        """See `MessageDialect.new_id`."""
+        return new_call_id(self.frontend)
+
+    def opening(self) -> bytes:
+        """Returns nothing."""
+        return b""
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        """See `MessageDialect.change`."""
+        if block.kind == "call":
+            return self._event(self._line(calls=[block])) if kind == "stop" else b""
+        if kind != "delta":
+            return b""
+        is_text = block.kind == "text"
+        return self._event(self._line(text if is_text else "", UNSET if is_text else text))
+
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """See `MessageDialect.closing`."""
+        return self._event(self._line(**self._end(reason, num_tokens)))
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
+        return self._event(OllamaError.of(*describe(error)))
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
+        """See `MessageDialect.message`."""
+        blocks = self.blocks.all
+        texts = "".join(block.text for block in blocks if block.kind == "text")
+        thoughts = "".join(block.text for block in blocks if block.kind == "reasoning")
+        calls = [block for block in blocks if block.kind == "call"]
+        return self._line(texts, thoughts or UNSET, calls, **self._end(reason, num_tokens))
+
+    @staticmethod
+    def _event(line: Line | OllamaError) -> bytes:
+        return encode(line) + b"\n"
+
+    def _line(
+        self,
+        content: str = "",
+        thinking: str | UnsetType = UNSET,
+        calls: Sequence[Block] = (),
+        **fields: Any,
+    ) -> Line:
+        name, now = self.frontend.config.served_model_names[0], _iso(time.time())
+        line = Line(model=name, created_at=now, **fields)
+        if not isinstance(self.body, OllamaChat):
+            line.response, line.thinking = content, thinking
+            return line
+        line.message = Answer(content=content, thinking=thinking)
+        if calls:
+            line.message.tool_calls = [
+                OllamaCall(
+                    id=call.id,
+                    function=OllamaFunction(name=call.name, arguments=call_input(call.text)),
+                )
+                for call in calls
+            ]
+        return line
+
+    def _end(self, reason: str, num_tokens: int) -> dict[str, Any]:
+        measured = timings(self.output, 0, num_tokens)
+        return {
+            "done": True,
+            "done_reason": reason,
+            "total_duration": _nanoseconds((time.perf_counter() - self._arrived) * 1e3),
+            "load_duration": 0,
+            "prompt_eval_count": len(self.output.prompt_token_ids),
+            "prompt_eval_duration": _nanoseconds(measured["prompt_ms"]),
+            "eval_count": num_tokens,
+            "eval_duration": _nanoseconds(measured["predicted_ms"]),
+        }
+
+
+class ChatDialect(OllamaDialect[OllamaChat]):
+    """The words of `/api/chat`."""
+
+    body_type = OllamaChat
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: OllamaChat, use: ToolUse) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        variables = body.template_kwargs()
+        return [
+            await encode_turn(
+                frontend, body.conversation(), use, body.tools, template_kwargs=variables
+            )
+        ]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        return await super().decode() if self.body.messages else self.loaded()
+
+
+class GenerateDialect(OllamaDialect[OllamaGenerate]):
+    """The words of `/api/generate`."""
+
+    body_type = OllamaGenerate
+    text_field = "prompt"
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: OllamaGenerate, use: ToolUse
+    ) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        if body.raw:
+            return [await frontend.encode(body.prompt)]
+        variables = body.template_kwargs()
+        return [await encode_turn(frontend, body.conversation(), use, template_kwargs=variables)]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        if not self.body.prompt:
+            return self.loaded()
+        if not self.body.raw:
+            return await super().decode()
+        params = self.frontend.defaults.sampling_params(**self.body.sampling_fields())
+        self.turn = Turn(await self.prompt(NO_TOOLS), params, NO_TOOLS, parses=False)
+        return self.generation([self.turn.prompt], params)
+
+
+def _nanoseconds(milliseconds: float) -> int:
+    # clients divide by it, and the last token may be the first
+    return max(1, round(milliseconds * 1e6))
