@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.generation import DONE, error_event
+from aioinfer.api.generation import DONE, data_event
 from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, role_event
 
 COMPLETION = Envelope(
@@ -135,5 +135,5 @@ def test_with_usage_every_chunk_has_the_field() -> None:
 
 
 def test_errors_and_the_end() -> None:
-    assert parse(error_event({"error": {"message": "gone\n"}})) == {"error": {"message": "gone\n"}}
+    assert parse(data_event({"error": {"message": "gone\n"}})) == {"error": {"message": "gone\n"}}
     assert DONE == b"data: [DONE]\n\n"

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import AnthropicError, describe, json_response
-from aioinfer.api.generation import error_event, named_event
+from aioinfer.api.generation import data_event, named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
@@ -405,7 +405,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
-        return b"event: error\n" + error_event(AnthropicError.of(*describe(error)))
+        return b"event: error\n" + data_event(AnthropicError.of(*describe(error)))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

@@ -146,9 +146,7 @@ _LLAMA_CPP_TYPES = {
     503: "unavailable_error",
 }
 #: Paths of llama.cpp's API.
-_LLAMA_CPP_PATHS = frozenset(
-    ("/apply-template", "/completion", "/completions", "/embedding", "/infill", "/props", "/slots")
-)
+_LLAMA_CPP_PATHS = frozenset(("/apply-template", "/completion", "/embedding", "/props", "/slots"))
 
 
 def error_shape(path: str) -> ErrorShape:

@@ -186,8 +186,8 @@ class Dialect(Generic[B]):
         raise NotImplementedError
 
 
-def error_event(body: Mapping[str, Any] | Struct) -> bytes:
-    """Returns the event that reports that something failed; `DONE` follows it."""
+def data_event(body: Mapping[str, Any] | Struct) -> bytes:
+    """Returns an event without a name."""
     return b"data: " + encode(body) + b"\n\n"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from aioinfer.api import anthropic, ollama
+from aioinfer.api import anthropic, llama_cpp, ollama
 from aioinfer.api.admin import control, info, metrics, openapi, page
 from aioinfer.api.admin.control import (
     MAX_COPIES,
@@ -40,10 +40,15 @@ from aioinfer.api.batch.objects import (
 from aioinfer.api.batch.store import BatchObject, FileObject, Page
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.http.request_body import defer_continue
-from aioinfer.api.llama_cpp import endpoints as llama_cpp
-from aioinfer.api.llama_cpp.body import InfillRequest, LlamaCompletion, LlamaEmbedding
-from aioinfer.api.llama_cpp.endpoints import LlamaSlot, LlamaVectors, TemplateReply
-from aioinfer.api.llama_cpp.replies import LlamaReply
+from aioinfer.api.llama_cpp import (
+    LlamaCompletion,
+    LlamaEmbedding,
+    LlamaProps,
+    LlamaReply,
+    LlamaSlot,
+    LlamaVectors,
+    TemplateReply,
+)
 from aioinfer.api.ollama import (
     Line,
     ModelTags,
@@ -174,11 +179,9 @@ ROUTES: tuple[Route, ...] = (
     _post("/api/embeddings", pooling.embed_for_ollama, OllamaEmbeddingsRequest, OllamaEmbedding),
     # llama.cpp
     _post("/completion", llama_cpp.complete, LlamaCompletion, _LlamaReplies, stream=_SSE),
-    _post("/completions", llama_cpp.complete, LlamaCompletion, _LlamaReplies, stream=_SSE),
-    _post("/infill", llama_cpp.infill, InfillRequest, _LlamaReplies, stream=_SSE),
     _post("/embedding", llama_cpp.embed, LlamaEmbedding, list[LlamaVectors]),
     _post("/apply-template", llama_cpp.apply_template, ChatRequest, TemplateReply),
-    _get("/props", llama_cpp.props),
+    _get("/props", llama_cpp.props, LlamaProps),
     _get("/slots", llama_cpp.slots, list[LlamaSlot]),
     # Embeddings and the like, tokens
     _post("/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, Embeddings),

@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 from aioinfer.api.context import encode
 from aioinfer.api.errors import AnthropicError, OllamaError, describe
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
-from aioinfer.api.generation import DONE, error_event
+from aioinfer.api.generation import DONE, data_event
 from aioinfer.api.http.request_log import REQUEST_ID_HEADER
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
@@ -214,7 +214,7 @@ def _lost_event(target: str) -> bytes:
     API."""
     status, body = describe(ReplicaLostError())
     if target.startswith("/v1/messages"):
-        return b"event: error\n" + error_event(AnthropicError.of(status, body))
+        return b"event: error\n" + data_event(AnthropicError.of(status, body))
     if target.startswith("/api/"):
         return encode(OllamaError.of(status, body)) + b"\n"
-    return error_event(body) + DONE
+    return data_event(body) + DONE

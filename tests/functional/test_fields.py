@@ -244,7 +244,7 @@ BODIES = {
     path: route.body
     for path, route in POSTS.items()
     if route.body not in (None, AbortRequest, CreateBatch)
-    and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/infill", "/r"))
+    and path.startswith(("/v", "/api", "/p", "/t", "/d", "/s", "/completion", "/r"))
     and path not in ("/v1/score", "/v1/rerank", "/responses")
     and "{" not in path  # of something that is stored
 }
@@ -270,7 +270,7 @@ class TestTable:
         assert "Unrecognized request argument supplied: sonnets" in str(reply)
         assert served.frontend.stats()["steps"] == steps
 
-    @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/classify", "/infill"}))
+    @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/classify"}))
     async def test_what_changes_nothing(self, served: Served, path: str) -> None:
         supported = set(supported_fields(BODIES[path]))
         length = "n_predict" if "n_predict" in supported else "max_tokens"
@@ -308,8 +308,6 @@ class TestTable:
                 continue
             wrong = [value for value in WRONG_TYPES if not _converts(value, field.type)]
             if field.type is msgspec.Raw:  # a JSON schema
-                if path == "/infill":  # which does not compile it
-                    continue
                 wrong = [0.5]
             for value in wrong[:1] or WRONG_TYPES:
                 body = EXAMPLES[kind.__name__] | {field.encode_name: value}
@@ -646,18 +644,6 @@ class TestElsewhere:
             bias = {"logit_bias": {str(token): 100}, "temperature": 0}
             (choice,) = (await elsewhere.post(COMPLETIONS, prompt="x", **body, **bias))["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("", "stop")
-
-    async def test_a_gap_in_llama_cpp_s_form(self, elsewhere: Served) -> None:
-        body = {"input_prefix": "def f(", "prompt": "x", "input_suffix": "): pass", "n_predict": 4}
-        reply = await elsewhere.post("/infill", **body)
-        gap = "<|fim_prefix|>def f(x<|fim_suffix|>): pass<|fim_middle|>"
-        assert reply["prompt"] == gap
-        assert reply["tokens_predicted"] == 4
-        extra = [{"filename": "a.h", "text": "int a;"}]
-        reply = await elsewhere.post("/infill", **body, input_extra=extra)
-        assert reply["prompt"] == f"<|file_sep|>a.h\nint a;<|file_sep|>file\n{gap}"
-        ended = await elsewhere.post("/infill", **body, logit_bias={"260": 100}, temperature=0)
-        assert (ended["content"], ended["stop_type"]) == ("", "eos")
 
     async def test_an_answer_that_has_begun(self, elsewhere: Served) -> None:
         tokenizer = elsewhere.frontend.tokenizer

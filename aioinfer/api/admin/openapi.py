@@ -87,7 +87,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "documents": ["the price of a loaf of bread", "a stream"],
     },
     "LlamaCompletion": {"prompt": _PROMPT, "n_predict": 16},
-    "InfillRequest": {"input_prefix": "def add(a, b):\n", "input_suffix": "\n", "n_predict": 16},
     "LlamaEmbedding": {"content": "a river"},
     "TokenizeRequest": {"prompt": "Hello, world!", "return_token_strs": True},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.context import FINGERPRINT, encode
 from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import DONE, ChoiceWriter, Dialect, error_event, timings
+from aioinfer.api.generation import DONE, ChoiceWriter, Dialect, data_event, timings
 from aioinfer.api.protocol import SamplingBody
 from aioinfer.engine.output import Delta
 
@@ -291,7 +291,7 @@ class ChunkDialect(Dialect[S]):
 
     def failure(self, error: Exception) -> bytes:
         """Returns an error event and `[DONE]`, for which some clients wait."""
-        return error_event(describe(error)[1]) + DONE
+        return data_event(describe(error)[1]) + DONE
 
 
 class ChunkWriter(ChoiceWriter):

@@ -261,7 +261,7 @@ async def classify(request: web.Request) -> web.StreamResponse:
             param="model",
         )
     inputs = await _inputs(frontend, body)
-    pooled = await _pool(request, body, await _encode(request, body, inputs), "last", "cls")
+    pooled = await pool(request, body.priority, await _encode(request, body, inputs), "last", "cls")
     data = []
     for index, state in enumerate(pooled.states):
         found = head.probabilities(state)
@@ -340,8 +340,12 @@ async def _pool_inputs(
     prompt = frontend.pooling.prompt(body.prompt_name)
     given = await _inputs(frontend, body)
     inputs = [prompt + each if isinstance(each, str) else each for each in given]
-    return await _pool(
-        request, body, await _encode(request, body, inputs), params.pooling or "last", prefix
+    return await pool(
+        request,
+        body.priority,
+        await _encode(request, body, inputs),
+        params.pooling or "last",
+        prefix,
     )
 
 
@@ -369,9 +373,9 @@ async def _encode(
     return found
 
 
-async def _pool(
+async def pool(
     request: web.Request,
-    body: PoolingBody,
+    priority: int | None,
     prompts: Sequence[list[int]],
     kind: str,
     prefix: str,
@@ -383,7 +387,7 @@ async def _pool(
     with renamed({"prompt": param}):
         if kind == ALL_TOKENS:
             request.app[FRONTEND].check_states(sum(map(len, prompts)))
-        generation = Generation(name, prompts, params, priority=body.priority)
+        generation = Generation(name, prompts, params, priority=priority)
         async with submitted(request, generation) as found:
             await collect(found)
             states = [output.pooled for output in found]
@@ -419,10 +423,10 @@ async def _similarities(
     if head is not None and is_cross_encoder:
         beginnings *= len(endings) if len(beginnings) == 1 else 1
         pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]
-        pooled = await _pool(request, body, pairs, "last", "score", param)
+        pooled = await pool(request, body.priority, pairs, "last", "score", param)
         return [float(head.probabilities(s)[0]) for s in pooled.states], pooled.num_tokens
     kind = pooling.params().pooling or "last"
-    pooled = await _pool(request, body, beginnings + endings, kind, "score", param)
+    pooled = await pool(request, body.priority, beginnings + endings, kind, "score", param)
     ones, others = pooled.states[: len(first)], pooled.states[len(first) :]
     ones *= len(others) if len(ones) == 1 else 1
     return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)], pooled.num_tokens

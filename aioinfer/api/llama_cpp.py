@@ -1,0 +1,500 @@
+"""The endpoints of llama.cpp's server that its clients use: `/completion`, `/embedding`,
+`/apply-template`, `/props` and `/slots`, and their bodies. `tokenization` has `/tokenize` and
+`/detokenize`.
+
+A stream has an event for each token, and a last event with all fields of a whole reply except the
+text; it ends without `[DONE]`. Errors come in llama.cpp's shape from `errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from aioinfer import __version__
+from aioinfer.api.admission import admit
+from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
+from aioinfer.api.decoding import Body
+from aioinfer.api.delivery import answer
+from aioinfer.api.errors import LlamaError, describe, json_response
+from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, data_event, timings
+from aioinfer.api.logprobs import LOWEST, formatted
+from aioinfer.api.openai.pooling import numbers_json, pool
+from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
+from aioinfer.api.protocol import (
+    ChatRequest,
+    IgnoredFields,
+    Int32,
+    Int64,
+    Seconds,
+    template_options,
+)
+from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
+from aioinfer.engine.chat_turn import conversation_input
+from aioinfer.errors import RequestError
+from aioinfer.sampling_params import (
+    ALL_TOKENS,
+    MAX_LOGIT_BIAS_VALUE,
+    MAX_SORTED_LOGPROBS,
+    GrammarSpec,
+    SamplingParams,
+)
+from aioinfer.text.message_parser import ToolUse
+
+if TYPE_CHECKING:
+    from aioinfer.engine.frontend import Frontend
+    from aioinfer.engine.output import Delta, RequestOutput
+    from aioinfer.features.logprobs.planning import TokenLogprob
+
+#: Parameters that have llama.cpp's names here, too.
+_SAME_NAMES = "temperature top_k top_p min_p presence_penalty frequency_penalty stop ignore_eos"
+StopType = Literal["none", "eos", "limit", "word"]
+
+
+class LlamaCompletion(IgnoredFields, kw_only=True):
+    """`POST /completion`.
+
+    Fields of methods that are not supported (`dry_multiplier`, `mirostat`, `xtc_probability` and
+    the like) are refused unless they switch their method off (`fields.REFUSED`); the other
+    parameters of these methods are taken and have no effect.
+    """
+
+    token_field: ClassVar[str] = "prompt"
+
+    prompt: Prompts
+    n_predict: Int32 | None = None
+    temperature: float | None = None
+    top_k: Int32 | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Int32 | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_SORTED_LOGPROBS)] | None = None
+    grammar: str | None = None
+    json_schema: msgspec.Raw = NOT_GIVEN
+    ignore_eos: bool | None = None
+    return_tokens: bool | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        self.output_grammar()
+        others = self.presence_penalty, self.frequency_penalty
+        has_penalties = any(others) or self.repeat_penalty not in (None, 1)
+        if self.repeat_last_n not in (None, 0, -1) and has_penalties:
+            raise RequestError(
+                "repeat_last_n must be -1 or 0: penalties count all of the text, or are off",
+                param="repeat_last_n",
+            )
+        self.prompts()
+
+    @property
+    def num_prompts(self) -> int:
+        """See `GenerationBody.num_prompts`."""
+        return len(self.prompts())
+
+    @property
+    def max_length(self) -> int | None:
+        """The length of the output in tokens; None for as much as fits."""
+        return None if self.n_predict is None or self.n_predict < 0 else self.n_predict
+
+    def prompts(self) -> list[Prompt]:
+        """Returns the prompts one by one."""
+        return split_prompts(self.prompt, "prompt")
+
+    def output_grammar(self) -> GrammarSpec | None:
+        """Returns the grammar of the output. Raises `RequestError` if there are several."""
+        found = [GrammarSpec("lark", self.grammar)] if self.grammar else []
+        if is_given(self.json_schema):
+            found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
+        return only_grammar(found)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """See `GenerationBody.sampling_fields`; without `logit_bias`, whose texts have to be
+        encoded."""
+        fields = self.given("top_k", "top_p", "min_p", "ignore_eos", "stop")
+        if self.temperature is not None:
+            fields["temperature"] = max(0.0, self.temperature)
+        if self.repeat_last_n != 0:
+            fields |= self.given("presence_penalty", "frequency_penalty")
+            fields["repetition_penalty"] = self.repeat_penalty
+        if self.seed != -1:  # which stands for any
+            fields["seed"] = self.seed
+        if self.max_length == 0:
+            fields["prompt_only"] = True
+        else:
+            fields["max_tokens"] = self.max_length
+        fields["logprobs"] = self.n_probs or None
+        fields["grammar"] = self.output_grammar()
+        return {name: value for name, value in fields.items() if value is not None}
+
+    async def biases(self, frontend: Frontend) -> dict[int, float]:
+        """Returns what is added to the logits by token: the bias of a text goes to each of its
+        tokens, and `false` stands for never. With `ignore_eos` the model's end tokens never come,
+        as with llama.cpp; elsewhere they are passed over."""
+        given, found = self.logit_bias or [], dict[int, float]()
+        pairs: list[Any] = list(given.items()) if isinstance(given, dict) else given
+        for token, bias in pairs:
+            if isinstance(token, str) and isinstance(given, dict) and token.isdecimal():
+                token = int(token)
+            tokens = [token] if isinstance(token, int) else await frontend.encode(token, False)
+            value = -MAX_LOGIT_BIAS_VALUE if bias is False else float(bias)
+            found |= dict.fromkeys(tokens, value)
+        if self.ignore_eos:
+            found |= dict.fromkeys(frontend.defaults.eos_token_ids, -MAX_LOGIT_BIAS_VALUE)
+        return found
+
+
+class LlamaEmbedding(Body, kw_only=True):
+    """`POST /embedding`."""
+
+    token_field: ClassVar[str] = "content"
+
+    content: Prompts | None = None
+    input: Prompts | None = None
+    timeout_s: Seconds | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        if (self.content is None) == (self.input is None):
+            raise RequestError("either content or input must be given", param="content")
+        self.prompts()
+
+    def prompts(self) -> list[Prompt]:
+        """Returns the inputs one by one."""
+        if self.content is None:
+            return split_prompts(self.input, "input")
+        return split_prompts(self.content, "content")
+
+
+class LlamaBias(Struct, kw_only=True):
+    """What is added to the logit of a token; null for a token that never comes, since JSON has no
+    infinity."""
+
+    token: int
+    bias: float | None
+
+
+class LlamaSettings(Struct, kw_only=True):
+    """The effective parameters of a generation."""
+
+    n_predict: int
+    max_tokens: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_last_n: int = -1
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: Sequence[str]
+    ignore_eos: bool
+    stream: bool
+    n_probs: int
+    post_sampling_probs: bool = False
+    grammar: str
+    logit_bias: list[LlamaBias]
+
+
+class LlamaToken(Struct, kw_only=True):
+    """An event of a stream: a token."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool = False
+    id_slot: int = -1
+    tokens_predicted: int
+    tokens_evaluated: int
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class LlamaReply(Struct, kw_only=True):
+    """The reply of `/completion`. It is the last event of a stream, without the text."""
+
+    index: int
+    content: str = ""
+    tokens: list[int] = []
+    id_slot: int = -1
+    stop: bool = True
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    generation_settings: LlamaSettings
+    prompt: str
+    has_new_line: bool = False
+    truncated: bool
+    stop_type: StopType
+    stopping_word: str
+    tokens_cached: int
+    timings: dict[str, float]
+    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class LlamaVectors(Struct, kw_only=True):
+    """The vectors of an input of `/embedding`."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+class TemplateReply(Struct, kw_only=True):
+    """The prompt that the chat template makes of a conversation."""
+
+    prompt: str
+
+
+class LlamaSlot(Struct, kw_only=True):
+    """A place for a request that runs."""
+
+    id: int
+    n_ctx: int
+    speculative: bool = False
+    is_processing: bool
+
+
+class LlamaDefaults(Struct, kw_only=True):
+    """The size of the context, and the parameters of a request that brings none."""
+
+    n_ctx: int
+    params: LlamaSettings
+
+
+class LlamaProps(Struct, kw_only=True):
+    """The reply of `/props`."""
+
+    default_generation_settings: LlamaDefaults
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool = False
+
+
+async def complete(request: web.Request) -> web.StreamResponse:
+    """Completes each prompt."""
+    return await answer(request, LlamaDialect)
+
+
+async def embed(request: web.Request) -> web.StreamResponse:
+    """Embeds each input: a list with a list of one vector for each, or of one for each token where
+    the server is configured so (`pooling.type`)."""
+    frontend = request.app[FRONTEND]
+    body = await read_body(request, LlamaEmbedding)
+    given = body.prompts()
+    admit(request, body.timeout_s, len(given))
+    prompts = [await encode_prompt(frontend, prompt) for prompt in given]
+    kind = frontend.pooling.params(takes_all=True).pooling or "last"
+    field = "input" if body.content is None else "content"
+    pooled = await pool(request, None, prompts, kind, "embd", field)
+    norm = False if kind == ALL_TOKENS else None  # there they are as the model has them
+
+    def make(index: int) -> LlamaVectors:
+        states = pooled.states[index].reshape(-1, frontend.hidden_size)
+        written: Any = msgspec.Raw(numbers_json(frontend.pooling.embedding(states, None, norm)))
+        return LlamaVectors(index=index, embedding=written)
+
+    data = await asyncio.to_thread(lambda: encode([make(index) for index in range(len(prompts))]))
+    return web.Response(body=data, content_type="application/json")
+
+
+async def apply_template(request: web.Request) -> web.Response:
+    """Returns the prompt that the chat template makes of a conversation, as text."""
+    frontend = request.app[FRONTEND]
+    tokenizer = frontend.require_tokenizer("messages")
+    body = await read_body(request, ChatRequest)
+    messages, options = await template_messages(body), template_options(body)
+    shown, tools = await conversation_input(
+        frontend, messages, body.tool_use(), options.pop("tools")
+    )
+    chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
+    data = await asyncio.to_thread(encode, TemplateReply(prompt=chat.text))
+    return web.Response(body=data, content_type="application/json")
+
+
+async def props(request: web.Request) -> web.Response:
+    """Describes the server and the model, as far as clients look at it."""
+    frontend = request.app[FRONTEND]
+    tokenizer = frontend.tokenizer
+    special = {} if tokenizer is None else tokenizer.describe()["special_tokens"]
+    settings = _settings(LlamaCompletion(prompt=""), frontend.defaults.sampling_params())
+    reply = LlamaProps(
+        default_generation_settings=LlamaDefaults(n_ctx=frontend.max_model_len, params=settings),
+        total_slots=sum(e.scheduler.limits.max_num_seqs for e in frontend.engines),
+        model_alias=frontend.config.served_model_names[0],
+        model_path=frontend.config.model.path,
+        modalities={"vision": False, "audio": False},
+        chat_template="" if tokenizer is None else tokenizer.chat_template_text,
+        bos_token=special.get("bos_token", ""),
+        eos_token=special.get("eos_token", ""),
+        build_info=f"aioinfer {__version__}",
+    )
+    return json_response(reply)
+
+
+async def slots(request: web.Request) -> web.Response:
+    """Lists the slots of all engines, and which of them serve a request now."""
+    frontend, listed = request.app[FRONTEND], list[LlamaSlot]()
+    for engine in frontend.engines:
+        busy = {running.slot for running in engine.scheduler.running}
+        listed += [
+            LlamaSlot(id=len(listed) + i, n_ctx=frontend.max_model_len, is_processing=i in busy)
+            for i in range(engine.scheduler.limits.max_num_seqs)
+        ]
+    return json_response(listed)
+
+
+def _settings(body: LlamaCompletion, params: SamplingParams) -> LlamaSettings:
+    length = -1 if body.max_length is None else body.max_length
+    return LlamaSettings(
+        n_predict=length,
+        max_tokens=length,
+        seed=-1 if params.seed is None else params.seed,
+        repeat_penalty=params.repetition_penalty,
+        **{name: getattr(params, name) for name in _SAME_NAMES.split()},
+        stream=body.streams,
+        n_probs=body.n_probs or 0,
+        grammar=body.grammar or "",
+        logit_bias=[
+            LlamaBias(token=token, bias=None if bias == -MAX_LOGIT_BIAS_VALUE else bias)
+            for token, bias in params.logit_bias.items()
+        ],
+    )
+
+
+class LlamaDialect(Dialect[LlamaCompletion]):
+    """The words of llama.cpp's server."""
+
+    body_type = LlamaCompletion
+    text_field = "prompt"
+    id_prefix = "cmpl-"
+
+    @classmethod
+    async def encode(
+        cls, frontend: Frontend, body: LlamaCompletion, use: ToolUse
+    ) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        return [await encode_prompt(frontend, prompt) for prompt in body.prompts()]
+
+    async def decode(self) -> Generation:
+        """See `Dialect.decode`."""
+        body, frontend = self.body, self.frontend
+        prompts = await self.encode(frontend, body, body.tool_use())
+        fields = body.sampling_fields()
+        fields["logit_bias"] = await body.biases(frontend)
+        self._tokenizer = tokenizer = frontend.require_tokenizer("prompt")
+        self._texts = await asyncio.to_thread(
+            lambda: [tokenizer.decode(prompt, False) for prompt in prompts]
+        )
+        return self.generation(prompts, frontend.defaults.sampling_params(**fields))
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> LlamaWriter:
+        """See `Dialect.choice`."""
+        return LlamaWriter(self, output, index)
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
+        return data_event(LlamaError.of(*describe(error)))
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
+        """See `Dialect.whole`."""
+        found = []
+        for index, delta in enumerate(choices):
+            tokens, count = delta.logprobs or (), len(delta.token_ids)
+            reply = self.reply(outputs[index], index, count, delta)
+            reply.completion_probabilities = (
+                await formatted(tokens, partial(self.probabilities, tokens)) or UNSET
+            )
+            reply.content, reply.has_new_line = delta.text, "\n" in delta.text
+            if self.body.return_tokens:
+                reply.tokens = delta.token_ids
+            found.append(reply)
+        return found[0] if is_single(self.body.prompt) else found
+
+    def reply(self, output: RequestOutput, index: int, num_tokens: int, last: Delta) -> LlamaReply:
+        """Returns the reply to a prompt, without its text and what is known of it.
+
+        Args:
+            output: of the prompt.
+            index: its number.
+            num_tokens: tokens that the text has.
+            last: its end.
+        """
+        reason, word = last.finish_reason or "", last.stop_reason
+        kinds: dict[str, StopType] = {
+            "stop": "word" if isinstance(word, str) else "eos", "length": "limit",
+        }  # fmt: skip
+        num_prompt = len(output.prompt_token_ids)
+        return LlamaReply(
+            index=index,
+            model=self.frontend.config.served_model_names[0],
+            tokens_predicted=num_tokens,
+            tokens_evaluated=num_prompt,
+            generation_settings=_settings(self.body, output.params),
+            prompt=self._texts[index],
+            truncated=reason == "length" and self.body.max_length is None,
+            stop_type=kinds.get(reason, "none"),
+            stopping_word=word if isinstance(word, str) else "",
+            tokens_cached=num_prompt + max(0, num_tokens - 1),
+            timings=timings(output, 0, num_tokens),
+        )
+
+    def probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """Returns the log-probabilities of tokens."""
+        return [
+            self._scored(token.token_id, token.logprob)
+            | {"top_logprobs": [self._scored(*top) for top in token.top]}
+            for token in tokens
+        ]
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        text, data = self._tokenizer.token_text(token)
+        named = {"id": token, "token": text, "bytes": list(data)}
+        return named | {"logprob": max(logprob, LOWEST)}
+
+
+class LlamaWriter(ChoiceWriter):
+    """Writes the text of a prompt, an event a token: the text of all tokens of a delta goes with
+    the last of them. The reply without text follows the last delta."""
+
+    def __init__(self, dialect: LlamaDialect, output: RequestOutput, index: int):
+        self._dialect, self._output, self._index = dialect, output, index
+        self._has_line = False
+
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        parts, last, dialect = [], len(delta.token_ids) - 1, self._dialect
+        for place, token in enumerate(delta.token_ids):
+            self.num_tokens += 1
+            event = LlamaToken(
+                index=self._index,
+                content=delta.text if place == last else "",
+                tokens=[token],
+                tokens_predicted=self.num_tokens,
+                tokens_evaluated=len(self._output.prompt_token_ids),
+            )
+            if delta.logprobs:
+                event.completion_probabilities = dialect.probabilities([delta.logprobs[place]])
+            parts.append(data_event(event))
+        self._has_line |= "\n" in delta.text
+        if delta.finish_reason is not None:
+            reply = dialect.reply(self._output, self._index, self.num_tokens, delta)
+            reply.has_new_line = self._has_line
+            parts.append(data_event(reply))
+        return b"".join(parts)
