@@ -34,7 +34,7 @@ test: check test-kernels
 	$(PYTEST) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-kernels: $(VENV)/.test
-	$(PYTEST) --dist load tests/kernels
+	$(PYTEST) -n 2 --dist load tests/kernels
 
 test-fast: check
 	$(PYTEST) -n 2 --dist loadfile -m "not slow and not extended" tests/test_*.py $(ARGS)

@@ -92,7 +92,9 @@ class EchoExecutor:
         self._on_result = on_result
         max_model_len = self._config.model.max_model_len
         assert max_model_len is not None
-        return WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (80_000,), max_model_len)
+        # as many blocks as all slots can fill: more would only be counted
+        num_blocks = min(80_000, self._config.scheduler.max_num_seqs * -(-max_model_len // 16))
+        return WorkerReport("none", "none", 0, 0, 16, (ONE_GROUP,), (num_blocks,), max_model_len)
 
     def post(self, plan: StepPlan) -> None:
         """See `Executor.post`. Plans are encoded and decoded, as on their way to a worker."""
