@@ -22,11 +22,13 @@ from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
     StructuredOutputs,
-    find_grammar,
+    is_given,
+    json_grammar,
+    only_grammar,
 )
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import MAX_N, BeamSearch
+from aioinfer.sampling_params import MAX_N, BeamSearch, GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -215,6 +217,31 @@ class SamplingBody(SamplingFields, kw_only=True):
             self.check_beam_search()
         check_truncation(self.truncate_prompt_tokens)
 
+    def grammar_spec(self) -> GrammarSpec | None:
+        """Returns the grammar that the body asks for, or None.
+
+        Raises `RequestError` naming the field: one is wrong, or there are several.
+        """
+        format, outputs = self.response_format, self.structured_outputs
+        found = [] if format is None or (spec := format.to_grammar()) is None else [spec]
+        if outputs is not None:
+            found += outputs.to_grammars("structured_outputs.")
+        guided = (self.guided_regex, self.guided_choice, self.guided_grammar)
+        if bytes(self.guided_json) or guided != (None, None, None):
+            older = StructuredOutputs(
+                json=self.guided_json,
+                regex=self.guided_regex,
+                choice=self.guided_choice,
+                grammar=self.guided_grammar,
+                whitespace_pattern=self.guided_whitespace_pattern,
+            )
+            found += older.to_grammars("guided_")
+        if self.grammar is not None:
+            found.append(GrammarSpec("lark", self.grammar))
+        if is_given(self.json_schema):
+            found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
+        return only_grammar(found)
+
     def check_beam_search(self) -> None:
         """Raises `RequestError` naming a field that does not go with a beam search.
         `SamplingParams` does so for parameters of sampling."""
@@ -224,7 +251,7 @@ class SamplingBody(SamplingFields, kw_only=True):
             )
         if self.max_tokens == 0:
             raise FieldError("max_tokens", "must be at least 1 in a beam search")
-        if (grammar := find_grammar(self)) is not None:
+        if (grammar := self.grammar_spec()) is not None:
             raise RequestError(
                 f"{grammar.param} is not supported in a beam search", param=grammar.param
             )
@@ -246,7 +273,7 @@ class SamplingBody(SamplingFields, kw_only=True):
                 fields[name] = value
         if self.n_predict not in (None, -1):  # which stands for as much as fits
             fields.setdefault("max_tokens", self.n_predict)
-        if (grammar := find_grammar(self)) is not None:
+        if (grammar := self.grammar_spec()) is not None:
             fields["grammar"] = grammar
         if self.return_progress and self.stream:
             fields["reports_progress"] = True

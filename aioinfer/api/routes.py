@@ -143,7 +143,7 @@ ROUTES: tuple[Route, ...] = (
     _post("/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
     _post("/v1/responses/input_tokens", responses.count_input_tokens, ResponseRequest, InputTokens),
     _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE, query=_REPLAY),
-    _delete("/v1/responses/{id}", responses.delete_response),
+    _delete("/v1/responses/{id}", responses.delete_response, Deleted),
     _post("/v1/responses/{id}/cancel", responses.cancel_response, None, Response),
     _get("/v1/responses/{id}/input_items", responses.list_input_items, Page, query=_PAGE),
     _post("/v1/conversations", objects.create_conversation, CreateConversation, Conversation),

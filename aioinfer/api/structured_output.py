@@ -1,6 +1,5 @@
-"""The fields of completions and chat completions that ask for structured output, made into one
-`GrammarSpec`: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and
-llama.cpp's `grammar` and `json_schema`.
+"""Fields of bodies that ask for structured output, made into a `GrammarSpec`: OpenAI's
+`response_format`, and vLLM's `structured_outputs`. `SamplingBody.grammar_spec` has the others.
 
 JSON schemas are kept as the text that came: the order of properties and the digits of numbers
 count. `text.grammar` says what they may hold.
@@ -9,7 +8,7 @@ count. `text.grammar` says what they may hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -130,48 +129,6 @@ class StructuredOutputs(Struct, kw_only=True):
         if self.grammar is not None:
             found.append(GrammarSpec("lark", self.grammar, None, f"{prefix}grammar"))
         return found
-
-
-class StructuredFields(Protocol):
-    """The fields of a body that ask for structured output. `guided_decoding_backend`, a field as
-    well, is ignored: there is one."""
-
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredOutputs | None
-    guided_json: Raw
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-    guided_whitespace_pattern: str | None
-    grammar: str | None
-    json_schema: Raw
-
-
-def find_grammar(body: StructuredFields) -> GrammarSpec | None:
-    """Returns the grammar that a body asks for, or None.
-
-    Raises `RequestError` naming the field: one is wrong, or there are several.
-    """
-    found = []
-    if (wanted := body.response_format) is not None and (spec := wanted.to_grammar()):
-        found.append(spec)
-    if body.structured_outputs is not None:
-        found += body.structured_outputs.to_grammars("structured_outputs.")
-    guided = (body.guided_regex, body.guided_choice, body.guided_grammar)
-    if bytes(body.guided_json) or guided != (None, None, None):
-        older = StructuredOutputs(
-            json=body.guided_json,
-            regex=body.guided_regex,
-            choice=body.guided_choice,
-            grammar=body.guided_grammar,
-            whitespace_pattern=body.guided_whitespace_pattern,
-        )
-        found += older.to_grammars("guided_")
-    if body.grammar is not None:
-        found.append(GrammarSpec("lark", body.grammar))
-    if is_given(body.json_schema):
-        found.append(json_grammar("json_schema", body.json_schema, "json_schema"))
-    return only_grammar(found)
 
 
 def only_grammar(found: Sequence[GrammarSpec]) -> GrammarSpec | None:

@@ -304,13 +304,19 @@ class ResponseRun:
         self.dialect = dialect
         self.events: list[bytes] = []
         self.queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self.num_bytes = json_size(dialect.context.items)
+        self.num_bytes = json_size(self.items)
         self._generation = generation
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
 
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items before its output."""
+        return self.dialect.context.items
+
+    @property
     def body(self) -> Response:
-        """Returns the response as it stands."""
+        """The response as it stands."""
         dialect, output = self.dialect, self._output
         if dialect.ended is not None:
             return dialect.ended
@@ -338,7 +344,7 @@ class ResponseRun:
             ):
                 self._output = outputs[0]
                 writer = dialect.choice(outputs[0], 0, 0)
-                self.queued.set_result(self.body())
+                self.queued.set_result(self.body)
                 async for delta in outputs[0]:
                     make = partial(writer.events, delta)
                     self._note(await formatted(delta.logprobs or (), make))

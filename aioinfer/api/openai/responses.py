@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.admission import admit
-from aioinfer.api.batch.store import OBJECT_STORE, owner_of, page_of
+from aioinfer.api.batch.objects import Deleted
+from aioinfer.api.batch.store import OBJECT_STORE, StoredObject, owner_of, page_of
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.openai.response_events import RESPONSE_RUNS, ResponseDialect, send_events
+from aioinfer.api.openai.response_events import (
+    RESPONSE_RUNS,
+    ResponseDialect,
+    ResponseRun,
+    send_events,
+)
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.errors import FieldError, RequestError
 
@@ -40,23 +46,25 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     With `stream`, its events behind number `starting_after`, where it was a stream in the
     background.
     """
-    id, owner = request.match_info["id"], owner_of(request)
-    first = _first_event(request)
-    events: AsyncIterator[bytes] | None
-    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
-        if first is None:
-            return json_response(run.body())
-        events = run.follow(first) if run.dialect.body.stream else None
+    found, first = _find(request), _first_event(request)
+    if first is None:
+        return json_response(found.body)
+    if isinstance(found, ResponseRun):
+        has_events, events = bool(found.dialect.body.stream), found.follow(first)
     else:
-        stored = request.app[OBJECT_STORE].find(owner, "response", id)
-        if first is None:
-            return json_response(stored.body)
-        events = _whole(stored.events[first:]) if stored.events else None
-    if events is None:
+        has_events, events = bool(found.events), _whole(found.events[first:])
+    if not has_events:
         raise RequestError(
             "only a response that was made with background and stream has events", param="stream"
         )
     return await send_events(request, events)
+
+
+def _find(request: web.Request) -> ResponseRun | StoredObject:
+    """Returns the response that a request names: one in the background, or a stored one."""
+    id, owner = request.match_info["id"], owner_of(request)
+    run = request.app[RESPONSE_RUNS].find(owner, id)
+    return request.app[OBJECT_STORE].find(owner, "response", id) if run is None else run
 
 
 def _first_event(request: web.Request) -> int | None:
@@ -75,16 +83,14 @@ async def _whole(events: Sequence[bytes]) -> AsyncIterator[bytes]:
 
 async def cancel_response(request: web.Request) -> web.Response:
     """Ends a response in the background; one that is complete stays as it is."""
-    id, owner = request.match_info["id"], owner_of(request)
-    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
-        await run.cancel()
-        return json_response(run.body())
-    body = request.app[OBJECT_STORE].find(owner, "response", id).body
-    if not body["background"]:
+    found = _find(request)
+    if isinstance(found, ResponseRun):
+        await found.cancel()
+    elif not found.body["background"]:
         raise RequestError(
             "Cannot cancel a synchronous response: it was not made with background", param="id"
         )
-    return json_response(body)
+    return json_response(found.body)
 
 
 async def delete_response(request: web.Request) -> web.Response:
@@ -95,19 +101,14 @@ async def delete_response(request: web.Request) -> web.Response:
         await run.cancel()
     if run is None or (owner, id) in store:
         store.remove(owner, "response", id)
-    return json_response({"id": id, "object": "response", "deleted": True})
+    return json_response(Deleted(id=id, object="response"))
 
 
 async def list_input_items(request: web.Request) -> web.Response:
     """Lists the input items of a response, newest first, including the items of earlier responses
     and of its conversation; `limit`, `after`, `order`."""
-    id, owner = request.match_info["id"], owner_of(request)
-    if (run := request.app[RESPONSE_RUNS].find(owner, id)) is not None:
-        items: Sequence[dict[str, Any]] = run.dialect.context.items
-    else:
-        items = request.app[OBJECT_STORE].find(owner, "response", id).items
-    page = page_of(list(reversed(items)), request.query, max_limit=100, default_limit=20)
-    return json_response(page)
+    items = list(reversed(_find(request).items))
+    return json_response(page_of(items, request.query, max_limit=100, default_limit=20))
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
