@@ -78,6 +78,7 @@ _GONE = {
     "server.max_body_bytes": "it follows from the longest prompt, and is 16 MiB at most",
     "server.max_connections": "it is 8192, or what the limit of file descriptors allows",
     "server.max_buffered_body_bytes": "it is 256 MiB",
+    "server.unix_socket": 'server.host = "unix:PATH"',
     "server.keepalive_timeout_s": "it is 75 seconds",
     "server.batch_concurrency": "it is 32",
     "server.header_timeout_s": "it is 60 seconds",

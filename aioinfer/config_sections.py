@@ -316,11 +316,8 @@ class ParallelConfig:
 class ServerConfig:
     """The HTTP server."""
 
-    host: str = key("Address to listen on.", "127.0.0.1")
+    host: str = key("Address to listen on, or `unix:PATH`: a Unix socket.", "127.0.0.1")
     port: int = key("Port to listen on; 0 takes a free one.", 8000, minimum=0, maximum=65535)
-    unix_socket: str | None = key(
-        "Path of a Unix socket to listen on, instead of `host` and `port`.", None
-    )
     tls_certificate: str | None = key(
         "PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.",
         None,
@@ -400,6 +397,11 @@ class ServerConfig:
         30.0,
         minimum=0,
     )
+
+    @property
+    def unix_socket(self) -> str | None:
+        """The path of the Unix socket to listen on, None for an address."""
+        return self.host.removeprefix("unix:") if self.host.startswith("unix:") else None
 
 
 @dataclass(frozen=True, kw_only=True)

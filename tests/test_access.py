@@ -295,7 +295,7 @@ async def test_a_server_answers_421_to_other_names(
 
 
 async def test_a_unix_socket_answers_to_any_name(tmp_path: Path) -> None:
-    server = make_server(unix_socket=str(tmp_path / "socket"))
+    server = make_server(host=f"unix:{tmp_path}/socket")
     await server.start()
     connector = aiohttp.UnixConnector(str(tmp_path / "socket"))
     async with (

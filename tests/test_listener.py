@@ -291,11 +291,11 @@ async def get_health(path: Path) -> int:
 
 async def test_a_unix_socket_and_its_end(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    server = make_server(unix_socket=str(path))
+    server = make_server(host=f"unix:{path}")
     assert await server.start() == f"unix:{path}"
     assert await get_health(path) == 200
-    second = make_server(unix_socket=str(path))
-    with pytest.raises(ConfigError, match=r"server\.unix_socket = .*another server listens there"):
+    second = make_server(host=f"unix:{path}")
+    with pytest.raises(ConfigError, match=r"server\.host = 'unix:.*another server listens there"):
         await second.start()
     await second.close()
     assert await get_health(path) == 200
@@ -307,7 +307,7 @@ async def test_what_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as left:
         await asyncio.to_thread(left.bind, str(path))
-    server = make_server(unix_socket=str(path))
+    server = make_server(host=f"unix:{path}")
     await server.start()
     assert await get_health(path) == 200
     await server.close()
@@ -315,7 +315,7 @@ async def test_what_a_killed_server_left_is_replaced(tmp_path: Path) -> None:
 
 async def test_the_socket_of_a_successor_stays(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    first, second = (make_server(unix_socket=str(path)) for _ in range(2))
+    first, second = (make_server(host=f"unix:{path}") for _ in range(2))
     await first.start()
     await asyncio.to_thread(os.rename, path, tmp_path / "old")
     await second.start()
@@ -327,20 +327,20 @@ async def test_the_socket_of_a_successor_stays(tmp_path: Path) -> None:
 async def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     await asyncio.to_thread(path.touch)
-    server = make_server(unix_socket=str(path))
+    server = make_server(host=f"unix:{path}")
     with pytest.raises(ConfigError, match="no socket"):
         await server.start()
     await server.close()
     assert await asyncio.to_thread(path.is_file)
     for wrong in (tmp_path / "missing" / "socket", tmp_path / ("x" * 200)):
-        server = make_server(unix_socket=str(wrong))
-        with pytest.raises(ConfigError, match=r"server\.unix_socket"):
+        server = make_server(host=f"unix:{wrong}")
+        with pytest.raises(ConfigError, match=r"server\.host = 'unix:"):
             await server.start()
         await server.close()
 
 
 async def test_tls_over_a_unix_socket(tmp_path: Path) -> None:
-    server: HttpServer = make_server(unix_socket=str(tmp_path / "socket"), **CERTIFIED)
+    server: HttpServer = make_server(host=f"unix:{tmp_path}/socket", **CERTIFIED)
     await server.start()
     connection = await asyncio.open_unix_connection(
         tmp_path / "socket", ssl=trusting(), server_hostname="localhost"

@@ -330,7 +330,6 @@ def _private(config: Config, key: str) -> Config:
         config.server,
         host="127.0.0.1",
         port=0,
-        unix_socket=None,
         tls_certificate=None,
         tls_key=None,
         allowed_hosts=[],

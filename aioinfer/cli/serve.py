@@ -45,9 +45,12 @@ def start(config: Config) -> int:
     if os.environ.get("RANK", "0") == "0":
         _check_server(config)
         address = f"{config.server.host}:{config.server.port}"
-        place = config.server.unix_socket or (address if config.server.port else "a free port")
+        if config.server.unix_socket is not None:
+            address = config.server.host
+        elif not config.server.port:
+            address = "a free port"
         if config.logging.format == "text":  # a program reads JSON
-            announce(f"starts {config.served_model_names[0]} at {place}")
+            announce(f"starts {config.served_model_names[0]} at {address}")
 
     from aioinfer.api.app import run as serve  # imports PyTorch
 

@@ -96,7 +96,6 @@ def replica_config(config: Config, host: str) -> Config:
         config.server,
         host=host,
         port=0,
-        unix_socket=None,
         tls_certificate=None,
         tls_key=None,
         allowed_hosts=[],

@@ -254,12 +254,11 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
-    place = f"server.host = {config.host!r}, server.port = {config.port}"
-    if config.unix_socket is not None:
-        place = f"server.unix_socket = {config.unix_socket!r}"
-    remedy = ""
-    if error.errno == errno.EADDRINUSE and config.unix_socket is None:
-        remedy = "; end the program that listens there, or set another server.port"
+    place, remedy = f"server.host = {config.host!r}", ""
+    if config.unix_socket is None:
+        place += f", server.port = {config.port}"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "; end the program that listens there, or set another server.port"
     return ConfigError(f"cannot listen at {place}: {error}{remedy}")
 
 
