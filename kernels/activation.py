@@ -1,5 +1,5 @@
 """The activation of a gated MLP, activation(gate) * up, computed on GPUs between its gate-and-up
-projection and its down projection.
+projection and its down projection; and the gates of attention's outputs.
 
 The merged gate-and-up weight has the rows of its two projections interleaved
 (`gated_product.interleave`), and so are the columns of the product: `GATE_RUN` columns of the gate,
@@ -98,3 +98,38 @@ def gated_activation(
             BLOCK=BLOCK, RUN=GATE_RUN, KIND=kind, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _gate_kernel(
+    x, gates, width, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    wait_for_kernel(PDL)
+    gate = tl.load(gates + row * gate_stride + columns, mask, 0.0).to(tl.float32)
+    place = x + row * x_stride + columns
+    value = tl.load(place, mask, 0.0).to(tl.float32) * tl.sigmoid(gate)
+    tl.store(place, value.to(x.dtype.element_ty), mask)
+
+
+def gate_in_place(x: torch.Tensor, gates: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Multiplies x with the sigmoid of `gates`, in float32, and returns it.
+
+    Args:
+        x, gates: [T, N]; bf16, fp16 or fp32; rows may be strided.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: shapes differ, or columns are strided.
+    """
+    if x.shape != gates.shape or x.stride(1) != 1 or gates.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)}, gates are {tuple(gates.shape)}, or strided")
+    rows, width = x.shape
+    if rows:
+        _gate_kernel[(rows, triton.cdiv(width, BLOCK))](
+            x, gates, width, x.stride(0), gates.stride(0), BLOCK=BLOCK, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
+        )  # fmt: skip
+    return x

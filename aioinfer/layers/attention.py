@@ -279,8 +279,16 @@ class Attention(Mixer):
         if len(stream):
             attended = attended.flatten(1)
             if gates is not None:
-                attended = attended.mul_(gates.sigmoid())
+                attended = self._apply_gates(attended, gates)
             self.output.add_to(stream, attended, norm=self._post_norm, scale=self._residual_scale)
+
+    def _apply_gates(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Returns outputs [T, num_heads * head_size] times the sigmoid of the gates, in place."""
+        if self._backend.has_kernels:
+            from aioinfer.kernels.activation import gate_in_place
+
+            return gate_in_place(attended, gates, pdl=self._backend.pdl)
+        return attended.mul_(gates.sigmoid())
 
     def _norm_queries_and_keys(self, qkv: torch.Tensor) -> None:
         """Norms queries and keys of the projection [T, features] in place."""

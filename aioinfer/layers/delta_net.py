@@ -151,10 +151,12 @@ class GatedDeltaNet(Mixer):
         shape, (windows, matrices) = self.shape, self._caches
         rows = StateRows.of_step(step, windows.group, windows.block_size)
         mixed = F.silu(self.convolution(mixed, windows.tensor, rows), inplace=True)
-        queries, keys, values = mixed.split(shape.mixed_sizes, dim=-1)
+        size, _, value_size = shape.mixed_sizes
+        both, values = mixed.split((2 * size, value_size), dim=-1)
+        queries, keys = self._of_length_one(both).split(shape.num_heads, dim=1)
         inputs = HeadInputs(
-            self._of_length_one(queries).mul_(shape.key_size**-0.5),
-            self._of_length_one(keys),
+            queries * shape.key_size**-0.5,
+            keys,
             values.unflatten(-1, (shape.num_heads, shape.value_size)),
             self.decay(self.decay.steps(decays)),
             rates.float().sigmoid(),
@@ -163,9 +165,9 @@ class GatedDeltaNet(Mixer):
         return recur(inputs, matrices.tensor, rows)
 
     def _of_length_one(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns queries or keys [T, heads * key_size] scaled to length one, for each head of
-        values: [T, heads, key_size]."""
-        heads = x.unflatten(-1, (self.shape.num_key_heads, self.shape.key_size))
+        """Returns queries and keys [T, 2 * key heads * key_size] scaled to length one, for each
+        head of values: queries, then keys [T, 2 * heads, key_size]."""
+        heads = x.unflatten(-1, (-1, self.shape.key_size))
         lengths = heads.square().sum(-1, keepdim=True).add_(_LENGTH_EPS)
         heads = heads * lengths.rsqrt_()
         return heads.repeat_interleave(self.shape.shared, dim=1) if self.shape.shared > 1 else heads

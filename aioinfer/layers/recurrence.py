@@ -100,6 +100,7 @@ class HeadDecay:
         self._name, self._heads = name, heads
         self.logs = torch.zeros(heads.size, dtype=torch.float32, device=device)
         self.biases = torch.zeros(heads.size, dtype=torch.float32, device=device)
+        self._factors = -self.logs.exp()
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's heads of the checkpoint's tensors go."""
@@ -108,7 +109,8 @@ class HeadDecay:
             yield f"{self._name}.{name}", WeightShard(parameter, 0, heads.start, heads.total)
 
     def finalize(self) -> None:
-        """Leaves the parameters as they are."""
+        """Computes what steps are multiplied with."""
+        self._factors = -self.logs.exp()
 
     def steps(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the steps, float32 [T, heads], for x [T, heads]."""
@@ -116,7 +118,7 @@ class HeadDecay:
 
     def __call__(self, steps: torch.Tensor) -> torch.Tensor:
         """Returns the logarithms of the decays, float32 [T, heads]."""
-        return -self.logs.exp() * steps
+        return self._factors * steps
 
 
 def recur(inputs: HeadInputs, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
