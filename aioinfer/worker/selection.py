@@ -136,7 +136,8 @@ def select_cache_dtype(
         return CacheDtype(dtype, str(dtype).removeprefix("torch."))
     if not model.kv_scales:
         raise ConfigError(
-            "a KV cache in float8 is not supported for latent vectors: set cache.dtype to 'model'"
+            "a KV cache in float8 is not supported for latent vectors and beside states: set "
+            "cache.dtype to 'model'"
         )
     if scales == "one":
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: 1)")
