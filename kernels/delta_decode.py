@@ -38,11 +38,11 @@ class DecodeConfig(NamedTuple):
 
 
 def decode_config(shape: DeltaShape) -> DecodeConfig:
-    """Returns the configuration for matrices of a shape. 8 warps hold one of 128 x 128 in 64
-    registers a thread; of 162 that the program would take, 128 suffice without spilling, and two
-    programs with 128 KiB in flight fit a multiprocessor instead of one."""
-    warps = max(1, min(8, shape.key_pad * shape.value_pad // 2048))
-    return DecodeConfig(warps, 128 if warps == 8 else None)
+    """Returns the configuration for matrices of a shape. 4 warps hold one of 128 x 128 in 128
+    registers a thread, with as many as the compiler takes: on an H200 256 rows of 32 heads take 303
+    us (3.66 TB/s) against 375 us with 8 warps of 128 registers and 620 us with 16; fewer registers
+    spill, and 4 warps are the fastest from one row on."""
+    return DecodeConfig(max(1, min(4, shape.key_pad * shape.value_pad // 4096)), None)
 
 
 @triton.jit

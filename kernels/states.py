@@ -85,7 +85,9 @@ def programs_for(items: int, device: torch.device) -> int:
     return min(items, _PROGRAMS_PER_SM * multiprocessors(device))
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_starts", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["query_starts", "seq_lens"]
+)
 def _plan_kernel(
     query_starts, seq_lens, chunks, rows, num_rows, LENGTH: tl.constexpr, MIN_TOKENS: tl.constexpr,
     IS_ALIGNED: tl.constexpr, ROWS_PAD: tl.constexpr, TILE: tl.constexpr,
@@ -145,8 +147,10 @@ def plan_chunks(
             f"the plan has room for {capacity} chunks, not for those of {rows} rows of "
             f"{num_tokens} tokens"
         )
+    # one variant of the kernel for all steps: by the plan's rows, not by the step's
+    rows_pad = max(_MIN_ROWS_PAD, triton.next_power_of_2(len(plan.rows) - 1))
     _plan_kernel[(max(1, rows),)](
         query_starts, seq_lens, plan.chunks, plan.rows, rows, LENGTH=plan.length,
         MIN_TOKENS=plan.min_tokens, IS_ALIGNED=plan.is_aligned,
-        ROWS_PAD=max(_MIN_ROWS_PAD, triton.next_power_of_2(rows)), TILE=64, num_warps=4,
+        ROWS_PAD=rows_pad, TILE=64, num_warps=4,
     )  # fmt: skip
