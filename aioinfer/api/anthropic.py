@@ -23,7 +23,7 @@ from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.tools import Choice, make_use
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -77,10 +77,7 @@ class AnthropicTool(Struct, kw_only=True):
         """Raises `RequestError` for fields that would change how the tool is called; `place` is the
         tool's in the body."""
         if self.type not in (None, "custom"):
-            raise RequestError(
-                f"{place}.type {self.type[:40]!r} is not supported, only 'custom'",
-                param=f"{place}.type",
-            )
+            raise FieldError(f"{place}.type", f"{self.type[:40]!r} is not supported, only 'custom'")
         refused = {
             "allowed_callers": self.allowed_callers not in (None, [], ["direct"]),
             "defer_loading": self.defer_loading,
@@ -88,10 +85,8 @@ class AnthropicTool(Struct, kw_only=True):
         }
         for name, is_given in refused.items():
             if is_given:
-                raise RequestError(
-                    f"{place}.{name} is not supported here",
-                    param=f"{place}.{name}",
-                    code="unsupported_parameter",
+                raise FieldError(
+                    f"{place}.{name}", "is not supported here", "unsupported_parameter"
                 )
 
 
@@ -172,9 +167,8 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         Raises `RequestError`."""
         given = self.output_config.format if self.output_config is not None else None
         if given is not None and self.output_format is not None:
-            raise RequestError(
-                "output_format and output_config.format are the same: give one of them",
-                param="output_format",
+            raise FieldError(
+                "output_format", "and output_config.format are the same: give one of them"
             )
         place = "output_format.schema" if given is None else "output_config.format.schema"
         if (format := given or self.output_format) is None:

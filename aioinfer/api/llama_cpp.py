@@ -37,7 +37,7 @@ from aioinfer.api.protocol import (
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
 from aioinfer.engine.chat_turn import conversation_input
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import (
     ALL_TOKENS,
     MAX_LOGIT_BIAS_VALUE,
@@ -92,9 +92,8 @@ class LlamaCompletion(IgnoredFields, kw_only=True):
         others = self.presence_penalty, self.frequency_penalty
         has_penalties = any(others) or self.repeat_penalty not in (None, 1)
         if self.repeat_last_n not in (None, 0, -1) and has_penalties:
-            raise RequestError(
-                "repeat_last_n must be -1 or 0: penalties count all of the text, or are off",
-                param="repeat_last_n",
+            raise FieldError(
+                "repeat_last_n", "must be -1 or 0: penalties count all of the text, or are off"
             )
         self.prompts()
 

@@ -29,7 +29,7 @@ from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.tools import NO_TOOLS, read_tools
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -125,14 +125,14 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
     def check(self) -> None:
         """See `Body.check`."""
         if isinstance(self.format, str) and self.format not in ("", "json"):
-            raise RequestError("format must be 'json' or a JSON schema", param="format")
+            raise FieldError("format", "must be 'json' or a JSON schema")
         options = self.options or Options()
         if (options.repeat_last_n or -1) != -1 and options.repeat_penalty not in (None, 1):
-            raise RequestError(
-                "options.repeat_last_n must be -1, for all tokens, or 0, for none: a penalty for "
-                "the last ones alone is not supported",
-                param="options.repeat_last_n",
-                code="unsupported_parameter",
+            raise FieldError(
+                "options.repeat_last_n",
+                "must be -1, for all tokens, or 0, for none: a penalty for the last ones alone is "
+                "not supported",
+                "unsupported_parameter",
             )
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -172,8 +172,7 @@ class OllamaChat(OllamaBody, kw_only=True):
         self.tool_use()
         for index, message in enumerate(self.messages or ()):
             if message.images:
-                place = f"messages[{index}].images"
-                raise RequestError(f"{place} is not supported", param=place)
+                raise FieldError(f"messages[{index}].images", "is not supported")
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""

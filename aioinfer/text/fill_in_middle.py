@@ -32,9 +32,6 @@ _ENDS = (
     "<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>", "<file_sep>",
     "▁<EOT>",
 )  # fmt: skip
-#: Tokens before the name of a repository and of a file, of models trained on whole projects.
-_REPOSITORY = ("<|repo_name|>", "<repo_name>", "<reponame>")
-_FILE = ("<|file_sep|>", "<file_sep>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,6 @@ class FillInMiddle:
         begin: tokens that the tokenizer puts before every text, such as BOS.
         ends: tokens that end the middle, besides the model's own end tokens.
         suffix_is_joined: whether the suffix is to be encoded as `encode_suffix` does.
-        repository, file: before the name of a repository, and of each of its files; None if the
-            vocabulary has no token for it.
     """
 
     prefix: int
@@ -59,8 +54,6 @@ class FillInMiddle:
     begin: tuple[int, ...]
     ends: tuple[int, ...]
     suffix_is_joined: bool
-    repository: int | None = None
-    file: int | None = None
 
     @classmethod
     def of(
@@ -84,8 +77,6 @@ class FillInMiddle:
                 tuple(token for token in around if token != eos_token_id),
                 tuple(t for name in _ENDS if (t := backend.token_to_id(name)) is not None),
                 names[0].startswith("▁"),
-                _first_of(backend, _REPOSITORY),
-                _first_of(backend, _FILE),
             )
         return None
 
@@ -94,9 +85,3 @@ class FillInMiddle:
         prefix, suffix = [self.prefix, *before], [self.suffix, *after]
         parts = [*suffix, *prefix] if self.suffix_first else [*prefix, *suffix]
         return [*self.begin, *parts, *self.middle]
-
-
-def _first_of(backend: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:
-    """Returns the first of these tokens that the vocabulary has."""
-    found = map(backend.token_to_id, names)
-    return next((token for token in found if token is not None), None)
