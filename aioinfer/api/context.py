@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,7 +15,6 @@ from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import RATE_LIMITER
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
 from aioinfer.api.http.request_log import RECORD
-from aioinfer.api.messages import Message
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 
@@ -41,9 +39,6 @@ FINGERPRINT = web.AppKey("fingerprint", str)
 _SMALL_BODY = 64 * 1024
 #: Some editors and languages begin UTF-8 with it; JSON (RFC 8259, 8.1) lets a reader ignore it.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: Conversations with more messages, parts and calls are converted for the template in a thread: 1
-#: us a message.
-_FEW_MESSAGES = 256
 
 B = TypeVar("B", bound=Body)
 
@@ -104,26 +99,6 @@ def _check_content_type(request: web.Request) -> None:
         raise RequestError(
             "the Content-Type must be application/json", status=415, code="unsupported_media_type"
         )
-
-
-class ConversationBody(Protocol):
-    """A body that may hold a conversation."""
-
-    @property
-    def messages(self) -> Sequence[Message] | None:
-        """The messages, None if there are none."""
-
-
-async def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
-    """Returns the messages of a body as chat templates read them."""
-
-    def convert() -> list[dict[str, Any]]:
-        return [message.for_template() for message in body.messages or ()]
-
-    is_short = all(message.is_short for message in (body.messages or ())[:_FEW_MESSAGES])
-    if is_short and len(body.messages or ()) <= _FEW_MESSAGES:
-        return convert()
-    return await asyncio.to_thread(convert)
 
 
 def check_model(config: Config, model: str | None) -> None:

@@ -19,12 +19,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
+from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import LlamaError, describe, json_response
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
+from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import numbers_json, pool
 from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
 from aioinfer.api.protocol import (
@@ -318,7 +319,7 @@ async def apply_template(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     tokenizer = frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
-    messages, options = await template_messages(body), template_options(body)
+    messages, options = await template_messages(body.messages), template_options(body)
     shown, tools = await conversation_input(
         frontend, messages, body.tool_use(), options.pop("tools")
     )

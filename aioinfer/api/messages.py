@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -18,6 +20,10 @@ _SHORT_ARGUMENTS = 1024
 
 #: Parts of a message that are joined at once.
 _FEW_PARTS = 16
+
+#: Conversations with more messages, parts and calls are converted for the template in a thread: 1
+#: us a message.
+_FEW_MESSAGES = 256
 
 #: Characters of a role.
 _MAX_ROLE = 64
@@ -153,3 +159,15 @@ def _max_values(text: str) -> int:
     if len(text) > _SHORT_ARGUMENTS:
         return count_values(text.encode("utf-8", "replace"))
     return text.count(",") + text.count("[") + text.count("{")
+
+
+async def template_messages(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
+    """Returns messages as chat templates read them; of many or long ones in a thread."""
+    given = messages or ()
+
+    def convert() -> list[dict[str, Any]]:
+        return [message.for_template() for message in given]
+
+    if len(given) <= _FEW_MESSAGES and all(message.is_short for message in given):
+        return convert()
+    return await asyncio.to_thread(convert)

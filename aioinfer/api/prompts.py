@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec import Struct
 
-from aioinfer.api.context import template_messages
 from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.errors import shorten
-from aioinfer.api.messages import ContentPart
+from aioinfer.api.messages import ContentPart, template_messages
 from aioinfer.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -136,7 +135,7 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
 
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
-    messages, options = await template_messages(body), template_options(body)
+    messages, options = await template_messages(body.messages), template_options(body)
     if roles := body.own_roles():
         await _check_roles(frontend, roles, messages, options)
     limit = max_uncut(body)

@@ -388,10 +388,13 @@ def usage(
     count_thought: ThoughtCount | None = None,
 ) -> Usage:
     """Returns the usage of outputs. With `count_thought` it says how many tokens were reasoning."""
-    found = usage_of(
-        sum(len(output.prompt_token_ids) for output in outputs),
-        completion_tokens,
-        sum(output.num_cached_tokens for output in outputs),
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    found = Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
     if count_thought is not None:
         thoughts = sum(count_thought(ids) for output in outputs for ids in output.generated())
@@ -400,13 +403,3 @@ def usage(
             reasoning_tokens=min(thoughts, completion_tokens)
         )
     return found
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """Returns the usage of these numbers."""
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
-    )

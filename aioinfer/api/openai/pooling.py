@@ -20,11 +20,12 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
+from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.generation import Generation
 from aioinfer.api.http.request_log import request_id
+from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling_bodies import (
     ClassifyRequest,
     EmbeddingBody,
@@ -353,7 +354,7 @@ async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
     """Returns the inputs of a body, the token ids of a conversation."""
     if body.messages is None:
         return body.inputs()
-    messages, options = await template_messages(body), body.template_options()
+    messages, options = await template_messages(body.messages), body.template_options()
     return [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
 
 

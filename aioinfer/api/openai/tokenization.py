@@ -10,7 +10,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, encode, read_body, template_messages
+from aioinfer.api.context import FRONTEND, encode, read_body
+from aioinfer.api.messages import template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
 from aioinfer.errors import RequestError
@@ -61,7 +62,7 @@ async def tokenize(request: web.Request) -> web.Response:
     limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
-            await template_messages(body), max_tokens=limit, **template_options(body)
+            await template_messages(body.messages), max_tokens=limit, **template_options(body)
         )
     elif body.content is not None:
         special = bool(body.add_special)
