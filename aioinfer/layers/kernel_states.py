@@ -1,4 +1,4 @@
-"""Layers with a state by the Triton kernels: Gated DeltaNet, and short convolutions.
+"""Layers with a state by the Triton kernels: Gated DeltaNet, Mamba-2, and short convolutions.
 
 The kernels find out on the GPU which rows of a step have one token and which have more, and what
 they read and write: so the launches of a layer depend on nothing but the numbers of rows and
@@ -14,7 +14,13 @@ import torch
 
 from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
-from aioinfer.kernels.delta_prefill import DeltaWorkspace, delta_prefill, plans_of
+from aioinfer.kernels.delta_prefill import (
+    DeltaWorkspace,
+    chunk_length,
+    delta_prefill,
+    plans_of,
+)
+from aioinfer.kernels.mamba import MambaInputs, MambaWeights, mamba_decode, mamba_prefill
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
 from aioinfer.layers.layer import LayerCache
@@ -24,6 +30,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.mamba import HeadSkip, Mamba2Shape
 
 #: Kernels take blocks of a multiple of so many tokens.
 _BLOCK_MULTIPLE = 16
@@ -173,6 +180,7 @@ class KernelConvolution:
         windows: the layer's cache.
         plans: of the model.
         pdl: launch as programmatic dependents.
+        has_silu: whether SiLU follows.
     """
 
     def __init__(
@@ -183,21 +191,117 @@ class KernelConvolution:
         plans: AttentionPlans,
         *,
         pdl: bool,
+        has_silu: bool = False,
     ):
         self._taps, self._bias, self._windows, self._pdl = taps, bias, windows, pdl
+        self._has_silu = has_silu
         size, device = windows.block_size, taps.device
         self._plans = plans.share(
             (ConvolutionPlans, size),
             lambda: ConvolutionPlans(size, plans.rows, plans.tokens, device),
         )
 
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Returns the convolution [T, channels] of x [T, channels]; 0 in padding."""
-        out = torch.zeros_like(x)
+    def __call__(
+        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the convolution [T, channels] of x [T, channels]: a new tensor with 0 in padding,
+        or `out`, whose padding is left as it is."""
+        out = torch.zeros_like(x) if out is None else out
         short_convolution(
             x, self._taps, _tables_of(self._windows, step), self._plans.chunks,
-            step.inputs.query_starts, out, bias=self._bias, has_silu=False,
+            step.inputs.query_starts, out, bias=self._bias, has_silu=self._has_silu,
             block_size=self._windows.block_size, max_tokens=len(x) if step.has_prefill else 1,
             pdl=self._pdl,
         )  # fmt: skip
+        return out
+
+
+class MambaPlans:
+    """The plan of a step that layers of Mamba-2 share, and their buffers; arguments as in
+    `DeltaPlans`.
+
+    Attributes:
+        mixed: [tokens, channels of x, B and C], after the convolution.
+        out: float32 [tokens, channels of x], which every layer writes its outputs to. What both
+            have in the place of padding is finite.
+    """
+
+    def __init__(
+        self,
+        shape: Mamba2Shape,
+        block_size: int,
+        rows: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.chunks = ChunkPlan.empty(
+            rows, tokens, chunk_length(block_size), device, min_tokens=2, is_aligned=True
+        )
+        self.mixed = torch.zeros(tokens, sum(shape.mixed_sizes), dtype=dtype, device=device)
+        self.out = torch.zeros(tokens, shape.channels, dtype=torch.float32, device=device)
+
+    def fill(self, step: Step) -> None:
+        """See `AttentionPlan`."""
+        if step.has_prefill:
+            _fill(self.chunks, step)
+
+
+class KernelMamba2:
+    """The convolution and the recurrence of one layer of Mamba-2.
+
+    Args:
+        shape: of this rank.
+        taps: [channels of x, B and C, width], of the convolution. bias: [channels], or None.
+        decay, skip: of the layer.
+        windows, matrices: the layer's caches.
+        plans: of the model.
+        pdl: launch as programmatic dependents.
+    """
+
+    def __init__(
+        self,
+        shape: Mamba2Shape,
+        taps: torch.Tensor,
+        bias: torch.Tensor | None,
+        decay: HeadDecay,
+        skip: HeadSkip,
+        windows: LayerCache,
+        matrices: LayerCache,
+        plans: AttentionPlans,
+        *,
+        pdl: bool,
+    ):
+        self._weights = MambaWeights(decay.logs, decay.biases, skip.weights, *shape.step_limits)
+        self._matrices, self._pdl = matrices, pdl
+        self._convolve = KernelConvolution(taps, bias, windows, plans, pdl=pdl, has_silu=True)
+        size, dtype, device = matrices.block_size, taps.dtype, taps.device
+        self._plans = plans.share(
+            (MambaPlans, shape),
+            lambda: MambaPlans(shape, size, plans.rows, plans.tokens, dtype, device),
+        )
+
+    def mix(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns the heads' outputs, float32 [T, channels], in a buffer that the next layer writes
+        to.
+
+        Args:
+            mixed: [T, channels of x, B and C], of the convolution.
+            steps: [T, heads], before their bias.
+            step: planned by `AttentionPlans.fill`.
+        """
+        inputs, plans, size = step.inputs, self._plans, self._matrices.block_size
+        tokens = len(mixed)
+        out = plans.out[:tokens]
+        given = MambaInputs(self._convolve(mixed, step, out=plans.mixed[:tokens]), steps)
+        matrices = _tables_of(self._matrices, step)
+        mamba_decode(
+            given, self._weights, matrices, inputs.seq_lens, out, block_size=size,
+            query_starts=inputs.query_starts if step.has_prefill else None, pdl=self._pdl,
+        )  # fmt: skip
+        if step.has_prefill:
+            mamba_prefill(
+                given, self._weights, matrices, inputs.query_starts, inputs.seq_lens, plans.chunks,
+                out, block_size=size, pdl=self._pdl,
+            )  # fmt: skip
         return out

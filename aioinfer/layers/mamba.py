@@ -31,6 +31,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.kernel_states import KernelMamba2
     from aioinfer.layers.part_maker import PartMaker
 
 
@@ -166,11 +167,10 @@ class Mamba2(Mixer):
         norm: of the residual stream before the projection.
         residual_scale: multiplied with the addend to the stream.
         projection_scales: multiplied with gates, x, B, C and steps; none for 1 each.
+        backend: of the rank.
     """
 
     scales = None
-    #: The rows of a step are divided on the host.
-    supports_graphs = False
 
     def __init__(
         self,
@@ -186,6 +186,7 @@ class Mamba2(Mixer):
         norm: Norm,
         residual_scale: float = 1.0,
         projection_scales: torch.Tensor | None = None,
+        backend: Backend,
     ):
         self.shape = shape
         self.inputs, self.convolution, self.output = inputs, convolution, output
@@ -193,7 +194,9 @@ class Mamba2(Mixer):
         self.output_norm, self._gates_last = output_norm, gates_last
         self._norm, self._residual_scale = norm, residual_scale
         self._projection_scales = projection_scales
+        self._pdl = backend.pdl
         self._caches: Sequence[LayerCache] = ()
+        self._kernel: KernelMamba2 | None = None
 
     @property
     def kv_specs(self) -> tuple[StateSpec, StateSpec]:
@@ -212,9 +215,23 @@ class Mamba2(Mixer):
         self.inputs.warm_up(self._norm)
         self.output.warm_up()
 
+    def unsupported_head_size(self, block_size: int) -> int | None:
+        """See `Mixer.unsupported_head_size`."""
+        from aioinfer.layers.kernel_states import supports
+
+        return None if supports(block_size) else self.shape.head_size
+
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
-        self._caches = caches
+        self._caches, self._kernel = caches, None
+        if plans is not None:
+            from aioinfer.layers.kernel_states import KernelMamba2
+
+            (windows, matrices), taps = caches, self.convolution.weight
+            self._kernel = KernelMamba2(
+                self.shape, taps, self.convolution.bias, self.decay, self.skip, windows, matrices,
+                plans, pdl=self._pdl,
+            )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
@@ -224,7 +241,10 @@ class Mamba2(Mixer):
             projected = projected * self._projection_scales
         sizes = shape.channels, sum(shape.mixed_sizes), shape.num_heads
         gates, mixed, steps = projected.split(sizes, dim=-1)
-        outputs = self._mix(mixed, steps, step)
+        if self._kernel is not None:
+            outputs = self._kernel.mix(mixed, steps, step)
+        else:
+            outputs = self._mix_in_torch(mixed, steps, step)
         gates = F.silu(gates.float())
         if not self._gates_last:
             outputs = outputs * gates
@@ -236,7 +256,7 @@ class Mamba2(Mixer):
         if len(stream):
             self.output.add_to(stream, outputs, scale=self._residual_scale)
 
-    def _mix(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
+    def _mix_in_torch(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns the heads' outputs, float32 [T, channels], for the inputs of the convolution [T,
         channels] and the steps [T, heads]."""
         shape, (windows, matrices) = self.shape, self._caches
@@ -311,4 +331,5 @@ def make_mamba2(
         norm=norm,
         residual_scale=residual_scale,
         projection_scales=scales,
+        backend=backend,
     )

@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1], "linear_value_head_dim": 16}),
     "lfm2": ("lfm2", {"conv_bias": True}),
-    "bamba": ("bamba", {"mamba_n_heads": 32}),
+    "bamba": ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 32}),
     # both projections of the queries, and one; without experts
     "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
     "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
