@@ -69,6 +69,7 @@ _GONE = {
     "chat.max_stored_responses": "it is 1000, with 64 MiB for all",
     "chat.max_stored_bytes": "it is 64 MiB",
     "pooling.normalize": "requests have normalize",
+    "scheduler.predicted_prefill": "scheduler.target_itl_ms = 0",
     "scheduler.max_waiting_tokens": "scheduler.max_waiting_requests bounds the queue",
     "parallel.data_parallel_attention": "parallel.expert_parallel does it, between the engines of "
     "parallel.data_parallel_size where parallel.tensor_parallel_size is 1",
@@ -132,7 +133,7 @@ class Config:
         limits = self.scheduler
         if self.parallel.pipeline_parallel_size > 1:
             return False
-        return limits.target_itl_ms is not None or limits.predicted_prefill
+        return limits.target_itl_ms is not None
 
 
 def load_config(

@@ -105,7 +105,7 @@ def test_derived_values() -> None:
         == 7
     )
     assert not load_config(overrides=[MODEL]).paces_prefill
-    for key in ("scheduler.target_itl_ms=20", "scheduler.predicted_prefill=true"):
+    for key in ("scheduler.target_itl_ms=20", "scheduler.target_itl_ms=0"):
         config = load_config(overrides=[MODEL, key])
         assert config.paces_prefill
         assert config.max_prefill_tokens_beside_decode == 8192

@@ -96,7 +96,6 @@ def _offline(config: Config) -> Config:
         max_waiting_requests=None,
         max_prefill_tokens_beside_decode=cap or config.scheduler.max_num_batched_tokens,
         target_itl_ms=None,
-        predicted_prefill=False,
     )
     logging = replace(config.logging, requests=False)
     return replace(

@@ -157,7 +157,7 @@ class Engine:
             token_budget=limits.max_num_batched_tokens,
             prefill_cap=self._config.max_prefill_tokens_beside_decode,
             paces_prefill=self._config.paces_prefill,
-            target_itl_s=None if limits.target_itl_ms is None else limits.target_itl_ms / 1000,
+            target_itl_s=limits.target_itl_ms / 1000 if limits.target_itl_ms else None,
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
             num_stages=self._config.parallel.pipeline_parallel_size,
