@@ -1,5 +1,6 @@
-"""The gated delta rule on a GPU: the kernels at Qwen3.5's sizes, on one rank and on two, against
-the float64 recurrence, and decodes inside a CUDA graph."""
+"""Kernels of layers with a state on a GPU, against float64 recurrences: the gated delta rule at
+Qwen3.5's sizes, on one rank and on two, with decodes inside a CUDA graph; Mamba-2 at Nemotron's and
+Falcon-H1's."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
 from aioinfer.kernels.delta_prefill import PrefillConfig
 from delta_cases import DeltaCase, DeltaProblem, Row, decode, prefill
+from mamba_cases import MIXED, MambaCase, run
 
 REAL = DeltaCase(
     torch.bfloat16, "cuda", key_heads=16, group=2, key=128, value=128, block_size=64
@@ -119,3 +121,24 @@ def test_prefill_in_float32() -> None:
     torch.manual_seed(0)
     case = replace(REAL, dtype=torch.float32, key_heads=2)
     assert max(prefill(case, ROWS)) < 1e-5
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 8, 64, 128), (48, 1, 64, 256), (80, 1, 80, 128)])
+def test_mamba(sizes: tuple[int, int, int, int], state_dtype: torch.dtype) -> None:
+    """Heads, groups, channels of a head and of its state."""
+    heads, groups, head_size, state_size = sizes
+    case = MambaCase(
+        torch.bfloat16, "cuda", groups, heads, head_size, state_size, block_size=64,
+        state_dtype=state_dtype,
+    )  # fmt: skip
+    assert max(run(case, MIXED, prefill=False)) < 4e-3
+    rows = [*ROWS, Row(200, 500)]
+    assert max(run(case, rows, prefill=True)) < 1e-2
+
+
+@pytest.mark.timeout(600)  # products in float32 at this size are compiled slowly
+def test_mamba_in_float32() -> None:
+    case = MambaCase(torch.float32, "cuda", 2, 8, 64, 128, block_size=64)
+    assert max(run(case, MIXED, prefill=False)) < 1e-5
+    assert max(run(case, ROWS, prefill=True)) < 1e-5
