@@ -39,19 +39,14 @@ from aioinfer.api.protocol import (
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import (
-    ALL_TOKENS,
-    MAX_LOGIT_BIAS_VALUE,
-    MAX_SORTED_LOGPROBS,
-    GrammarSpec,
-    SamplingParams,
-)
+from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, MAX_SORTED_LOGPROBS, GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import Delta, RequestOutput
     from aioinfer.features.logprobs.planning import TokenLogprob
+    from aioinfer.sampling_params import SamplingParams
 
 #: Parameters that have llama.cpp's names here, too.
 _SAME_NAMES = "temperature top_k top_p min_p presence_penalty frequency_penalty stop ignore_eos"
@@ -168,13 +163,12 @@ class LlamaEmbedding(Body, kw_only=True):
         """See `Body.check`."""
         if (self.content is None) == (self.input is None):
             raise RequestError("either content or input must be given", param="content")
-        self.prompts()
+        self.inputs()
 
-    def prompts(self) -> list[Prompt]:
-        """Returns the inputs one by one."""
-        if self.content is None:
-            return split_prompts(self.input, "input")
-        return split_prompts(self.content, "content")
+    def inputs(self) -> tuple[str, list[Prompt]]:
+        """Returns the name of the field that holds the inputs, and the inputs one by one."""
+        name = "input" if self.content is None else "content"
+        return name, split_prompts(getattr(self, name), name)
 
 
 class LlamaBias(Struct, kw_only=True):
@@ -297,17 +291,17 @@ async def embed(request: web.Request) -> web.StreamResponse:
     the server is configured so (`pooling.type`)."""
     frontend = request.app[FRONTEND]
     body = await read_body(request, LlamaEmbedding)
-    given = body.prompts()
+    field, given = body.inputs()
     admit(request, body.timeout_s, len(given))
     prompts = [await encode_prompt(frontend, prompt) for prompt in given]
     kind = frontend.pooling.params(takes_all=True).pooling or "last"
-    field = "input" if body.content is None else "content"
     pooled = await pool(request, None, prompts, kind, "embd", field)
-    norm = False if kind == ALL_TOKENS else None  # there they are as the model has them
 
     def make(index: int) -> LlamaVectors:
-        states = pooled.states[index].reshape(-1, frontend.hidden_size)
-        written: Any = msgspec.Raw(numbers_json(frontend.pooling.embedding(states, None, norm)))
+        state = pooled.states[index]
+        norm = None if state.ndim == 1 else False  # vectors of tokens are as the model has them
+        rows = frontend.pooling.embedding(state.reshape(-1, frontend.hidden_size), None, norm)
+        written: Any = msgspec.Raw(numbers_json(rows))
         return LlamaVectors(index=index, embedding=written)
 
     data = await asyncio.to_thread(lambda: encode([make(index) for index in range(len(prompts))]))
@@ -320,9 +314,8 @@ async def apply_template(request: web.Request) -> web.Response:
     tokenizer = frontend.require_tokenizer("messages")
     body = await read_body(request, ChatRequest)
     messages, options = await template_messages(body.messages), template_options(body)
-    shown, tools = await conversation_input(
-        frontend, messages, body.tool_use(), options.pop("tools")
-    )
+    use, tools = body.tool_use(), options.pop("tools")
+    shown, tools = await conversation_input(frontend, messages, use, tools)
     chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
     data = await asyncio.to_thread(encode, TemplateReply(prompt=chat.text))
     return web.Response(body=data, content_type="application/json")
@@ -396,8 +389,7 @@ class LlamaDialect(Dialect[LlamaCompletion]):
         """See `Dialect.decode`."""
         body, frontend = self.body, self.frontend
         prompts = await self.encode(frontend, body, body.tool_use())
-        fields = body.sampling_fields()
-        fields["logit_bias"] = await body.biases(frontend)
+        fields = body.sampling_fields() | {"logit_bias": await body.biases(frontend)}
         self._tokenizer = tokenizer = frontend.require_tokenizer("prompt")
         self._texts = await asyncio.to_thread(
             lambda: [tokenizer.decode(prompt, False) for prompt in prompts]
@@ -418,9 +410,8 @@ class LlamaDialect(Dialect[LlamaCompletion]):
         for index, delta in enumerate(choices):
             tokens, count = delta.logprobs or (), len(delta.token_ids)
             reply = self.reply(outputs[index], index, count, delta)
-            reply.completion_probabilities = (
-                await formatted(tokens, partial(self.probabilities, tokens)) or UNSET
-            )
+            scores = await formatted(tokens, partial(self.probabilities, tokens))
+            reply.completion_probabilities = scores or UNSET
             reply.content, reply.has_new_line = delta.text, "\n" in delta.text
             if self.body.return_tokens:
                 reply.tokens = delta.token_ids
