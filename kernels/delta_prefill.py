@@ -35,7 +35,7 @@ from aioinfer.kernels.delta_arguments import (
     log_decay,
     silu,
 )
-from aioinfer.kernels.launch import multiprocessors, wait_for_kernel
+from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.short_convolution import (
     TILE_TOKENS,
     block_of,
@@ -342,16 +342,13 @@ def _norm_kernel(
         tl.store(places, o.to(out.dtype.element_ty), own)
 
 
-def prefill_config(
-    shape: DeltaShape, rows: int, element_size: int, device: torch.device
-) -> PrefillConfig:
-    """Returns the configuration for `rows` rows: the scan has few value channels a program where
-    more would leave multiprocessors idle."""
+def prefill_config(shape: DeltaShape, element_size: int) -> PrefillConfig:
+    """Returns the configuration for inputs of `element_size` bytes. It does not depend on the rows,
+    so that no kernel is compiled while serving: half of the values a program would give one row
+    twice as many programs, which take hardly less time each, as they load the same keys."""
     if element_size == 4:
         return PrefillConfig(min(32, shape.value_pad), 4, 1, 4)
-    heads = rows * shape.key_heads * shape.group
-    values = 64 if heads * shape.value_pad >= 64 * multiprocessors(device) else 32
-    return PrefillConfig(min(values, shape.value_pad), 4, 2, 4)
+    return PrefillConfig(min(64, shape.value_pad), 4, 2, 4)
 
 
 class DeltaPrefill(NamedTuple):
@@ -500,8 +497,7 @@ def delta_prefill(
             f"{block_size} and {tokens} tokens"
         )
     if config is None:
-        rows = len(seq_lens) - first_row
-        config = prefill_config(shape, rows, work.element_size(), work.device)
+        config = prefill_config(shape, work.element_size())
     launches = DeltaPrefill(
         inputs, weights, windows, matrices, query_starts, seq_lens, first_row, tiles, chunks,
         workspace, out, shape, config, pdl,

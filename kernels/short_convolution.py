@@ -187,7 +187,7 @@ def short_convolution(
     chunks = plan.max_chunks(len(query_starts) - 1, tokens)
     if chunks == 0:
         return
-    tile = min(TILE_TOKENS, triton.next_power_of_2(max_tokens))
+    tile = 1 if max_tokens == 1 else TILE_TOKENS
     programs = programs_for(chunks * triton.cdiv(channels, _CHANNELS), x.device)
     _short_convolution_kernel[(programs,)](
         x, out, weight, weight if bias is None else bias, windows.states, windows.tables,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.launch import multiprocessors
 
-_MIN_ROWS_PAD = 64
+_MIN_ROWS_PAD = 256
 _PROGRAMS_PER_SM = 8
 
 

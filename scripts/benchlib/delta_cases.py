@@ -111,7 +111,7 @@ def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
         layer.inputs, layer.weights, StateTables(layer.windows, tables),
         StateTables(layer.matrices, tables), starts, lens,
     )  # fmt: skip
-    default = prefill_config(SHAPE, rows, 2, device)
+    default = prefill_config(SHAPE, 2)
     of_token = (CHANNELS + 2 * HEADS * SIZE) * 2
     flops = total * HEADS * 2 * SIZE * (3 * SIZE + 5 * BLOCK)
     values = (32, 64, 128) if tune else (default.values,)
