@@ -164,7 +164,7 @@ def test_an_admission_counts_what_it_takes_off_the_free_lists() -> None:
     assert (prefix.num_blocks, cache.num_free) == (6, 8)
     assert cache.can_admit(prefix, 40), "6 blocks are shared, 4 are free"
     assert not cache.can_admit(prefix, 41)
-    assert not cache.can_grow(5)
+    assert not cache.can_grow(first, 5)
     assert cache.fits(40)
     assert not cache.fits(41)
     cache.free(first)

@@ -179,16 +179,30 @@ def test_what_was_not_used_for_long_is_evicted_though_it_saves_more() -> None:
     assert not pool.has(b"old")
 
 
-def test_a_superseded_snapshot_is_forgotten_unless_another_request_has_it() -> None:
-    pool = SnapshotPool(2)
-    one, two = pool.allocate(2)
-    pool.keep(one, b"one", 4)
-    pool.keep(two, b"two", 4)
-    pool.share([two])
-    for block in (one, two):
-        pool.supersede(block)
+def test_a_superseded_snapshot_is_dropped_unless_it_is_used_or_elsewhere() -> None:
+    pool = SnapshotPool(3)
+    blocks = pool.allocate(3)
+    hashes = b"one", b"two", b"three"
+    for block, block_hash in zip(blocks, hashes, strict=True):
+        pool.keep(block, block_hash, 4)
         pool.release([block])
-    assert (pool.has(b"one"), pool.has(b"two")) == (False, True)
+    pool.share(blocks[1:2])
+    pool.drop(b"one", blocks[0])
+    pool.drop(b"two", blocks[1])
+    pool.drop(b"three", blocks[0])
+    assert [pool.has(block_hash) for block_hash in hashes] == [False, True, True]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_decodes_go_on_without_preemption_while_no_block_of_a_state_is_free(
+    groups: tuple[KVGroup, ...],
+) -> None:
+    """Six requests of 3 tokens get to their blocks' ends at the same time, with seven blocks."""
+    blocks = tuple(7 if group.keeps_states else 256 for group in groups)
+    harness = make_harness(groups, num_blocks=blocks)
+    requests = [make_request(str(n), [n, 1, 2], 40, seed=n) for n in range(6)]
+    run(harness, *requests)
+    assert harness.scheduler.stats.preemptions == 0
 
 
 @settings(max_examples=200, deadline=None)

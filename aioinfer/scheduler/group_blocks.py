@@ -29,8 +29,8 @@ class WholeBlocks:
         self._pools = [(number, pool) for number, _, pool in groups]
         self._block_size = block_size
 
-    def can_grow(self, count: int) -> bool:
-        """Whether a request's block tables can get `count` more entries."""
+    def can_grow(self, request: Request, count: int) -> bool:
+        """Whether the block tables of a request can get `count` more entries."""
         return all(pool.num_free >= count for _, pool in self._pools)
 
     def grow(self, request: Request, count: int) -> None:

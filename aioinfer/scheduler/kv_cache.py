@@ -183,9 +183,9 @@ class KVCacheManager:
             for group, pool in zip(self.groups, self.pools, strict=True)
         )
 
-    def can_grow(self, count: int) -> bool:
-        """Whether a request's block tables can get `count` more blocks."""
-        return all(kind.can_grow(count) for kind in self._kinds)
+    def can_grow(self, request: Request, count: int) -> bool:
+        """Whether the block tables of a request can get `count` more entries."""
+        return all(kind.can_grow(request, count) for kind in self._kinds)
 
     def fits_forks(self, prompt_len: int, num_tokens: int, count: int) -> bool:
         """Whether `count` sequences of one prompt, each of `num_tokens` tokens, could run if they
@@ -237,6 +237,7 @@ class KVCacheManager:
         if self._states is not None:
             if self.prefix_caching:
                 self._extend_hashes(request)
+            request.left = None
             request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
             self.want_shared(request, waiting)
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)

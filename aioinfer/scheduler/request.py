@@ -131,6 +131,8 @@ class Request:
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
         snapshots: after how many of its blocks a state is to be kept, ascending.
+        left: hash and blocks, one for each group of states, of the snapshot that it left last, if
+            that is not one of `snapshots`.
         num_awaited: with how many blocks the state begins that it has waited for in the queue.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
@@ -171,6 +173,7 @@ class Request:
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
+    left: tuple[bytes, list[int]] | None = None
     num_awaited: int = 0
     num_blocks: int = 0
     num_committed: int = 0

@@ -79,7 +79,7 @@ class RunningRequests:
         self.num_prefill = 0
         self.result_bytes = 0
         self.freed_slots: list[int] = []
-        # requests with a prompt chunk in the last plan: blocks may not be read any more
+        # requests that began a block in the last plan: others may not be read any more
         self._advanced: list[Request] = []
         self._changes: dict[Request, _Changes] = {}
         self._num_appended = self._num_forked_entries = 0
@@ -132,7 +132,7 @@ class RunningRequests:
 
         False if `request` itself had to go.
         """
-        while not self.kv_cache.can_grow(num_blocks):
+        while not self.kv_cache.can_grow(request, num_blocks):
             victim = self.requests[-1]
             self.preempt(victim)
             if victim is request:
@@ -153,7 +153,7 @@ class RunningRequests:
             request.num_prefill_steps += 1
             self.kv_cache.commit(request)
             if self.kv_cache.frees_early:
-                self._advanced.append(request)
+                self.note_advance(request)
             if request.prefill_step < 0 and end >= request.prompt_len:
                 request.prefill_step = builder.step_id
         if request.uses:
@@ -161,8 +161,12 @@ class RunningRequests:
         if samples:
             request.total += 1
 
+    def note_advance(self, request: Request) -> None:
+        """Has the next plan free the blocks that no step reads behind the row of a request."""
+        self._advanced.append(request)
+
     def free_unread(self) -> None:
-        """Frees the blocks that no step reads behind the prompt chunks of the last plan.
+        """Frees the blocks that no step reads behind the rows of the last plan that began blocks.
 
         A later plan may write to these blocks, the same plan may not: its tokens are written before
         any of them is read.
@@ -205,7 +209,7 @@ class RunningRequests:
             return
         if not prefix.copied:
             return
-        if not kv_cache.can_grow(1) and not self.preempt_for(request, 1):
+        if not kv_cache.can_grow(request, 1) and not self.preempt_for(request, 1):
             return
         kv_cache.grow(request, 1)
         changes.copied = [

@@ -4,9 +4,9 @@ which snapshot is evicted first.
 A block holds a whole state, and entry i of a block table is the state at the end of block i's
 tokens, or at the last computed token in the block that it lies in (see `ipc/kv_spec.py`). So a
 request reads one entry, the one of the token before those that it computes, and has few blocks,
-however long it is (`Request.states`): the last one, the one before it, and in a step that computes
-a chunk of the prompt the snapshots that are wanted there. All groups of states have blocks at the
-same entries, since a hit needs the states of all layers.
+however long it is (`Request.states`): the last one, in a step that begins a block the one before
+it, and in a step that computes a chunk of the prompt the snapshots that are wanted there. All
+groups of states have blocks at the same entries, since a hit needs the states of all layers.
 
 Only a state at exactly the end of a block's tokens enters the prefix index, where it is a snapshot.
 It is found by the next plan at the earliest: a step that reads a state has to run behind the step
@@ -18,7 +18,8 @@ one that was seen before (`SeenPrefixes`) or that waits: behind a system prompt,
 conversation whose last answer was changed. A request also makes one at each boundary that its
 output passes, without a copy, and the next one supersedes it. So when it ends, or is preempted, the
 last one stays: the next turn of the conversation begins there. Every snapshot but the wanted ones
-is forgotten when the request leaves it behind.
+is forgotten when the request leaves the next one behind. While no block is free, a request that
+begins a block writes over the state before it, and keeps no snapshot.
 
 Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
 snapshot's value is the number of tokens between it and the snapshot before it, plus the value of
@@ -106,11 +107,20 @@ class SnapshotPool(BlockPool):
         self.commit(block, block_hash)
         self._saved[block] = saved
 
-    def supersede(self, block: int) -> None:
-        """Takes a block out of the prefix index if its only owner is the caller, which is about to
-        release it."""
-        if self._references[block] == 1:
+    def drop(self, block_hash: bytes, block: int) -> None:
+        """Takes a snapshot out of the prefix index, if it is still in this block and nothing uses
+        it."""
+        if self._cached.get(block_hash) == block and not self._references[block]:
             self._forget(block)
+
+    def take_back(self, block: int) -> None:
+        """Takes a block out of the prefix index, since its only owner writes another state to
+        it."""
+        self._forget(block)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has several owners."""
+        return self._references[block] > 1
 
     def _forget(self, block: int) -> None:
         super()._forget(block)
@@ -157,14 +167,41 @@ class StateBlocks(WholeBlocks):
 
     # ---------------------------------------------------------------- the blocks of a request
 
-    def can_grow(self, count: int) -> bool:
-        """See `WholeBlocks.can_grow`: however many entries there are, the last one has a block."""
-        return not count or all(pool.num_free for _, pool in self._pools)
+    def can_grow(self, request: Request, count: int) -> bool:
+        """See `WholeBlocks.can_grow`: however many entries there are, the last one has a block, if
+        need be the block of the entry before it."""
+        return not count or self._has_free() or (count == 1 and self._can_move(request))
+
+    def _has_free(self) -> bool:
+        return all(pool.num_free for _, pool in self._pools)
+
+    def _can_move(self, request: Request) -> bool:
+        """Whether a request that begins a block may write its next state over the last one."""
+        last = request.num_blocks - 1
+        return (
+            request.num_computed == request.num_blocks * self._block_size
+            and request.states[-1:] == [last]
+            and not any(pool.is_shared(request.blocks[n][last]) for n, pool in self._states)
+        )
+
+    def _move(self, request: Request) -> None:
+        """Gives the last block of a request to its next entry. Workers know it by both: the step
+        reads a state and writes the next one in its place."""
+        last = request.states.pop()
+        for number, pool in self._states:
+            table = request.blocks[number]
+            pool.take_back(table[last])
+            table.append(table[last])
+            table[last] = NULL_BLOCK
+        request.states.append(last + 1)
 
     def grow(self, request: Request, count: int) -> None:
         """See `WholeBlocks.grow`. The last entry gets a block, and others where a snapshot is
         wanted and blocks are to spare."""
         if count <= 0:
+            return
+        if not self._has_free():
+            self._move(request)
             return
         first, last = request.num_blocks, request.num_blocks + count - 1
         spare = min(pool.num_free for _, pool in self._pools) - 1
@@ -211,13 +248,16 @@ class StateBlocks(WholeBlocks):
         if not count:
             return False
         for index in states[:count]:
-            is_wanted = index + 1 in request.snapshots
-            for number, pool in self._states:
-                table = request.blocks[number]
-                if not is_wanted:
-                    pool.supersede(table[index])
-                pool.release([table[index]])
-                table[index] = NULL_BLOCK
+            if request.left is not None:
+                for block, (_, pool) in zip(request.left[1], self._states, strict=True):
+                    pool.drop(request.left[0], block)
+            blocks = [request.blocks[number][index] for number, _ in self._states]
+            request.left = None
+            if index + 1 not in request.snapshots and index < request.num_committed:
+                request.left = request.block_hashes[index], blocks
+            for block, (number, pool) in zip(blocks, self._states, strict=True):
+                pool.release([block])
+                request.blocks[number][index] = NULL_BLOCK
         del states[:count]
         return True
 

@@ -150,7 +150,7 @@ class StepPlanner:
             missing = -((request.num_blocks * block_size - start - tokens) // block_size)
             if missing > 0:
                 kv_cache.free_unread(request, start)
-                if not kv_cache.can_grow(missing):
+                if not kv_cache.can_grow(request, missing):
                     preempted = True
                     if not running.preempt_for(request, missing):
                         break
@@ -159,6 +159,8 @@ class StepPlanner:
                     kv_cache.want_shared(request, self._waiting.next_few())
                 kv_cache.grow(request, missing)
                 builder.grow_tables(request, first)
+                if kv_cache.frees_early:
+                    running.note_advance(request)
             running.plan_row(builder, request, tokens)
         return preempted
 

@@ -23,9 +23,9 @@ have no more than all running requests together can own (`enough_blocks`); the r
 to the groups that keep all tokens, where it makes room for longer requests and for more blocks of
 the prefix cache.
 
-Groups of states (`StateSpec`) have two blocks for each running request, and snapshots for the
-prefix cache beside them: `SNAPSHOT_SHARE` of the memory, which is set aside before the rest is
-divided, and in a model that keeps nothing else all that is left.
+Groups of states (`StateSpec`) have a block for each running request, where memory is plenty two,
+and snapshots for the prefix cache beside them: `SNAPSHOT_SHARE` of the memory, which is set aside
+before the rest is divided, and in a model that keeps nothing else all that is left.
 """
 
 from __future__ import annotations
@@ -112,16 +112,21 @@ class CacheDemand:
         """Returns the blocks of each group that `count` requests of `num_tokens` tokens own, of
         which one computes its prompt and the others decode."""
         return [
-            peak + (count - 1) * group.max_blocks(num_tokens, self.block_size, 1)
+            peak + (count - 1) * self._blocks_of_decode(group, num_tokens)
             for group, peak in zip(self.groups, self.blocks_of_one(num_tokens), strict=True)
         ]
+
+    def _blocks_of_decode(self, group: KVGroup, num_tokens: int) -> int:
+        """Returns the blocks of a group that a decoding request of `num_tokens` tokens owns: of
+        states one, but for the step that begins a block."""
+        return 1 if group.keeps_states else group.max_blocks(num_tokens, self.block_size, 1)
 
     def num_running(self, num_blocks: Sequence[int], num_tokens: int) -> float:
         """Returns how many requests of `num_tokens` tokens so many blocks hold at once."""
         running = float(self.max_num_seqs)
         peaks = self.blocks_of_one(num_tokens)
         for group, blocks, peak in zip(self.groups, num_blocks, peaks, strict=True):
-            decode = group.max_blocks(num_tokens, self.block_size, 1)
+            decode = self._blocks_of_decode(group, num_tokens)
             running = min(running, 1 + (blocks - peak) / decode)
         return max(0.0, running)
 
