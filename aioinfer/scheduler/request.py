@@ -130,7 +130,8 @@ class Request:
         num_computed: tokens whose keys and values are in the cache once all posted steps have run.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
-        snapshots: after how many of its blocks a state is to be kept, ascending.
+        snapshots: with how many cached blocks it began, where it has states, and after how many of
+            its blocks a state is to be kept, ascending.
         left: hash and blocks, one for each group of states, of the snapshot that it left last, if
             that is not one of `snapshots`.
         num_awaited: with how many blocks the state begins that it has waited for in the queue.

@@ -22,7 +22,8 @@ is forgotten when the request leaves the next one behind. While no block is free
 begins a block writes over the state before it, and keeps no snapshot.
 
 Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
-snapshot's value is the number of tokens between it and the snapshot before it, plus the value of
+snapshot's value is the number of tokens that it saves computing, behind the snapshot before it
+(see `_find_former`), plus the value of
 the snapshot that was evicted last when it was used last. So values age, and snapshots that save
 equally many tokens are evicted in the order of their last use. Snapshots of a pool are equally
 large, so that bytes need no place in the rule.
@@ -293,8 +294,8 @@ class StateBlocks(WholeBlocks):
             yield number, [NULL_BLOCK] * (len(hashes) - 1) + pool.lookup(hashes[-1:])
 
     def find_wanted(self, request: Request, num_blocks: int) -> list[int]:
-        """Returns after how many blocks snapshots of a request that begins with `num_blocks` cached
-        blocks are wanted, ascending, the one that it begins with among them."""
+        """Returns `num_blocks`, with how many cached blocks a request begins, and after how many
+        blocks snapshots of it are wanted, ascending."""
         if not self._prefix_caching:
             return []
         end = (request.prompt_len - 1) // self._block_size
@@ -303,7 +304,7 @@ class StateBlocks(WholeBlocks):
         parted = self._seen.count(request.block_hashes, end, first)
         if parted > first:
             wanted.add(parted)
-        return sorted(wanted - {0})
+        return sorted(wanted)
 
     def commit(self, request: Request, first: int, end: int) -> None:
         """See `WholeBlocks.commit`."""
@@ -311,11 +312,19 @@ class StateBlocks(WholeBlocks):
         self._seen.add(hashes[first:end])
         for index in request.states:
             if first <= index < end:
-                before = max((n for n in request.snapshots if n <= index), default=0)
-                saved = (index + 1 - before) * self._block_size
+                saved = (index + 1 - self._find_former(request, index)) * self._block_size
                 self._fresh.add(hashes[index])
                 for number, pool in self._states:
                     pool.keep(request.blocks[number][index], hashes[index], saved)
+
+    def _find_former(self, request: Request, index: int) -> int:
+        """Returns behind how many blocks a request has the snapshot that the one of block `index`
+        improves on. That is not the end of its prompt, where it began before that: a conversation
+        most often goes on behind the answer."""
+        former = [blocks for blocks in request.snapshots if blocks <= index]
+        if len(former) > 1 and former[-1] == (request.prompt_len - 1) // self._block_size:
+            former.pop()
+        return former[-1] if former else 0
 
     def publish(self) -> None:
         """Lets requests begin with the snapshots that the steps planned by now write. To be called
