@@ -179,6 +179,20 @@ def test_what_was_not_used_for_long_is_evicted_though_it_saves_more() -> None:
     assert not pool.has(b"old")
 
 
+def test_a_snapshot_that_one_request_alone_began_with_goes_first() -> None:
+    pool = SnapshotPool(3)
+    blocks = pool.allocate(3)
+    for block, times in zip(blocks, (0, 1, 2), strict=True):
+        pool.keep(block, bytes([block]), 100)
+        pool.release([block])
+        for _ in range(times):
+            pool.share([block])
+            pool.release([block])
+            pool.demote(block)
+    assert pool.allocate(1) == [blocks[1]]
+    assert pool.allocate(1) == [blocks[0]]
+
+
 def test_a_superseded_snapshot_is_dropped_unless_it_is_used_or_elsewhere() -> None:
     pool = SnapshotPool(3)
     blocks = pool.allocate(3)
@@ -212,7 +226,7 @@ def test_any_use_of_a_pool_evicts_by_value(data: st.DataObject) -> None:
     pool = SnapshotPool(draw(st.integers(1, 5)))
     owned: list[int] = []
     for number in range(60):
-        action = draw(st.integers(0, 4))
+        action = draw(st.integers(0, 5))
         if action <= 1 and pool.num_free:
             empty = pool.num_free - pool.num_free_cached
             values = [
@@ -227,6 +241,8 @@ def test_any_use_of_a_pool_evicts_by_value(data: st.DataObject) -> None:
                 pool.keep(block, bytes([number]), draw(st.integers(0, 9)))
         elif action == 3 and owned:
             pool.release([owned.pop(draw(st.integers(0, len(owned) - 1)))])
+        elif action == 5 and pool.num_free_cached:
+            pool.demote(draw(st.sampled_from(list(pool._free))))
         elif action == 4 and (hashes := pool.hashes()):
             found = pool.lookup([draw(st.sampled_from(hashes))])
             pool.share(found)

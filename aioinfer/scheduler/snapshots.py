@@ -22,18 +22,18 @@ is forgotten when the request leaves the next one behind. While no block is free
 begins a block writes over the state before it, and keeps no snapshot.
 
 Which snapshot is evicted. The one that saves least, by the rule of GreedyDual (Young 1994): a
-snapshot's value is the number of tokens that it saves computing, behind the snapshot before it
-(see `_find_former`), plus the value of
-the snapshot that was evicted last when it was used last. So values age, and snapshots that save
-equally many tokens are evicted in the order of their last use. Snapshots of a pool are equally
-large, so that bytes need no place in the rule.
+snapshot's value is the number of tokens that it saves computing, behind the snapshot before it (see
+`_find_former`), plus the highest value of a snapshot that had been evicted when it was used last.
+So values age, and snapshots that save equally many tokens are evicted in the order of their last
+use. A snapshot that one request alone has begun with goes first: that request makes later ones of
+the same text. Snapshots of a pool are equally large, so that bytes need no place in the rule.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from aioinfer.errors import IntegrityError
@@ -57,6 +57,7 @@ class SnapshotPool(BlockPool):
         super().__init__(num_blocks)
         self._saved = [0] * num_blocks  # tokens
         self._value = [0.0] * num_blocks
+        self._shares = [0] * num_blocks  # how often a request has begun with the state
         self._floor = 0.0
         # (value, order of release, block) of free cached blocks; entries may be out of date
         self._heap: list[tuple[float, int, int]] = []
@@ -78,7 +79,7 @@ class SnapshotPool(BlockPool):
         while True:
             value, _, block = heappop(self._heap)
             if self._is_current(value, block):
-                self._floor = value
+                self._floor = max(self._floor, value)
                 return block
 
     def _is_current(self, value: float, block: int) -> bool:
@@ -87,14 +88,32 @@ class SnapshotPool(BlockPool):
             block in self._free and self._hash_of[block] is not None and self._value[block] == value
         )
 
+    def share(self, blocks: Iterable[int]) -> None:
+        """See `BlockPool.share`."""
+        shared = list(blocks)
+        super().share(shared)
+        for block in shared:
+            self._shares[block] += 1
+
     def release(self, blocks: Sequence[int]) -> None:
         """See `BlockPool.release`."""
         super().release(blocks)
         for block in blocks:
             if not self._references[block] and self._hash_of[block] is not None:
-                self._num_released += 1
-                self._value[block] = self._floor + self._saved[block]
-                heappush(self._heap, (self._value[block], self._num_released, block))
+                self._enter(block, self._floor + self._saved[block])
+
+    def demote(self, block: int) -> None:
+        """Has a snapshot evicted before the others if one request alone has begun with it: that
+        one makes a later snapshot of the same text."""
+        is_evictable = not self._references[block] and self._hash_of[block] is not None
+        if is_evictable and self._shares[block] <= 1:
+            self._enter(block, self._floor)
+
+    def _enter(self, block: int, value: float) -> None:
+        """Enters a free cached block among the ones to be evicted."""
+        self._num_released += 1
+        self._value[block] = value
+        heappush(self._heap, (value, self._num_released, block))
         if len(self._heap) > 2 * self.num_blocks:
             current = (e for e in sorted(self._heap) if self._is_current(e[0], e[2]))
             self._heap = list(
@@ -106,7 +125,7 @@ class SnapshotPool(BlockPool):
         """Makes a state known by the hash of its block, as `commit` does; a hit with it saves
         computing `saved` more tokens than the snapshot before it does."""
         self.commit(block, block_hash)
-        self._saved[block] = saved
+        self._saved[block], self._shares[block] = saved, 0
 
     def drop(self, block_hash: bytes, block: int) -> None:
         """Takes a snapshot out of the prefix index, if it is still in this block and nothing uses
@@ -258,6 +277,8 @@ class StateBlocks(WholeBlocks):
                 request.left = request.block_hashes[index], blocks
             for block, (number, pool) in zip(blocks, self._states, strict=True):
                 pool.release([block])
+                if [index + 1] == request.snapshots[:1]:
+                    pool.demote(block)
                 request.blocks[number][index] = NULL_BLOCK
         del states[:count]
         return True
