@@ -50,10 +50,8 @@ class WholeBlocks:
         for number, pool in self._pools:
             pool.release(_owned(tables[number]))
 
-    def free_unread(self, request: Request, start: int) -> bool:
-        """Frees the blocks that no step reads which computes tokens from position `start` on;
-        returns whether there were any."""
-        return False
+    def free_unread(self, request: Request, start: int) -> None:
+        """Frees the blocks that no step reads which computes tokens from position `start` on."""
 
     def count_served(self, hashes: Sequence[bytes], length: int) -> int:
         """Returns the greatest number of leading blocks, at most `length`, with which a request can
@@ -123,9 +121,8 @@ class WindowBlocks(WholeBlocks):
         super().share(request)
         self._moved[request] = None
 
-    def free_unread(self, request: Request, start: int) -> bool:
+    def free_unread(self, request: Request, start: int) -> None:
         """See `WholeBlocks.free_unread`."""
-        moved = False
         for (number, window), (_, pool) in zip(self._windows, self._pools, strict=True):
             table = request.blocks[number]
             first = end = max(0, start - window + 1) // self._block_size
@@ -135,8 +132,6 @@ class WindowBlocks(WholeBlocks):
                 pool.release(table[first:end])
                 table[first:end] = [NULL_BLOCK] * (end - first)
                 self._moved[request] = None
-                moved = True
-        return moved
 
     def take_replacement_blocks(self) -> Iterator[tuple[Request, int, int, int]]:
         """See `KVCacheManager.take_replacement_blocks`."""

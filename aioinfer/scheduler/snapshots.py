@@ -261,12 +261,10 @@ class StateBlocks(WholeBlocks):
         for number, pool in self._pools:
             pool.release([block for block in tables[number] if block != NULL_BLOCK])
 
-    def free_unread(self, request: Request, start: int) -> bool:
+    def free_unread(self, request: Request, start: int) -> None:
         """See `WholeBlocks.free_unread`. A step reads the entry of token `start - 1`."""
         states = request.states
         count = bisect_left(states, (start - 1) // self._block_size)
-        if not count:
-            return False
         for index in states[:count]:
             if request.left is not None:
                 for block, (_, pool) in zip(request.left[1], self._states, strict=True):
@@ -281,7 +279,6 @@ class StateBlocks(WholeBlocks):
                     pool.demote(block)
                 request.blocks[number][index] = NULL_BLOCK
         del states[:count]
-        return True
 
     def forked_tables(
         self, leader: Request, num_tokens: int
