@@ -256,7 +256,7 @@ def test_biases(tmp_path: Path, family: str, biases: tuple[bool, bool, bool]):
     [
         (
             {"architectures": ["MptForCausalLM"]},
-            r"\['MptForCausalLM'\] is none of Cohere2ForCausalLM, .*; transformers cannot read",
+            r"\['MptForCausalLM'\] is none of BambaForCausalLM, .*; transformers cannot read",
         ),
         ({"architectures": None}, "None is none of .* cannot read"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
@@ -266,6 +266,10 @@ def test_biases(tmp_path: Path, family: str, biases: tuple[bool, bool, bool]):
         ({"family": "Gemma3", "use_bidirectional_attention": True}, "only causal models"),
         ({"family": "Phi3", "rope_scaling": {"type": "yarn"}}, "Phi-3 has no RoPE variant 'yarn'"),
         ({"without": "hidden_size"}, r"config\.json lacks 'hidden_size'"),
+        ({"family": "Qwen3_5", "layer_types": ["full_attention"]}, "layer_types has 1 entries for"),
+        ({"family": "Qwen3_5", "linear_num_value_heads": 24}, "must be a multiple of linear_num_k"),
+        ({"family": "Bamba", "mamba_n_groups": 3}, "128 heads of Mamba-2 must be a multiple of"),
+        ({"family": "Cohere2", "layer_types": ["conv"]}, "'conv', which this family has not"),
     ],
     ids=str,
 )

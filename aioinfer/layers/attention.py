@@ -28,7 +28,7 @@ from aioinfer.layers.norm import (
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
-from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, merged_sources
+from aioinfer.layers.shards import HeadVector, Shard, Source, merged_sources
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import CompiledAttention, TorchAttention, supports
 
@@ -94,33 +94,6 @@ class QKNorms:
         return norm(queries, heads, 1), norm(keys, kv_heads, copies)
 
 
-class AttentionSinks:
-    """A learned logit for each query head, which takes part in the sum of its softmax and has no
-    value, so that a head may attend to nothing (gpt-oss, OpenAI 2025; after "attention sinks", Xiao
-    et al. 2023).
-
-    Args:
-        name: of the attention module in the checkpoint.
-        heads: which of the query heads this rank has.
-        device: of the parameter.
-
-    Attributes:
-        logits: float32 [num_heads].
-    """
-
-    def __init__(self, name: str, heads: Shard, device: torch.device):
-        self._name, self._heads = name, heads
-        self.logits = torch.zeros(heads.size, dtype=torch.float32, device=device)
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where this rank's part of the checkpoint's tensor goes."""
-        heads = self._heads
-        yield f"{self._name}.sinks", WeightShard(self.logits, 0, heads.start, heads.total)
-
-    def finalize(self) -> None:
-        """Leaves the logits as they are."""
-
-
 class Attention(Mixer):
     """Attention of one layer on one rank. Made by `LayerMaker.attention`.
 
@@ -132,7 +105,9 @@ class Attention(Mixer):
         scales: of keys and values, where the KV cache is in float8.
         qk_norms: of queries and keys, or none.
         qk_norm_rule: what these are, if there are any.
-        sinks: of the query heads, or none.
+        sinks: a learned logit for each query head, which takes part in the sum of its softmax and
+            has no value, so that a head may attend to nothing (gpt-oss, OpenAI 2025; after
+            "attention sinks", Xiao et al. 2023); or none.
         slopes: float32 [num_heads], of ALiBi (see `TorchAttention`), or none.
         gated: whether outputs are multiplied with the sigmoid of gates, which the projection has
             behind each head's queries in the checkpoint.
@@ -153,7 +128,7 @@ class Attention(Mixer):
         *,
         qk_norms: tuple[Norm, Norm] | None = None,
         qk_norm_rule: QKNorms | None = None,
-        sinks: AttentionSinks | None = None,
+        sinks: HeadVector | None = None,
         slopes: torch.Tensor | None = None,
         gated: bool = False,
         norm: Norm | None = None,
@@ -170,7 +145,7 @@ class Attention(Mixer):
         self._fused_norms = None
         if qk_norms is not None and self._norm_rule.is_fused:
             self._fused_norms = _as_fused(*qk_norms)
-        self._sinks = None if sinks is None else sinks.logits
+        self._sinks = None if sinks is None else sinks.values
         self._slopes = slopes
         self._gated = gated
         self._qkv_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
@@ -423,7 +398,7 @@ def make_attention(
         window: the sliding window in tokens, or None.
         scale: of the scores; by default head_size ** -0.5.
         soft_cap: of the scores; 0 for none.
-        sinks: whether heads have sinks; see `AttentionSinks`.
+        sinks: whether heads have sinks; see `Attention`.
         alibi: multiplied with `alibi_slopes`, by which scores fall with the distance, behind
             `scale`; 0 for none.
         projections: the modules of queries, keys, values and output.
@@ -454,7 +429,7 @@ def make_attention(
         KVScales(name, kv_heads, device, rotary if is_shiftable else None),
         qk_norms=norms,
         qk_norm_rule=qk_norms,
-        sinks=make.keep(AttentionSinks(name, heads, device)) if sinks else None,
+        sinks=make.keep(HeadVector(f"{name}.sinks", heads, device)) if sinks else None,
         slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None, gated=gated,
         norm=norm, post_norm=post_norm, residual_scale=residual_scale,
         compiled=make.has_compiled_weights, backend=make.backend,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import StateSpec
 from aioinfer.layers.attention import head_shards
 from aioinfer.layers.backend import Backend
@@ -25,7 +26,7 @@ from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.recurrence import HeadDecay, HeadInputs, recur
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, Shard, WeightShard, merged_sources
+from aioinfer.layers.shards import HeadVector, NamedShards, Shard, WeightShard, merged_sources
 from aioinfer.layers.state_rows import StateRows
 from aioinfer.layers.step import Step
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
-    """The shape of a Mamba-2 layer.
+    """The shape of a Mamba-2 layer. Raises `ConfigError` unless groups divide the heads.
 
     Attributes:
         num_heads: of the model, or of this rank.
@@ -57,6 +58,13 @@ class Mamba2Shape:
     step_limits: tuple[float, float] = (0.0, float("inf"))
     conv_bias: bool = True
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"{self.num_heads} heads of Mamba-2 must be a multiple of its {self.num_groups} "
+                "groups (mamba_n_groups)"
+            )
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Mamba2Shape:
@@ -86,30 +94,6 @@ class Mamba2Shape:
     def mixed_sizes(self) -> tuple[int, int, int]:
         """Channels of x, B and C."""
         return self.channels, self.num_groups * self.state_size, self.num_groups * self.state_size
-
-
-class HeadSkip:
-    """A weight of each head by which its inputs are added to its outputs, of this rank.
-
-    Args:
-        name: of the checkpoint tensor.
-        heads: which of its heads this rank has.
-        device: of the parameter.
-
-    Attributes:
-        weights: float32 [heads].
-    """
-
-    def __init__(self, name: str, heads: Shard, device: torch.device):
-        self._name, self._heads = name, heads
-        self.weights = torch.ones(heads.size, dtype=torch.float32, device=device)
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where this rank's heads of the checkpoint's tensor go."""
-        yield self._name, WeightShard(self.weights, 0, self._heads.start, self._heads.total)
-
-    def finalize(self) -> None:
-        """Leaves the weights as they are."""
 
 
 class GroupRMSNorm:
@@ -161,7 +145,7 @@ class Mamba2(Mixer):
         inputs: the merged projection: gates, x, B, C and steps.
         convolution: of x, B and C.
         decay: of the heads.
-        skip: of the heads.
+        skip: of each head, by which its inputs are added to its outputs.
         output_norm: of the gated outputs, or none; `gates_last`: the gates follow it.
         output: the output projection.
         norm: of the residual stream before the projection.
@@ -178,7 +162,7 @@ class Mamba2(Mixer):
         inputs: ColumnParallelLinear,
         convolution: Convolution,
         decay: HeadDecay,
-        skip: HeadSkip,
+        skip: HeadVector,
         output_norm: GroupRMSNorm | None,
         output: RowParallelLinear,
         *,
@@ -274,7 +258,7 @@ class Mamba2(Mixer):
         )
         rows = StateRows.of_step(step, matrices.group, matrices.block_size)
         outputs = recur(inputs, matrices.tensor, rows)
-        return outputs.addcmul_(x, self.skip.weights.unsqueeze(-1)).flatten(1)
+        return outputs.addcmul_(x, self.skip.values.unsqueeze(-1)).flatten(1)
 
     def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Returns B or C [T, groups * state_size] for each head: [T, heads, state_size]."""
@@ -322,7 +306,7 @@ def make_mamba2(
         make.column(sources, bias=shape.bias),
         make.keep(convolution),
         make.keep(HeadDecay(name, heads, backend.device)),
-        make.keep(HeadSkip(f"{name}.D", heads, backend.device)),
+        make.keep(HeadVector(f"{name}.D", heads, backend.device, 1.0)),
         output_norm,
         make.row(
             f"{name}.out_proj", channels, bias=shape.bias if output_bias is None else output_bias

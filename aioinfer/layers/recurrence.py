@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from aioinfer.layers.shards import NamedShards, Shard, WeightShard
+from aioinfer.layers.shards import HeadVector, NamedShards, Shard
 from aioinfer.layers.state_rows import StateRow, StateRows
 
 
@@ -97,16 +97,17 @@ class HeadDecay:
     """
 
     def __init__(self, name: str, heads: Shard, device: torch.device):
-        self._name, self._heads = name, heads
-        self.logs = torch.zeros(heads.size, dtype=torch.float32, device=device)
-        self.biases = torch.zeros(heads.size, dtype=torch.float32, device=device)
+        self._parameters = (
+            HeadVector(f"{name}.A_log", heads, device),
+            HeadVector(f"{name}.dt_bias", heads, device),
+        )
+        self.logs, self.biases = (each.values for each in self._parameters)
         self._factors = -self.logs.exp()
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's heads of the checkpoint's tensors go."""
-        heads = self._heads
-        for name, parameter in (("A_log", self.logs), ("dt_bias", self.biases)):
-            yield f"{self._name}.{name}", WeightShard(parameter, 0, heads.start, heads.total)
+        for each in self._parameters:
+            yield from each.weight_shards()
 
     def finalize(self) -> None:
         """Computes what steps are multiplied with."""

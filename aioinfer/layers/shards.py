@@ -145,6 +145,31 @@ class WeightShard:
         return shape if self.stack is None else [self.stack.total, *shape]
 
 
+class HeadVector:
+    """A parameter of each head of a rank.
+
+    Args:
+        name: of the checkpoint tensor.
+        heads: which of its heads this rank has.
+        device: of the parameter.
+        initial: its value until it is loaded, and in a model with random weights.
+
+    Attributes:
+        values: float32 [heads].
+    """
+
+    def __init__(self, name: str, heads: Shard, device: torch.device, initial: float = 0.0):
+        self._name, self._heads = name, heads
+        self.values = torch.full((heads.size,), initial, dtype=torch.float32, device=device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where this rank's part of the checkpoint's tensor goes."""
+        yield self._name, WeightShard(self.values, 0, self._heads.start, self._heads.total)
+
+    def finalize(self) -> None:
+        """Leaves the values as they are."""
+
+
 class TensorArena:
     """Tensors of other shapes and types, one after the other, in the memory of a tensor.
 

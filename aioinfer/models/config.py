@@ -8,7 +8,7 @@ model from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -301,6 +301,20 @@ def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     their old ones."""
     found = {new: config[old] for old, new in names.items() if config.get(old) is not None}
     return {**{name: config[name] for name in config if name not in names}, **found}
+
+
+def read_attention_layers(
+    config: Mapping[str, Any], default: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Returns of each layer whether it has attention, and not a state: by `layer_types` where there
+    are such, else as `default` says for its number. Raises `ConfigError` if there are more or fewer
+    types than layers."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if not kinds:
+        return tuple(map(default, range(layers)))
+    if len(kinds) != layers:
+        raise ConfigError(f"layer_types has {len(kinds)} entries for num_hidden_layers = {layers}")
+    return tuple(kind in ("full_attention", "attention") for kind in kinds)
 
 
 def read_windows(

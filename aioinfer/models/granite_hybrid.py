@@ -11,7 +11,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mamba import Mamba2Shape
-from aioinfer.models.config import DecoderConfig
+from aioinfer.models.config import DecoderConfig, read_attention_layers
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.granite import GraniteConfig
 
@@ -47,14 +47,13 @@ class GraniteHybridConfig(GraniteConfig):
         """Reads the kinds of layers and the shape of Mamba-2, beside Granite's multipliers."""
         if config.get("num_local_experts"):
             raise ConfigError("Granite 4 with experts (num_local_experts) is not supported yet")
-        mamba, layers = Mamba2Shape.read(config), config["num_hidden_layers"]
-        kinds = config.get("layer_types") or ["mamba"] * layers
+        mamba = Mamba2Shape.read(config)
         return {
             **GraniteConfig.own_fields(config),
             "mamba": mamba,
             "state_heads": mamba.num_heads,
             "intermediate_size": config["shared_intermediate_size"],
-            "has_attention": tuple(kind in ("attention", "full_attention") for kind in kinds),
+            "has_attention": read_attention_layers(config, lambda _: False),
             "has_rope": config.get("position_embedding_type") == "rope",
         }
 

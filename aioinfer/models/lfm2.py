@@ -11,7 +11,7 @@ from aioinfer.layers.attention import QKNorms
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
-from aioinfer.models.config import DecoderConfig, renamed
+from aioinfer.models.config import DecoderConfig, read_attention_layers, renamed
 from aioinfer.models.decoder import DecoderModel
 
 _NAMES = ExpertNames(projections=("w1", "w3", "w2"), router_bias="expert_bias")
@@ -49,15 +49,13 @@ class Lfm2Config(DecoderConfig):
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the kinds of layers, the convolutions, and the channels of the MLP."""
-        layers = range(config["num_hidden_layers"])
         attention = config.get("full_attn_idxs")
-        has_attention = [attention is None or number in attention for number in layers]
-        if config.get("layer_types"):
-            has_attention = [kind == "full_attention" for kind in config["layer_types"]]
         return {
             "width": config["conv_L_cache"],
             "conv_bias": config["conv_bias"],
-            "has_attention": tuple(has_attention),
+            "has_attention": read_attention_layers(
+                config, lambda number: attention is None or number in attention
+            ),
             "intermediate_size": cls.mlp_size(config),
         }
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import QKNorms
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.recurrence import DeltaNetShape
-from aioinfer.models.config import DecoderConfig, read_rope
+from aioinfer.models.config import DecoderConfig, read_attention_layers, read_rope
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.qwen_moe import read_mixture
 
@@ -44,20 +45,22 @@ class Qwen3NextConfig(DecoderConfig):
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the kinds of layers, their shapes and the experts."""
-        layers, every = range(config["num_hidden_layers"]), config["full_attention_interval"]
-        has_attention = [(number + 1) % every == 0 for number in layers]
-        if config.get("layer_types"):
-            has_attention = [kind == "full_attention" for kind in config["layer_types"]]
+        every = config["full_attention_interval"]
         delta_net = DeltaNetShape(
             config["linear_num_key_heads"], config["linear_num_value_heads"],
             config["linear_key_head_dim"], config["linear_value_head_dim"],
             config["linear_conv_kernel_dim"],
         )  # fmt: skip
+        if delta_net.num_heads % delta_net.num_key_heads:
+            raise ConfigError(
+                f"linear_num_value_heads = {delta_net.num_heads} must be a multiple of "
+                f"linear_num_key_heads = {delta_net.num_key_heads}"
+            )
         shared = config.get("shared_expert_intermediate_size")
         return {
             "delta_net": delta_net,
             "state_heads": delta_net.num_key_heads,
-            "has_attention": tuple(has_attention),
+            "has_attention": read_attention_layers(config, lambda n: (n + 1) % every == 0),
             # the three positions of M-RoPE are equal for text
             "rope": replace(read_rope(config), sections=None),
             "attention_bias": bool(config.get("attention_bias", False)),
