@@ -25,12 +25,12 @@ from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
 from aioinfer.layers.layer import LayerCache
 from aioinfer.layers.norm import RMSNorm
-from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay
+from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay, Mamba2Shape
+from aioinfer.layers.shards import HeadVector
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
-    from aioinfer.layers.mamba import HeadSkip, Mamba2Shape
 
 #: Kernels take blocks of a multiple of so many tokens.
 _BLOCK_MULTIPLE = 16
@@ -265,14 +265,14 @@ class KernelMamba2:
         taps: torch.Tensor,
         bias: torch.Tensor | None,
         decay: HeadDecay,
-        skip: HeadSkip,
+        skip: HeadVector,
         windows: LayerCache,
         matrices: LayerCache,
         plans: AttentionPlans,
         *,
         pdl: bool,
     ):
-        self._weights = MambaWeights(decay.logs, decay.biases, skip.weights, *shape.step_limits)
+        self._weights = MambaWeights(decay.logs, decay.biases, skip.values, *shape.step_limits)
         self._matrices, self._pdl = matrices, pdl
         self._convolve = KernelConvolution(taps, bias, windows, plans, pdl=pdl, has_silu=True)
         size, dtype, device = matrices.block_size, taps.dtype, taps.device

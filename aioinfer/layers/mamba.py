@@ -9,14 +9,13 @@ outputs and the inputs, weighted by head, are added, gated by the SiLU of the ga
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import StateSpec
 from aioinfer.layers.attention import head_shards
 from aioinfer.layers.backend import Backend
@@ -24,7 +23,7 @@ from aioinfer.layers.convolution import Convolution, select_sampled
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
-from aioinfer.layers.recurrence import HeadDecay, HeadInputs, recur
+from aioinfer.layers.recurrence import HeadDecay, HeadInputs, Mamba2Shape, recur
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import HeadVector, NamedShards, Shard, WeightShard, merged_sources
 from aioinfer.layers.state_rows import StateRows
@@ -34,66 +33,6 @@ if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
     from aioinfer.layers.kernel_states import KernelMamba2
     from aioinfer.layers.part_maker import PartMaker
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Shape:
-    """The shape of a Mamba-2 layer. Raises `ConfigError` unless groups divide the heads.
-
-    Attributes:
-        num_heads: of the model, or of this rank.
-        head_size: channels of a head.
-        num_groups: groups of heads that share B and C, of the model or of this rank.
-        state_size: channels of B and C.
-        width: tokens of the convolution.
-        step_limits: the least and the largest step.
-        conv_bias: of the convolution. bias: of both projections.
-    """
-
-    num_heads: int
-    head_size: int
-    num_groups: int
-    state_size: int
-    width: int
-    step_limits: tuple[float, float] = (0.0, float("inf"))
-    conv_bias: bool = True
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_groups:
-            raise ConfigError(
-                f"{self.num_heads} heads of Mamba-2 must be a multiple of its {self.num_groups} "
-                "groups (mamba_n_groups)"
-            )
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Mamba2Shape:
-        """Reads the shape from the fields of a decoded `config.json` that most families have."""
-        heads, size = config["mamba_n_heads"], config.get("mamba_d_head")
-        channels = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
-        low, high = config.get("time_step_limit") or (0.0, float("inf"))
-        if isinstance(high, Mapping):  # transformers writes {"__float__": "Infinity"}
-            high = high["__float__"]
-        return cls(
-            heads,
-            channels // heads if size in (None, "auto") else size,
-            config["mamba_n_groups"],
-            config["mamba_d_state"],
-            config["mamba_d_conv"],
-            (float(low), float(high)),
-            bool(config.get("mamba_conv_bias", True)),
-            bool(config.get("mamba_proj_bias", False)),
-        )
-
-    @property
-    def channels(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_size
-
-    @property
-    def mixed_sizes(self) -> tuple[int, int, int]:
-        """Channels of x, B and C."""
-        return self.channels, self.num_groups * self.state_size, self.num_groups * self.state_size
 
 
 class GroupRMSNorm:
@@ -146,11 +85,10 @@ class Mamba2(Mixer):
         convolution: of x, B and C.
         decay: of the heads.
         skip: of each head, by which its inputs are added to its outputs.
-        output_norm: of the gated outputs, or none; `gates_last`: the gates follow it.
+        output_norm: of the gated outputs.
         output: the output projection.
         norm: of the residual stream before the projection.
         residual_scale: multiplied with the addend to the stream.
-        projection_scales: multiplied with gates, x, B, C and steps; none for 1 each.
         backend: of the rank.
     """
 
@@ -163,21 +101,18 @@ class Mamba2(Mixer):
         convolution: Convolution,
         decay: HeadDecay,
         skip: HeadVector,
-        output_norm: GroupRMSNorm | None,
+        output_norm: GroupRMSNorm,
         output: RowParallelLinear,
         *,
-        gates_last: bool = False,
         norm: Norm,
         residual_scale: float = 1.0,
-        projection_scales: torch.Tensor | None = None,
         backend: Backend,
     ):
         self.shape = shape
         self.inputs, self.convolution, self.output = inputs, convolution, output
         self.decay, self.skip = decay, skip
-        self.output_norm, self._gates_last = output_norm, gates_last
+        self.output_norm = output_norm
         self._norm, self._residual_scale = norm, residual_scale
-        self._projection_scales = projection_scales
         self._pdl = backend.pdl
         self._caches: Sequence[LayerCache] = ()
         self._kernel: KernelMamba2 | None = None
@@ -221,21 +156,13 @@ class Mamba2(Mixer):
         """See `Mixer`."""
         shape = self.shape
         projected = self.inputs.of_normed(stream, self._norm)
-        if self._projection_scales is not None:
-            projected = projected * self._projection_scales
         sizes = shape.channels, sum(shape.mixed_sizes), shape.num_heads
         gates, mixed, steps = projected.split(sizes, dim=-1)
         if self._kernel is not None:
             outputs = self._kernel.mix(mixed, steps, step)
         else:
             outputs = self._mix_in_torch(mixed, steps, step)
-        gates = F.silu(gates.float())
-        if not self._gates_last:
-            outputs = outputs * gates
-        if self.output_norm is not None:
-            outputs = self.output_norm(outputs)
-        if self._gates_last:
-            outputs = outputs * gates
+        outputs = self.output_norm(outputs * F.silu(gates.float()))
         outputs = select_sampled(stream, step, outputs.to(mixed.dtype), is_last=is_last)
         if len(stream):
             self.output.add_to(stream, outputs, scale=self._residual_scale)
@@ -267,18 +194,13 @@ class Mamba2(Mixer):
 
 
 def make_mamba2(
-    make: PartMaker, name: str, shape: Mamba2Shape, *, norm: Norm, residual_scale: float = 1.0,
-    has_output_norm: bool = True, gates_last: bool = False, output_bias: bool | None = None,
-    multipliers: Sequence[float] | None = None,
-) -> Mamba2:  # fmt: skip
+    make: PartMaker, name: str, shape: Mamba2Shape, *, norm: Norm, residual_scale: float = 1.0
+) -> Mamba2:
     """Returns the Mamba-2 layer of the checkpoint module `name`.
 
     Args:
         shape: of all ranks together.
         norm, residual_scale: as in `Mamba2`.
-        has_output_norm, gates_last: whether outputs are normed, and whether before they are gated.
-        output_bias: of the output projection, if not as of the other one.
-        multipliers: of gates, x, B, C and steps.
     """
     backend = make.backend
     heads, groups = head_shards(shape.num_heads, shape.num_groups, backend.group)
@@ -290,30 +212,15 @@ def make_mamba2(
         f"{name}.conv1d", [source.rows for source in mixed], shape.width, bias=shape.conv_bias,
         backend=backend,
     )  # fmt: skip
-    output_norm = None
-    if has_output_norm:
-        output_norm = GroupRMSNorm(f"{name}.norm", channels, groups, make.norm_eps, backend)
-        make.keep(output_norm)
-    scales = None
-    if multipliers is not None and set(multipliers) != {1.0}:
-        parts = [
-            torch.full((shard.size,), multiplier)
-            for shard, multiplier in zip(shards, multipliers, strict=True)
-        ]
-        scales = torch.cat(parts).to(backend.device, backend.dtype)
     return Mamba2(
         replace(shape, num_heads=heads.size, num_groups=groups.size),
         make.column(sources, bias=shape.bias),
         make.keep(convolution),
         make.keep(HeadDecay(name, heads, backend.device)),
         make.keep(HeadVector(f"{name}.D", heads, backend.device, 1.0)),
-        output_norm,
-        make.row(
-            f"{name}.out_proj", channels, bias=shape.bias if output_bias is None else output_bias
-        ),
-        gates_last=gates_last,
+        make.keep(GroupRMSNorm(f"{name}.norm", channels, groups, make.norm_eps, backend)),
+        make.row(f"{name}.out_proj", channels, bias=shape.bias),
         norm=norm,
         residual_scale=residual_scale,
-        projection_scales=scales,
         backend=backend,
     )

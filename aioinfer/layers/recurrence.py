@@ -16,12 +16,14 @@ corrections v - S^T k of a chunk are the solution of a triangular system (Yang e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import HeadVector, NamedShards, Shard
 from aioinfer.layers.state_rows import StateRow, StateRows
 
@@ -59,6 +61,66 @@ class DeltaNetShape:
         """Channels of the projection: the convolution's, the gate's, and rates and decays."""
         values = self.num_heads * self.value_size
         return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """The shape of a Mamba-2 layer. Raises `ConfigError` unless groups divide the heads.
+
+    Attributes:
+        num_heads: of the model, or of this rank.
+        head_size: channels of a head.
+        num_groups: groups of heads that share B and C, of the model or of this rank.
+        state_size: channels of B and C.
+        width: tokens of the convolution.
+        step_limits: the least and the largest step.
+        conv_bias: of the convolution. bias: of both projections.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    width: int
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    conv_bias: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise ConfigError(
+                f"{self.num_heads} heads of Mamba-2 must be a multiple of its {self.num_groups} "
+                "groups (mamba_n_groups)"
+            )
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Mamba2Shape:
+        """Reads the shape from the fields of a decoded `config.json` that most families have."""
+        heads, size = config["mamba_n_heads"], config.get("mamba_d_head")
+        channels = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+        low, high = config.get("time_step_limit") or (0.0, float("inf"))
+        if isinstance(high, Mapping):  # transformers writes {"__float__": "Infinity"}
+            high = high["__float__"]
+        return cls(
+            heads,
+            channels // heads if size in (None, "auto") else size,
+            config["mamba_n_groups"],
+            config["mamba_d_state"],
+            config["mamba_d_conv"],
+            (float(low), float(high)),
+            bool(config.get("mamba_conv_bias", True)),
+            bool(config.get("mamba_proj_bias", False)),
+        )
+
+    @property
+    def channels(self) -> int:
+        """Channels of all heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def mixed_sizes(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        return self.channels, self.num_groups * self.state_size, self.num_groups * self.state_size
 
 
 class HeadInputs(NamedTuple):

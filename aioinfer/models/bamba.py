@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mamba import Mamba2Shape
+from aioinfer.layers.recurrence import Mamba2Shape
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.llama import LlamaConfig
 

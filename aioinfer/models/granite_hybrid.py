@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from aioinfer.errors import ConfigError
 from aioinfer.layers.layer import Layer, Mixer
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.layers.mamba import Mamba2Shape
+from aioinfer.layers.recurrence import Mamba2Shape
 from aioinfer.models.config import DecoderConfig, read_attention_layers
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.granite import GraniteConfig
