@@ -29,7 +29,7 @@ from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.states import StateTables
 
 
-class DecodeConfig(NamedTuple):
+class DeltaDecodeConfig(NamedTuple):
     """The compile-time configuration: warps of a program and the maximum of a thread's registers;
     None for as many as it takes."""
 
@@ -37,12 +37,12 @@ class DecodeConfig(NamedTuple):
     max_registers: int | None
 
 
-def decode_config(shape: DeltaShape) -> DecodeConfig:
+def delta_decode_config(shape: DeltaShape) -> DeltaDecodeConfig:
     """Returns the configuration for matrices of a shape. 4 warps hold one of 128 x 128 in 128
     registers a thread, with as many as the compiler takes: on an H200 256 rows of 32 heads take 303
     us (3.66 TB/s) against 375 us with 8 warps of 128 registers and 620 us with 16; fewer registers
     spill, and 4 warps are the fastest from one row on."""
-    return DecodeConfig(max(1, min(4, shape.key_pad * shape.value_pad // 4096)), None)
+    return DeltaDecodeConfig(max(1, min(4, shape.key_pad * shape.value_pad // 4096)), None)
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def delta_decode(
     *,
     block_size: int,
     query_starts: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
+    config: DeltaDecodeConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """Computes a layer for the rows of one token and updates their states in the cache.
@@ -213,7 +213,7 @@ def delta_decode(
         block_size: tokens a block.
         query_starts: int32 [R + 1], the first token of each row: rows of another number of tokens
             than one are left alone. None: row r is token r.
-        config: instead of `decode_config` (to tune it).
+        config: instead of `delta_decode_config` (to tune it).
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
     Raises:
@@ -234,7 +234,7 @@ def delta_decode(
         )
     if rows == 0:
         return
-    config = decode_config(shape) if config is None else config
+    config = delta_decode_config(shape) if config is None else config
     _delta_decode_kernel[(heads, rows)](
         *inputs, out, *weights, windows.states, matrices.states, windows.tables, matrices.tables,
         seq_lens, seq_lens if query_starts is None else query_starts, tickets,

@@ -48,7 +48,7 @@ from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 MAX_CHUNK = 64
 
 
-class PrefillConfig(NamedTuple):
+class DeltaPrefillConfig(NamedTuple):
     """The compile-time configuration: value channels, warps and pipeline stages of a program of the
     scan; warps of a program that computes a chunk."""
 
@@ -342,13 +342,13 @@ def _norm_kernel(
         tl.store(places, o.to(out.dtype.element_ty), own)
 
 
-def prefill_config(shape: DeltaShape, element_size: int) -> PrefillConfig:
+def delta_prefill_config(shape: DeltaShape, element_size: int) -> DeltaPrefillConfig:
     """Returns the configuration for inputs of `element_size` bytes. It does not depend on the rows,
-    so that no kernel is compiled while serving: half of the values a program would give one row
-    twice as many programs, which take hardly less time each, as they load the same keys."""
+    so that no kernel is compiled while serving; a program with half of the values would load as
+    many keys."""
     if element_size == 4:
-        return PrefillConfig(min(32, shape.value_pad), 4, 1, 4)
-    return PrefillConfig(min(64, shape.value_pad), 4, 2, 4)
+        return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, 4)
+    return DeltaPrefillConfig(min(64, shape.value_pad), 4, 2, 4)
 
 
 class DeltaPrefill(NamedTuple):
@@ -366,7 +366,7 @@ class DeltaPrefill(NamedTuple):
     workspace: DeltaWorkspace
     out: torch.Tensor
     shape: DeltaShape
-    config: PrefillConfig
+    config: DeltaPrefillConfig
     pdl: bool
 
     @property
@@ -464,7 +464,7 @@ def delta_prefill(
     *,
     block_size: int,
     first_row: int = 0,
-    config: PrefillConfig | None = None,
+    config: DeltaPrefillConfig | None = None,
     pdl: bool = False,
 ) -> None:
     """Computes a layer for the rows of two or more tokens and writes their states into the cache.
@@ -482,7 +482,7 @@ def delta_prefill(
         out: [T, HV * V], rows may be strided. Other rows' tokens are not touched.
         block_size: tokens a block, a multiple of 16.
         first_row: rows before this one have one token each.
-        config: instead of `prefill_config` (to tune it).
+        config: instead of `delta_prefill_config` (to tune it).
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
     Raises:
@@ -497,7 +497,7 @@ def delta_prefill(
             f"{block_size} and {tokens} tokens"
         )
     if config is None:
-        config = prefill_config(shape, work.element_size())
+        config = delta_prefill_config(shape, work.element_size())
     launches = DeltaPrefill(
         inputs, weights, windows, matrices, query_starts, seq_lens, first_row, tiles, chunks,
         workspace, out, shape, config, pdl,

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaShape, DeltaWeights
-from aioinfer.kernels.delta_decode import DecodeConfig, decode_config, delta_decode, make_tickets
+from aioinfer.kernels.delta_decode import (
+    DeltaDecodeConfig,
+    delta_decode,
+    delta_decode_config,
+    make_tickets,
+)
 from aioinfer.kernels.delta_prefill import (
     DeltaPrefill,
+    DeltaPrefillConfig,
     DeltaWorkspace,
-    PrefillConfig,
     delta_prefill,
+    delta_prefill_config,
     plans_of,
-    prefill_config,
 )
 from aioinfer.kernels.states import StateTables, plan_chunks
 
@@ -72,10 +77,10 @@ def _decode_cases(rows: int, tune: bool) -> Iterator[Case]:
     layer = Layer.random(rows, rows * copies)
     tables = torch.randperm(rows * copies, device=DEVICE).int().view(copies, rows, 1)
     lens, tickets = ints([BLOCK // 2] * rows), make_tickets(rows, KEY_HEADS, torch.device(DEVICE))
-    configs = [decode_config(SHAPE)]
+    configs = [delta_decode_config(SHAPE)]
     if tune:
         limits = (None, 64, 96, 128, 168)
-        configs = [DecodeConfig(*option) for option in itertools.product((4, 8, 16), limits)]
+        configs = [DeltaDecodeConfig(*option) for option in itertools.product((4, 8, 16), limits)]
     for config in configs:
 
         def run(table: torch.Tensor, layer=layer, lens=lens, tickets=tickets, config=config):
@@ -111,13 +116,13 @@ def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
         layer.inputs, layer.weights, StateTables(layer.windows, tables),
         StateTables(layer.matrices, tables), starts, lens,
     )  # fmt: skip
-    default = prefill_config(SHAPE, 2)
+    default = delta_prefill_config(SHAPE, 2)
     of_token = (CHANNELS + 2 * HEADS * SIZE) * 2
     flops = total * HEADS * 2 * SIZE * (3 * SIZE + 5 * BLOCK)
     values = (32, 64, 128) if tune else (default.values,)
     options = itertools.product(values, (4, 8), (1, 2, 3)) if tune else [default[:3]]
     for option in options:
-        config = PrefillConfig(*option, default.chunk_warps)
+        config = DeltaPrefillConfig(*option, default.chunk_warps)
 
         def run(arguments=arguments, plans=plans, workspace=workspace, out=layer.out,
                 config=config) -> None:  # fmt: skip

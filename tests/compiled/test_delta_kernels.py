@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.delta_arguments import DeltaShape
-from aioinfer.kernels.delta_decode import _delta_decode_kernel, decode_config
+from aioinfer.kernels.delta_decode import _delta_decode_kernel, delta_decode_config
 from aioinfer.kernels.delta_prefill import (
     _chunk_kernel,
     _inputs_kernel,
     _norm_kernel,
     _scan_kernel,
-    prefill_config,
+    delta_prefill_config,
 )
 from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
 from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
@@ -36,7 +36,7 @@ SHAPE = DeltaShape(16, 2, 128, 128, 128, 128, 4, BLOCK)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_decodes(state_dtype: torch.dtype, tmp_path: Path) -> None:
     """A matrix stays in registers and is moved in vectors of 16 bytes."""
-    config = decode_config(SHAPE)
+    config = delta_decode_config(SHAPE)
     kernel = compile_call(
         _delta_decode_kernel, SimpleNamespace(num_warps=config.num_warps, num_stages=3), mixed=BF16,
         z=BF16, b=BF16, a=BF16, out=BF16, conv=BF16, a_log=FLOATS, dt_bias=FLOATS, norm=BF16,
@@ -78,7 +78,7 @@ def test_chunks_of_prefill(tmp_path: Path) -> None:
 
 def test_the_scan_of_prefill(tmp_path: Path) -> None:
     """Products by warp groups, and the next chunk loaded meanwhile."""
-    config = prefill_config(SHAPE, 2)
+    config = delta_prefill_config(SHAPE, 2)
     options = SimpleNamespace(num_warps=config.scan_warps, num_stages=config.scan_stages)
     kernel = compile_call(
         _scan_kernel, options, mixed=BF16, keys=BF16, scores=BF16, decays=FLOATS, z=BF16, norm=BF16,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
-from aioinfer.kernels.delta_prefill import PrefillConfig
+from aioinfer.kernels.delta_decode import DeltaDecodeConfig, delta_decode, make_tickets
+from aioinfer.kernels.delta_prefill import DeltaPrefillConfig
 from delta_cases import DeltaCase, DeltaProblem, Row, decode, prefill
 from mamba_cases import MIXED, MambaCase, run
 
@@ -36,8 +36,8 @@ def test_decodes(key_heads: int, state_dtype: torch.dtype) -> None:
     assert matrices < (1e-5 if state_dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("config", [DecodeConfig(4, None), DecodeConfig(16, None)])
-def test_decodes_in_other_configurations(config: DecodeConfig) -> None:
+@pytest.mark.parametrize("config", [DeltaDecodeConfig(4, None), DeltaDecodeConfig(16, None)])
+def test_decodes_in_other_configurations(config: DeltaDecodeConfig) -> None:
     torch.manual_seed(0)
     output, windows, matrices = decode(REAL, [Row(1, n) for n in LENGTHS], config=config)
     assert output < 4e-3
@@ -99,8 +99,10 @@ def test_prefill(key_heads: int, block_size: int) -> None:
     assert windows == 0
 
 
-@pytest.mark.parametrize("config", [PrefillConfig(32, 4, 2, 8), PrefillConfig(128, 8, 1, 4)])
-def test_prefill_in_other_configurations(config: PrefillConfig) -> None:
+@pytest.mark.parametrize(
+    "config", [DeltaPrefillConfig(32, 4, 2, 8), DeltaPrefillConfig(128, 8, 1, 4)]
+)
+def test_prefill_in_other_configurations(config: DeltaPrefillConfig) -> None:
     """The gated norm follows the scan, or is part of it."""
     torch.manual_seed(0)
     output, windows, matrices = prefill(REAL, ROWS, config=config)

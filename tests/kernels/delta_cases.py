@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
-from aioinfer.kernels.delta_decode import DecodeConfig, delta_decode, make_tickets
-from aioinfer.kernels.delta_prefill import DeltaWorkspace, PrefillConfig, delta_prefill, plans_of
+from aioinfer.kernels.delta_decode import DeltaDecodeConfig, delta_decode, make_tickets
+from aioinfer.kernels.delta_prefill import (
+    DeltaPrefillConfig,
+    DeltaWorkspace,
+    delta_prefill,
+    plans_of,
+)
 from aioinfer.kernels.states import StateTables, plan_chunks
 from cases import error, normal, poisoned
 from references import delta_reference
@@ -196,7 +201,7 @@ def decode(
     rows: Sequence[Row],
     *,
     has_starts: bool = True,
-    config: DecodeConfig | None = None,
+    config: DeltaDecodeConfig | None = None,
 ) -> tuple[float, ...]:
     """Runs `delta_decode` and returns the errors of output, windows and matrices."""
     problem = DeltaProblem(case, rows)
@@ -212,7 +217,11 @@ def decode(
 
 
 def prefill(
-    case: DeltaCase, rows: Sequence[Row], *, first_row: int = 0, config: PrefillConfig | None = None
+    case: DeltaCase,
+    rows: Sequence[Row],
+    *,
+    first_row: int = 0,
+    config: DeltaPrefillConfig | None = None,
 ) -> tuple[float, ...]:
     """Runs `delta_prefill` and returns the errors of output, windows and matrices."""
     problem = DeltaProblem(case, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.delta_prefill import PrefillConfig
+from aioinfer.kernels.delta_prefill import DeltaPrefillConfig
 from delta_cases import DeltaCase, Row, prefill
 
 
@@ -50,7 +50,7 @@ def test_heads_of_other_sizes(key: int, value: int) -> None:
 @pytest.mark.parametrize("values", [16, 32])
 def test_the_norm_in_the_scan_and_after_it(values: int) -> None:
     """A program has half of a head's values, or all of them."""
-    config = PrefillConfig(values, 4, 1, 4)
+    config = DeltaPrefillConfig(values, 4, 1, 4)
     assert max(prefill(small(value=32), [Row(19, 40)], config=config)) < 1e-5
 
 
