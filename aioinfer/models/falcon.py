@@ -11,6 +11,7 @@ from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, renamed
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.fields import four_times_hidden_size
 
 _NAMES = {
     "n_layer": "num_hidden_layers",
@@ -44,7 +45,7 @@ class FalconConfig(DecoderConfig):
         if not config.get("new_decoder_architecture"):
             heads = config["num_attention_heads"]
             config["num_key_value_heads"] = 1 if config["multi_query"] else heads
-        return {"intermediate_size": 4 * config["hidden_size"], **config}
+        return {"intermediate_size": four_times_hidden_size(config), **config}
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

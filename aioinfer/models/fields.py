@@ -173,6 +173,14 @@ def check_fields(config: Mapping[str, Any]) -> None:
             _check_rope(name, value)
 
 
+def four_times_hidden_size(config: Mapping[str, Any]) -> int:
+    """Returns the intermediate size of families that do not name it. Raises `ConfigError` unless
+    the hidden size is a whole number within its bounds."""
+    size = config["hidden_size"]
+    _check_number("hidden_size", size, _COUNTS["hidden_size"], whole=True)
+    return 4 * int(size)
+
+
 def check_shape(num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int) -> None:
     """Raises `ConfigError` unless heads share keys and values evenly, and channels are rotated in
     pairs within a head."""

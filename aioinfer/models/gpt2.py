@@ -11,6 +11,7 @@ from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, renamed
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.fields import four_times_hidden_size
 
 _NAMES = {
     "n_embd": "hidden_size",
@@ -37,7 +38,7 @@ class GPT2Config(DecoderConfig):
     def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Renames fields; the MLP is by default four times as wide as the hidden size."""
         config = renamed({**cls.DEFAULTS, **config}, _NAMES)
-        return {"intermediate_size": 4 * config["hidden_size"], **config}
+        return {"intermediate_size": four_times_hidden_size(config), **config}
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 16,
         "mamba_d_head": 64,
         "mamba_d_state": 64,
+        "mamba_n_groups": 1,  # transformers 5.17 norms all groups together
     },
     "gpt2": {"head_dim": 64, "n_inner": 1024, "initializer_range": 0.1},
     "hunyuan_v1_dense": {"head_dim": 64},
