@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.ipc.kv_spec import NULL_BLOCK, KVGroup
 from aioinfer.scheduler.block_pool import root_hash
 from aioinfer.scheduler.request import Request, RequestStatus
-from aioinfer.scheduler.snapshots import SeenPrefixes, SnapshotPool
+from aioinfer.scheduler.snapshots import SeenPrefixes, SnapshotPool, StateBlocks
 from tests.test_scheduler import FULL, STATES, Harness, assert_complete, make_request
 
 GROUPS = [(FULL, *STATES), STATES[:1]]
@@ -217,6 +217,27 @@ def test_decodes_go_on_without_preemption_while_no_block_of_a_state_is_free(
     requests = [make_request(str(n), [n, 1, 2], 40, seed=n) for n in range(6)]
     run(harness, *requests)
     assert harness.scheduler.stats.preemptions == 0
+
+
+def test_a_state_that_a_fork_reads_is_not_overwritten() -> None:
+    """Without a free block a request writes its next state over the last one: not while another
+    request begins with it."""
+    pool = SnapshotPool(1)
+    states = StateBlocks([(0, STATES[0], pool)], 4, prefix_caching=True)
+    leader, fork = (make_request(name, SHARED[:5], 9) for name in ("leader", "fork"))
+    leader.blocks = [[]]
+    states.grow(leader, 1)
+    leader.num_blocks, leader.num_computed = 1, 4
+    assert states.can_grow(leader, 1)
+    fork.blocks = [list(leader.blocks[0])]
+    states.share(fork)
+    fork.num_blocks, fork.num_computed = 1, 4
+    assert not states.can_grow(leader, 1)
+    assert not states.can_grow(fork, 1)
+    states.free(fork, fork.blocks)
+    assert states.can_grow(leader, 1)
+    states.grow(leader, 1)
+    assert leader.blocks == [[NULL_BLOCK, 0]]
 
 
 @settings(max_examples=200, deadline=None)
