@@ -106,15 +106,27 @@ class ChatConfig:
     """How the model's text is read as a message."""
 
     tool_format: Literal[
-        "auto", "none", "hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony"
+        "auto",
+        "none",
+        "hermes",
+        "nemotron",
+        "qwen_coder",
+        "llama",
+        "mistral",
+        "deepseek",
+        "kimi",
+        "harmony",
+        "lfm2",
+        "gemma",
     ] = key(
         "How the model writes tool calls. `auto`: as its chat template shows; `hermes` where that "
         "shows none. `none`: its text is not looked through for calls.",
         "auto",
     )
-    reasoning_format: Literal["auto", "none", "think", "brackets"] = key(
-        "How the model writes thoughts: between `<think>` and `</think>`, or `[THINK]` and "
-        "`[/THINK]`. `auto`: as its chat template shows. `none`: thoughts stay in the answer.",
+    reasoning_format: Literal["auto", "none", "think", "brackets", "channel"] = key(
+        "How the model writes thoughts: between `<think>` and `</think>`, `[THINK]` and "
+        "`[/THINK]`, or `<|channel>thought` and `<channel|>`. `auto`: as its chat template shows. "
+        "`none`: thoughts stay in the answer.",
         "auto",
     )
 

@@ -35,6 +35,11 @@ TOOLS = [{"name": "f", "parameters": INTEGER}, {"name": "g", "parameters": TEXT}
 BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 CALL_END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+KIMI, KIMI_ENDS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_ARGS = "<|tool_call_begin|>functions", "<|tool_call_argument_begin|>"
+KIMI_END = "<|tool_call_end|>"
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+GEM, GEM_END, D = "<|tool_call>", "<tool_call|>", '<|"|>'
 COMMENTARY = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
 ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
 #: Texts of one call and, where the format can, of two; and the template that shows their form.
@@ -78,10 +83,50 @@ CALLS: dict[str, tuple[str, list[str]]] = {
         "```json",
         [f'{BEGIN}{CALL}function{SEP}f\n```json\n{{"a": 1}}\n```{CALL_END}{ENDS}'],
     ),
+    "hermes list": (
+        "<tool_call>\n[",
+        [
+            '<tool_call>\n[{"name": "f", "arguments": {"a": 1}}]\n</tool_call>',
+            '<tool_call>[{"name": "f", "arguments": {"a": 1}}, '
+            '{"name": "g", "arguments": {"q": ""}}]</tool_call>',
+        ],
+    ),
+    "nemotron": (
+        "",
+        [
+            '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>',
+            '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, '
+            '{"name": "g", "arguments": {"q": ""}}]</TOOLCALL>',
+        ],
+    ),
+    "kimi": (
+        "",
+        [
+            f'{KIMI}{KIMI_CALL}.f:0{KIMI_ARGS}{{"a": 1}}{KIMI_END}{KIMI_ENDS}',
+            f'{KIMI}{KIMI_CALL}.f:7{KIMI_ARGS}{{"a": 1}}{KIMI_END}'
+            f'{KIMI_CALL}.g:8{KIMI_ARGS}{{"q": "<"}}{KIMI_END}{KIMI_ENDS}',
+        ],
+    ),
+    "lfm2": (
+        "",
+        [
+            f"{LFM}[f(a=1)]{LFM_END}",
+            f'{LFM}[f(a=1), g(q="x")]{LFM_END}',
+            f'{LFM}[f(a=1), g(q="(", n=1)]{LFM_END}',
+        ],
+    ),
+    "gemma": (
+        "",
+        [
+            f"{GEM}call:f{{a:1}}{GEM_END}",
+            f"{GEM}call:f{{a:1}}{GEM_END}{GEM}call:g{{q:{D}}}{D}}}{GEM_END}",
+            f"{GEM}call:f{{a:1}}{GEM_END}{GEM}call:g{{n:1,q:{D}{D}}}{GEM_END}",
+        ],
+    ),
     "harmony": ("", [COMMENTARY, ANALYSIS + COMMENTARY]),
 }
 #: Formats whose markers are special tokens.
-SPECIAL = ("mistral", "deepseek", "harmony")
+SPECIAL = ("mistral", "deepseek", "kimi", "harmony", "lfm2", "gemma")
 ANSWER = GrammarSpec("json_schema", json.dumps(INTEGER))
 
 
@@ -127,7 +172,8 @@ def outputs(tokenizer_cache: Path) -> Outputs:
 
 def wrong(call: str) -> str:
     """Returns a call with an argument of the wrong type."""
-    return call.replace('"a": 1', '"a": "s"').replace("=n>\n1\n", "=n>\nno\n")
+    call = call.replace('"a": 1', '"a": "s"').replace("=n>\n1\n", "=n>\nno\n")
+    return call.replace("(a=1)", '(a="s")').replace("{a:1}", "{a:true}")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -170,7 +216,7 @@ def test_a_line_break_behind_a_call_asks_for_no_other(outputs: Outputs, name: st
 def test_one_call_where_no_more_are_wanted(outputs: Outputs, name: str) -> None:
     if name == "harmony":
         return  # its second text is a thought and a call
-    template, (one, two) = CALLS[name]
+    template, (one, two, *_) = CALLS[name]
     use = ToolUse(TOOLS, "required", parallel=False)
     spec = outputs.format(name, template).grammar(use, in_thought=False, answer=None)
     assert outputs.follows(spec, one)
@@ -178,8 +224,10 @@ def test_one_call_where_no_more_are_wanted(outputs: Outputs, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["hermes", "hermes with tokens", "llama", "qwen_coder", "mistral", "deepseek"]
-)
+    "name",
+    ["hermes", "hermes with tokens", "llama", "qwen_coder", "mistral", "deepseek", "kimi", "lfm2",
+     "gemma"],
+)  # fmt: skip
 def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
     template, (call, *_) = CALLS[name]
     format = outputs.format(name, template, "think")
@@ -188,7 +236,7 @@ def test_thoughts_are_free(outputs: Outputs, name: str) -> None:
         fresh = format.grammar(use, in_thought=False, answer=None)
         opened = format.grammar(use, in_thought=True, answer=None)
         # text cannot spell a special token
-        thought = "Hm, {" if "tokens" in name else "Hm, <tool_call> {"
+        thought = "Hm, {" if "tokens" in name or name in SPECIAL else "Hm, <tool_call> {"
         assert outputs.follows(fresh, f"<think>{thought}</think>\n\n{call}")
         assert outputs.follows(opened, f"{thought}</think>\n\n{call}")
         assert outputs.follows(fresh, call)
@@ -276,3 +324,89 @@ def test_what_needs_no_grammar_or_cannot_have_one(outputs: Outputs) -> None:
     answer = GrammarSpec("regex", "a+", param="guided_regex")
     with pytest.raises(RequestError, match="regex"):
         format.grammar(ToolUse(TOOLS, "auto"), in_thought=False, answer=answer)
+
+
+def call_of(schema: dict[str, Any], format: FamilyFormat) -> GrammarSpec | None:
+    """Returns the grammar of one required call of `f`, whose one argument `v` has a schema."""
+    parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": NODE}
+    use = ToolUse([{"name": "f", "parameters": parameters}], "named", "f")
+    return format.grammar(use, in_thought=False, answer=None)
+
+
+NODE = {
+    "node": {
+        "type": "object",
+        "properties": {
+            "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            "n": {"type": "integer"},
+        },
+        "required": ["n"],
+    }
+}
+#: A schema, values of it in Gemma's notation, and others that are none.
+GEMMA_VALUES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"type": "string", "maxLength": 3, "minLength": 1},
+        [f"{D}abc{D}"],
+        [f"{D}{D}", f"{D}abcd{D}"],
+    ),
+    ({"type": "string"}, [f"{D}a\n}}{D}", f"{D}{D}"], ["a", "1"]),
+    ({"enum": ["a", 1, None, [1]]}, [f"{D}a{D}", "1", "null", "[1]"], [f"{D}b{D}", "2"]),
+    ({"type": "integer", "maximum": 9}, ["9", "-1"], ["10", "1.5", f"{D}1{D}"]),
+    ({"type": ["boolean", "null"]}, ["true", "null"], ["1"]),
+    (
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2},
+        ["[1]", "[1,2]"],
+        ["[]", "[1,2,3]", f"[{D}1{D}]"],
+    ),
+    ({"type": "array"}, ["[]", f"[1,{D}a{D},[true],{{b:1}}]"], ["1"]),
+    (
+        {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}},
+        ["{}", "{a:null,b:1}", "{b:1}", "{a:null}"],
+        ["{b:1,a:null}", "{c:1}", "{a:null,}", "{,b:1}"],
+    ),
+    ({"type": "object", "additionalProperties": {"type": "integer"}}, ["{x:1,y:2}"], ["{x:true}"]),
+    ({"$ref": "#/$defs/node"}, ["{n:1}", "{n:1,next:{n:2,next:null}}"], ["{n:1,next:{}}", "{}"]),
+    ({"not": {}}, ["1", f"{D}a{D}", "{a:[]}"], ["a b"]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "others"), GEMMA_VALUES)
+def test_values_of_gemma_follow_the_schema(
+    outputs: Outputs, schema: dict[str, Any], right: list[str], others: list[str]
+) -> None:
+    format = outputs.format("gemma")
+    spec = call_of(schema, format)
+    for value in (*right, *others):
+        text = f"{GEM}call:f{{v:{value}}}{GEM_END}"
+        assert outputs.follows(spec, text) == (value in right), value
+        parser = format.parser(ToolUse(TOOLS, "auto"), in_thought=False)
+        calls = [*parser.feed(text).calls, *parser.flush().calls]
+        if value in right:
+            assert list(json.loads("".join(call.arguments for call in calls))) == ["v"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "others"),
+    [
+        ({"type": "boolean"}, ["True", "False"], ["true", "1"]),
+        ({"type": ["integer", "null"]}, ["1", "None"], ["null", '"1"']),
+        ({"type": "string"}, ['"a"'], ["a", "None"]),
+        ({"type": "array", "items": {"type": "boolean"}}, ["[true]"], ["True"]),
+    ],
+)
+def test_values_of_lfm2_follow_the_schema(
+    outputs: Outputs, schema: dict[str, Any], right: list[str], others: list[str]
+) -> None:
+    spec = call_of(schema, outputs.format("lfm2"))
+    for value in (*right, *others):
+        assert outputs.follows(spec, f"{LFM}[f(v={value})]{LFM_END}") == (value in right), value
+
+
+def test_a_thought_in_a_channel_is_free(outputs: Outputs) -> None:
+    format = outputs.format("gemma", thoughts="channel")
+    call = CALLS["gemma"][1][0]
+    spec = format.grammar(ToolUse(TOOLS, "required"), in_thought=False, answer=None)
+    assert outputs.follows(spec, f"<|channel>thought\nHm, {{<channel|>{call}")
+    assert outputs.follows(spec, call)
+    assert not outputs.follows(spec, f"<|channel>thought\nHm<channel|>{wrong(call)}")

@@ -17,6 +17,7 @@ from aioinfer.text.message_parser import ToolUse
 
 TOOLS = [
     {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    {"name": "flags", "parameters": {"properties": {"on": {"type": "boolean"}}}},
     {
         "name": "add",
         "parameters": {
@@ -26,7 +27,10 @@ TOOLS = [
     },
 ]  # fmt: skip
 AUTO = ToolUse(TOOLS, "auto")
-FORMATS = ("hermes", "qwen_coder", "llama", "mistral", "deepseek", "harmony")
+FORMATS = (
+    "hermes", "nemotron", "qwen_coder", "llama", "mistral", "deepseek", "kimi", "harmony", "lfm2",
+    "gemma",
+)  # fmt: skip
 Message = tuple[str, str, list[tuple[str, str]]]
 
 
@@ -66,6 +70,11 @@ OBJECT = '{"name": "add", "arguments": {"a": 1}}'
 OTHER, OBJECT_2 = HERMES.replace("1", "12"), OBJECT.replace("1", "12")
 BEGIN, CALL, SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+KIMI, KIMI_ENDS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_ARGS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+KIMI_END = "<|tool_call_end|>"
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+GEM, GEM_END, D = "<|tool_call>", "<tool_call|>", '<|"|>'
 ADD, ADD_2 = ("add", '{"a": 1}'), ("add", '{"a": 12}')
 CASES: list[tuple[str, str, Message]] = [
     ("hermes", f"Let me see.\n\n{HERMES}\n", ("Let me see.", "", [ADD])),
@@ -141,6 +150,58 @@ CASES: list[tuple[str, str, Message]] = [
         f'{BEGIN}{CALL}add{SEP}{{"a": 1}}{END}{CALL}weather{SEP}{{}}{END}{ENDS}',
         ("", "", [ADD, ("weather", "{}")]),
     ),
+    ("hermes", f"<tool_call>\n[{OBJECT}, {OBJECT_2}]\n</tool_call> So", ("So", "", [ADD, ADD_2])),
+    ("nemotron", f"Hm.\n<TOOLCALL>[{OBJECT}, {OBJECT_2}]</TOOLCALL>\n", ("Hm.", "", [ADD, ADD_2])),
+    ("nemotron", f"<TOOLCALL>{OBJECT}</TOOLCALL>", ("", "", [ADD])),
+    ("nemotron", "<TOOLCALL>[]</TOOLCALL>", ("<TOOLCALL>[]</TOOLCALL>", "", [])),
+    (
+        "qwen_coder",
+        "<tool_call>\n<function=flags>\n<parameter=on>\nTrue\n</parameter>\n<parameter=x>\nTrue\n"
+        "</parameter>\n</function>\n</tool_call>",
+        ("", "", [("flags", '{"on": true, "x": "True"}')]),
+    ),
+    (
+        "kimi",
+        f'See.{KIMI}{KIMI_CALL}functions.add:0{KIMI_ARGS}{{"a": 1}}{KIMI_END}'
+        f'{KIMI_CALL}functions.weather:1 {KIMI_ARGS} {{"city": "<"}} {KIMI_END}{KIMI_ENDS}',
+        ("See.", "", [ADD, ("weather", '{"city": "<"}')]),
+    ),
+    ("kimi", f'{KIMI_CALL}add{KIMI_ARGS}{{"a": 1}}', ("", "", [ADD])),
+    ("kimi", f"{KIMI} none", (f"{KIMI} none", "", [])),
+    ("lfm2", f"{LFM}[add(a=1)]{LFM_END}It is 1.", ("It is 1.", "", [ADD])),
+    ("lfm2", f"{LFM} [add(a=1), add(a=12)]{LFM_END}", ("", "", [ADD, ADD_2])),
+    ("lfm2", f"{LFM}[{OBJECT}, {OBJECT_2}]{LFM_END}", ("", "", [ADD, ADD_2])),
+    ("lfm2", f"{LFM}[x.now()]{LFM_END}", ("", "", [("x.now", "{}")])),
+    (
+        "lfm2",
+        f"{LFM}[f(a='it\\'s', b=None, c=[True, (1.5, 'x'), ], d={{'k': {{}}, \"l\": -07}}, e=x y)]"
+        f"{LFM_END}",
+        ("", "", [("f", '{"a": "it\'s", "b": null, "c": [true, [1.5, "x"]], '
+                        '"d": {"k": {}, "l": -7}, "e": "x y"}')]),
+    ),
+    (
+        "lfm2",
+        f"{LFM}[sh(c='sed -n '1,2p' f', d=\"a\nb\\n\\u00e9\\x41\\/\\d\")]{LFM_END}",
+        ("", "", [("sh", '{"c": "sed -n \'1,2p\' f", "d": "a\\nb\\n\\u00e9\\u0041/\\\\d"}')]),
+    ),
+    ("lfm2", f"{LFM}[print('x')]{LFM_END}", (f"{LFM}[print('x')]{LFM_END}", "", [])),
+    ("lfm2", f"{LFM}[]{LFM_END}", (f"{LFM}[]{LFM_END}", "", [])),
+    ("lfm2", f"{LFM}[add(a=1", ("", "", [("add", '{"a": 1')])),
+    ("lfm2", f"{LFM}[add(note='no end", ("", "", [("add", '{"note": "no end')])),
+    (
+        "gemma",
+        f"Now.{GEM}call:weather{{city:{D}a}}\"b\nc{D}}}{GEM_END}{GEM}call:add{{a:1}}{GEM_END}",
+        ("Now.", "", [("weather", '{"city": "a}\\"b\\nc"}'), ADD]),
+    ),
+    (
+        "gemma",
+        f"{GEM}call:f{{a:[{D}x{D},-1.5,true],b:{{c:null,{D}d e{D}:{{}}}},g:any word}}{GEM_END}",
+        ("", "", [("f", '{"a": ["x", -1.5, true], "b": {"c": null, "d e": {}}, "g": "any word"}')]),
+    ),
+    ("gemma", f"{GEM}call:now{{}}{GEM_END}", ("", "", [("now", "{}")])),
+    ("gemma", f"{GEM}call:add{{a:1", ("", "", [("add", '{"a": 1')])),
+    ("gemma", f"{GEM}call:add{{a}}{GEM_END}So", ("So", "", [("add", "{")])),
+    ("gemma", f"{GEM}add{{a:1}}{GEM_END}", (f"{GEM}add{{a:1}}{GEM_END}", "", [])),
     (
         "harmony",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
@@ -161,6 +222,38 @@ def test_a_text_in_one_piece_and_by_characters(name: str, text: str, expected: M
     assert read(make(name), list(text)) == expected
 
 
+def test_function_gemma_has_markers_of_its_own() -> None:
+    format = message_format("<start_function_call>", {"<start_function_response>": 7})
+    call = "<start_function_call>call:weather{city:<escape>Rome<escape>}<end_function_call>"
+    expected = ("", "", [("weather", '{"city": "Rome"}')])
+    assert read(format, [call]) == read(format, list(call)) == expected
+    assert format.end_ids == (7,)
+
+
+def test_the_tokens_tell_the_format_where_the_template_shows_no_tools() -> None:
+    assert message_format("{{ messages }}", {LFM: 10}).name == "lfm2"
+    assert message_format("<tool_call>", {LFM: 10}).name == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thought", "expected"),
+    [
+        ("<|channel>thought\nHm.<channel|>Yes", False, ("Yes", "Hm.", [])),
+        ("Hm.\n<channel|>Yes", True, ("Yes", "Hm.", [])),
+        ("<|channel>thought\n<channel|>Yes", False, ("Yes", "", [])),
+        (
+            f"<|channel>thought\nHm.<channel|>{GEM}call:add{{a:1}}{GEM_END}",
+            False,
+            ("", "Hm.", [ADD]),
+        ),
+    ],
+)
+def test_thoughts_in_a_channel(text: str, in_thought: bool, expected: Message) -> None:
+    format = make("gemma", "channel")
+    assert read(format, [text], in_thought=in_thought) == expected
+    assert read(format, list(text), in_thought=in_thought) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "in_thought", "expected"),
     [
@@ -178,18 +271,21 @@ def test_thoughts(text: str, in_thought: bool, expected: Message) -> None:
 
 
 FRAGMENTS = [
-    *"ab<>{}[]\"\\:, \n|", "<tool_call>", "</tool_call>", '{"name": "add"', '"arguments": ',
+    *"ab<>{}[]()=\"'\\:, \n|", "<tool_call>", "</tool_call>", '{"name": "add"', '"arguments": ',
     '{"a": 1}', "<function=add>", "<parameter=a>", "</parameter>", "</function>", "[TOOL_CALLS]",
     "[ARGS]", "[CALL_ID]", "add", BEGIN, CALL, SEP, END, ENDS, "function", "```json", "<think>",
     "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "final",
-    "analysis", "to=functions.add", HERMES, "<|python_tag|>", "a" * 300, '"name"', "é",
+    "analysis", "to=functions.add", "<TOOLCALL>", "</TOOLCALL>", KIMI, KIMI_CALL, KIMI_ARGS,
+    KIMI_END, KIMI_ENDS, LFM, "add(a=1)", "add(a='", "\\u00", "07", "True", GEM, GEM_END, D,
+    "call:add{", "a:1", "<|channel>", "<channel|>", "thought\n",
+    HERMES, "<|python_tag|>", "a" * 300, '"name"', "é",
 ]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(FORMATS),
-    st.sampled_from(["none", "think"]),
+    st.sampled_from(["none", "think", "channel"]),
     st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join),
     st.booleans(),
     st.booleans(),
@@ -244,6 +340,15 @@ REPEATED = {
     "deepseek": BEGIN
     + "".join(f'{CALL}add{SEP}{{"a": {a}}}{END}' for a in (1, 12, 1, 3))
     + f"{ENDS} So",
+    "nemotron": f"<TOOLCALL>[{OBJECT}, {OBJECT_2}, {OBJECT}, {OBJECT_2}]</TOOLCALL> So",
+    "kimi": KIMI
+    + "".join(
+        f'{KIMI_CALL}functions.add:{n}{KIMI_ARGS}{{"a": {a}}}{KIMI_END}'
+        for n, a in enumerate((1, 12, 1, 3))
+    )
+    + f"{KIMI_ENDS} So",
+    "lfm2": f"{LFM}[add(a=1), add(a=12), add(a=1), add(a=3)]{LFM_END} So",
+    "gemma": "".join(f"{GEM}call:add{{a:{a}}}{GEM_END}" for a in (1, 12, 1, 3)) + " So",
     "harmony": "".join(
         f'<|channel|>commentary to=functions.add<|message|>{{"a": {a}}}<|end|><|start|>assistant'
         for a in (1, 12, 1, 3)
@@ -300,6 +405,12 @@ def test_text_is_content_without_tools() -> None:
         ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "[THINK]"),
         (f"{BEGIN} <think> </think>", "deepseek", "<think>"),
         ("<|channel|>analysis </think>", "harmony", None),
+        ("<TOOLCALL>[ <think> </think>", "nemotron", "<think>"),
+        (f"{KIMI} <think></think>", "kimi", "<think>"),
+        (f"{LFM}[ </think>", "lfm2", "<think>"),
+        ("List of tools: <|tool_list_start|>[", "lfm2", None),
+        (f"{GEM}call: <|channel>thought\n<channel|>", "gemma", "<|channel>thought"),
+        ("<start_function_call>call:", "gemma", None),
         ("", "hermes", None),
     ],
 )

@@ -79,6 +79,7 @@ async def conversation_input(
 ) -> tuple[Sequence[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
     """Returns the messages and the tools that the chat template gets; see `encode_turn`. A template
     that does not know tools has them in the messages."""
+    messages = frontend.message_format.template_messages(messages)
     if use.choice == "none":
         return messages, None
     shown = (

@@ -109,6 +109,10 @@ class MessageFormat(Protocol):
         """Whether a prompt that ends so has opened a thought."""
         ...
 
+    def template_messages(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Returns messages as the chat template of the family needs them."""
+        ...
+
     def parser(self, use: ToolUse, *, in_thought: bool) -> MessageParser:
         """Returns the parser of one choice.
 

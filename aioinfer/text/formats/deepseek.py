@@ -21,8 +21,10 @@ class DeepSeekCalls:
 
     name = "deepseek"
     markers: tuple[str, ...] = (_BEGIN, _END, _CALL, _CALL_END, _SEPARATOR)
+    ends: tuple[str, ...] = ()
     trigger = _BEGIN
     bare = ""
+    begin, end, call, call_end, separator = _BEGIN, _END, _CALL, _CALL_END, _SEPARATOR
     _open = Markers(_BEGIN, _CALL)
     _separator = Markers(_SEPARATOR, _CALL_END, _CALL)
     _line = Markers("\n", _CALL_END)
@@ -37,9 +39,9 @@ class DeepSeekCalls:
         found = yield from reader.until(self._open, draft.content)
         while found:
             reader.record = record = [found]
-            if found == _BEGIN:
+            if found == self.begin:
                 yield from reader.space()
-                if not (yield from reader.comes(_CALL)):
+                if not (yield from reader.comes(self.call)):
                     reader.record = None
                     draft.content("".join(record))
                     found = yield from reader.until(self._open, draft.content)
@@ -48,7 +50,7 @@ class DeepSeekCalls:
             reader.record = None
             if is_call:
                 found = yield from reader.until(self._close, ignore)
-                while found in (_CALL_END, _END):
+                while found in (self.call_end, self.end):
                     draft.cut()
                     found = yield from self._next(reader, draft)
             else:
@@ -57,15 +59,15 @@ class DeepSeekCalls:
 
     def _next(self, reader: Reader, draft: Draft) -> Steps[str]:
         yield from reader.space()
-        if (yield from reader.comes(_END)):
-            return _END
+        if (yield from reader.comes(self.end)):
+            return self.end
         return (yield from reader.until(self._open, draft.content))
 
     def _read_call(self, reader: Reader, draft: Draft) -> Steps[bool]:
         found = yield from reader.short_until(self._separator)
-        if found is None or found[1] != _SEPARATOR:
+        if found is None or found[1] != self.separator:
             return False
-        name = found[0].strip()
+        name = self.function(found[0].strip())
         if name == "function":
             line = yield from reader.short_until(self._line)
             if line is None or line[1] != "\n":
@@ -83,6 +85,14 @@ class DeepSeekCalls:
             draft.end_call()
         return True
 
+    def function(self, text: str) -> str:
+        """Returns the function that the text before the separator names; "" if none."""
+        return text
+
+    def named(self, lark: Lark, name: str) -> str:
+        """Returns the term for the text that names a function."""
+        return lark.text(name)
+
     def bare_calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.bare_calls`."""
         raise NotImplementedError
@@ -91,17 +101,17 @@ class DeepSeekCalls:
         """See `CallFormat.calls`."""
 
         def call(name: str, tool: Tool) -> str:
-            marker, end = lark.marker(_SEPARATOR), lark.marker(_CALL_END)
+            marker, end = lark.marker(self.separator), lark.marker(self.call_end)
             if self._fenced:
                 return (
                     lark.text("function") + marker + lark.text(f"{name}\n```json\n")
                     + lark.schema(tool) + lark.text("\n```") + end
                 )  # fmt: skip
-            return lark.text(name) + marker + lark.schema(tool) + end
+            return self.named(lark, name) + marker + lark.schema(tool) + end
 
-        each = lark.marker(_CALL) + lark.any_of(call(*item) for item in tools.items())
+        each = lark.marker(self.call) + lark.any_of(call(*item) for item in tools.items())
         between = lark.text("\n" if self._fenced else "")
         more = f"({between}{each})* " if parallel else ""
         if self._fenced and parallel:  # behind a line break, another call need not follow
             more += f"({between})? "
-        return each + more + lark.marker(_END)
+        return each + more + lark.marker(self.end)

@@ -11,6 +11,7 @@ from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.harmony import HarmonyCalls
 from aioinfer.text.formats.hermes import HermesCalls
+from aioinfer.text.formats.kimi import KimiCalls, number_calls
 from aioinfer.text.formats.lark import Lark, Tool, quote
 from aioinfer.text.formats.reader import Reader, Steps, TextParser
 from aioinfer.text.formats.thought import ThoughtMarkers
@@ -25,6 +26,7 @@ class CallFormat(Protocol):
     Attributes:
         name: of the format, in the configuration.
         markers: texts that are special tokens in its tokenizers, and part of the message.
+        ends: texts that end the model's turn where they are tokens; checkpoints may not name them.
         trigger: the text behind which the grammar of calls takes over.
         bare: the text behind which, at the beginning of a message, the grammar of a call without
             markers takes over; "" where there is none.
@@ -32,6 +34,7 @@ class CallFormat(Protocol):
 
     name: str
     markers: tuple[str, ...]
+    ends: tuple[str, ...]
     trigger: str
     bare: str
 
@@ -68,7 +71,7 @@ class FamilyFormat:
         self._thought = thought
         self._special_ids = special_ids
         self.markers = frozenset(self.all_markers()) & special_ids.keys()
-        ends = calls.ends if isinstance(calls, HarmonyCalls) else ()
+        ends = calls.ends if calls is not None else ()
         self.end_ids = tuple(special_ids[text] for text in ends if text in special_ids)
 
     def all_markers(self) -> tuple[str, ...]:
@@ -89,7 +92,14 @@ class FamilyFormat:
 
     def opens_thought(self, prompt_end: str) -> bool:
         """See `MessageFormat.opens_thought`."""
-        return self._thought is not None and prompt_end.rstrip().endswith(self._thought.open)
+        if self._thought is None:
+            return False
+        opened = self._thought.open + self._thought.label
+        return prompt_end.rstrip().endswith((self._thought.open, opened.rstrip()))
+
+    def template_messages(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """See `MessageFormat.template_messages`."""
+        return number_calls(messages) if isinstance(self._calls, KimiCalls) else messages
 
     def parser(self, use: ToolUse, *, in_thought: bool) -> MessageParser:
         """See `MessageFormat.parser`."""

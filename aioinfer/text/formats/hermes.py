@@ -1,6 +1,9 @@
-"""Calls as Hermes and Qwen 2.5 and 3 write them: `<tool_call>{"name": ..., "arguments": ...}
-</tool_call>`, one for each call. Small models forget the markers: an object that begins the message
-and names one of the tools is a call as well, also in a block of code between fences."""
+"""Calls as Hermes, Qwen 2.5 and 3, Granite 4 and Falcon-H1 write them: `<tool_call>{"name": ...,
+"arguments": ...}</tool_call>`, one for each call, or one list of all calls between the markers.
+Nemotron-H and Nemotron Nano 2 write such a list between `<TOOLCALL>` and `</TOOLCALL>`.
+
+Small models forget the markers: an object that begins the message and names one of the tools is a
+call as well, also in a block of code between fences."""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from aioinfer.text.formats.draft import Draft
 from aioinfer.text.formats.lark import Lark, Tool
 from aioinfer.text.formats.reader import Markers, Reader, Steps
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FENCE = "```"
 #: Characters of a name of a language.
 _MAX_LANGUAGE = 16
@@ -22,14 +24,21 @@ _SPACE = r"/[ \n]{0,20}/ "
 
 
 class HermesCalls:
-    """Tool calls in the format of Hermes and Qwen 2.5 and 3; see the module."""
+    """Tool calls as objects between markers; see the module. Objects and lists are both parsed; a
+    grammar writes what the model's template shows."""
 
-    name = "hermes"
-    markers: tuple[str, ...] = (_OPEN, _CLOSE)
-    trigger = _OPEN
+    ends: tuple[str, ...] = ()
     bare = '{"name": "'
-    _open = Markers(_OPEN)
     _line_end = Markers("\n")
+
+    def __init__(self, name: str = "hermes", tag: str = "tool_call", *, listed: bool = False):
+        """Takes the name of the format, the tag of the markers, and whether the model writes a list
+        of calls."""
+        self.name = name
+        self._listed = listed
+        self.trigger, self._close = f"<{tag}>", f"</{tag}>"
+        self.markers: tuple[str, ...] = (self.trigger, self._close)
+        self._open = Markers(self.trigger)
 
     def read(self, reader: Reader, draft: Draft, tools: Mapping[str, Tool]) -> Steps[None]:
         """See `CallFormat.read`."""
@@ -60,15 +69,19 @@ class HermesCalls:
         return fenced and is_call
 
     def _read_calls(self, reader: Reader, draft: Draft) -> Steps[None]:
-        reader.record = record = [_OPEN]
+        reader.record = record = [self.trigger]
         yield from reader.space()
+        if (yield from reader.comes("[")):
+            yield from reader.space()
         if not (yield from read_call(reader, draft, stop="<")):
             reader.record = None
             draft.content("".join(record))
             return
         while True:  # some models write several objects between the markers
             yield from reader.space()
-            if (yield from reader.comes(_CLOSE)) or (yield from reader.peek()) != "{":
+            if (yield from reader.comes(",")) or (yield from reader.comes("]")):
+                yield from reader.space()
+            if (yield from reader.comes(self._close)) or (yield from reader.peek()) != "{":
                 return
             reader.record = record = []
             if not (yield from read_call(reader, draft, stop="<")):
@@ -103,10 +116,15 @@ class HermesCalls:
     def calls(self, lark: Lark, tools: Mapping[str, Tool], *, parallel: bool) -> str:
         """See `CallFormat.calls`."""
         each = lark.any_of(
-            lark.text(f'\n{{"name": {lark.json(name)}, "arguments": ')
+            lark.text(f'{{"name": {lark.json(name)}, "arguments": ')
             + lark.schema(tool)
-            + lark.text("}\n")
-            + lark.marker(_CLOSE)
+            + lark.text("}")
             for name, tool in tools.items()
         )
-        return lark.lines_of(each, _OPEN) if parallel else each
+        if self._listed:
+            more = f"({lark.text(', ')}{each})* " if parallel else ""
+            calls = f"{lark.text('[')}{each}{more}{lark.text(']')}"
+            return f"/\\n?/ {calls}/\\n?/ {lark.marker(self._close)}"
+        line_break = lark.text("\n")
+        each = lark.rule(f"{line_break}{each}{line_break}{lark.marker(self._close)}")
+        return lark.lines_of(each, self.trigger) if parallel else each

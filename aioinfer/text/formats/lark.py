@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,16 @@ class Lark:
         self._rules.append(f"{name}{option}: {body}")
         return f"{name} "
 
+    def later_rule(self) -> tuple[str, Callable[[str], None]]:
+        """Returns the term for a rule that may refer to itself, and what sets its body."""
+        name, place = f"r{len(self._rules)}", len(self._rules)
+        self._rules.append("")
+
+        def define(body: str) -> None:
+            self._rules[place] = f"{name}: {body}"
+
+        return f"{name} ", define
+
     def is_special(self, text: str) -> bool:
         """Whether a text is a special token, which no text can spell."""
         return text in self._special_ids
@@ -89,6 +99,19 @@ class Lark:
         line_break = self.text("\n")
         return f"{each}({line_break}{self.marker(opening)}{each})* ({line_break})? "
 
+    def members(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Returns the term for members in this order with a separator between them. Each is a term
+        and whether it is required; others may be left out."""
+        between = self.text(separator)
+        first = behind = ""  # the members from here on, without any before them, and with some
+        for term, required in reversed(members):
+            member = self.rule(term)
+            without = first or '""'
+            first = self.rule(f"{member}{behind}" if required else f"{member}{behind}| {without}")
+            further = f"{between}{member}"
+            behind = self.rule(f"{further if required else f'({further})? '}{behind}")
+        return first
+
     def schema(self, tool: Tool) -> str:
         """Returns the term for the JSON of a tool's arguments."""
         return self.json_value(tool.schema)
@@ -103,6 +126,17 @@ class Lark:
     def json(self, value: Any) -> str:
         """Returns the JSON of a value as models write it."""
         return json.dumps(value, ensure_ascii=False)
+
+
+def properties(schema: Any) -> list[tuple[str, Any, bool]]:
+    """Returns the properties of an object's schema in its order: the name, the schema, and whether
+    it is required."""
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(found, Mapping):
+        return []
+    required = schema.get("required")
+    names = required if isinstance(required, list) else []
+    return [(key, inner, key in names) for key, inner in found.items()]
 
 
 def quote(text: str) -> str:

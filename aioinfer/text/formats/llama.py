@@ -19,6 +19,7 @@ class LlamaCalls:
 
     name = "llama"
     markers: tuple[str, ...] = (_TAG,)
+    ends: tuple[str, ...] = ()
     #: The grammar of a call takes over behind it, at the beginning of a message.
     trigger = bare = '{"name": "'
 

@@ -21,6 +21,7 @@ class MistralCalls:
 
     name = "mistral"
     markers: tuple[str, ...] = (_CALLS, _ARGS, _ID)
+    ends: tuple[str, ...] = ()
     trigger = _CALLS
     bare = ""
     _open = Markers(_CALLS)

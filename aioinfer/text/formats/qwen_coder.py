@@ -1,6 +1,6 @@
-"""Calls as Qwen3-Coder writes them: `<tool_call><function=name><parameter=key>value</parameter>…
-</function></tool_call>`, in which values are plain text. They become JSON by the types of the
-tool's schema."""
+"""Calls as Qwen3-Coder, Qwen 3.5 and 3.6 and Nemotron 3 write them: `<tool_call><function=name>
+<parameter=key>value</parameter>…</function></tool_call>`, in which values are plain text. They
+become JSON by the types of the tool's schema."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer.text.formats.draft import Draft
-from aioinfer.text.formats.lark import Lark, Tool
+from aioinfer.text.formats.lark import Lark, Tool, properties
 from aioinfer.text.formats.reader import Markers, Reader, Steps, ignore
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+#: Templates show these words of the history in Python's notation, and so do models.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class QwenCoderCalls:
@@ -22,6 +25,7 @@ class QwenCoderCalls:
 
     name = "qwen_coder"
     markers: tuple[str, ...] = (_OPEN, _CLOSE)
+    ends: tuple[str, ...] = ()
     trigger = _OPEN
     bare = ""
     _open = Markers(_OPEN, _FUNCTION)
@@ -84,11 +88,6 @@ class QwenCoderCalls:
         return lark.lines_of(each, _OPEN) if parallel else each
 
 
-def _properties(tool: Tool | None) -> Mapping[str, Any]:
-    found = tool.schema.get("properties") if tool is not None else None
-    return found if isinstance(found, Mapping) else {}
-
-
 def _is_text(schema: Any) -> bool:
     """Whether values of a schema are texts, which are written without quotes."""
     if not isinstance(schema, Mapping):
@@ -101,8 +100,10 @@ def _is_text(schema: Any) -> bool:
 def _value(text: str, tool: Tool | None, key: str) -> str:
     """Returns the JSON of a value: a line break on either side belongs to the format."""
     text = text.removeprefix("\n").removesuffix("\n")
-    schema = _properties(tool).get(key)
+    schema = next((s for name, s, _ in properties(tool and tool.schema) if name == key), None)
     if not _is_text(schema):
+        if schema is not None and (word := _WORDS.get(text.strip())):
+            return word
         try:
             json.loads(text)
         except (ValueError, RecursionError):
@@ -114,9 +115,8 @@ def _value(text: str, tool: Tool | None, key: str) -> str:
 
 def _parameters(lark: Lark, tool: Tool) -> str:
     """Returns the term for the parameters of a call, in the order of the schema."""
-    required = tool.schema.get("required")
     terms = []
-    for key, schema in _properties(tool).items():
+    for key, schema, is_required in properties(tool.schema):
         end = f"\n{_PARAMETER_END}\n"
         if _is_text(schema) and isinstance(schema.get("enum"), list):
             value = lark.any_of(lark.text(choice) or '""' for choice in schema["enum"]) + lark.text(
@@ -127,6 +127,5 @@ def _parameters(lark: Lark, tool: Tool) -> str:
         else:
             value = lark.json_value(schema) + lark.text(end)
         term = lark.text(f"{_PARAMETER}{key}>\n") + value
-        is_required = isinstance(required, list) and key in required
         terms.append(term if is_required else f"({term})? ")
     return "".join(terms)

@@ -108,13 +108,14 @@ class Reader:
             yield
         return self._text[self._position]
 
-    def space(self) -> Steps[None]:
-        """Reads white space."""
+    def space(self) -> Steps[str]:
+        """Reads white space and returns it."""
+        parts: list[str] = []
         while True:
             found = _NOT_SPACE.search(self._text, self._position)
-            self._take(found.start() if found else len(self._text))
+            parts.append(self._take(found.start() if found else len(self._text)))
             if found or self._ended:
-                return
+                return "".join(parts)
             yield
 
     def comes(self, text: str) -> Steps[bool]:

@@ -18,10 +18,16 @@ _PORTION = 64
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarkers:
-    """The markers between which a family of models writes its reasoning."""
+    """The markers between which a family of models writes its reasoning.
+
+    Attributes:
+        open, close: the markers.
+        label: the text behind `open`, which names what follows.
+    """
 
     open: str
     close: str
+    label: str = ""
 
     def read(self, reader: Reader, draft: Draft, *, in_thought: bool) -> Steps[None]:
         """Reads a thought, if one comes next or `in_thought` says that the prompt has opened
@@ -35,6 +41,7 @@ class ThoughtMarkers:
             if not opened:
                 draft.content("".join(record))
                 return
+            yield from reader.comes(self.label)
         draft.cut()
         if (yield from reader.until(Markers(self.close), draft.reasoning)):
             draft.cut()
@@ -87,7 +94,7 @@ class ThoughtMarkers:
             )
         if in_thought:
             return until_close
-        body = lark.rule(f"{lark.marker(self.open)}{until_close}")
+        body = lark.rule(f"{lark.marker(self.open)}{lark.text(self.label)}{until_close}")
         return f"({body})? "
 
     def begins_text(self, lark: Lark) -> str:
@@ -99,3 +106,5 @@ class ThoughtMarkers:
 THINK = ThoughtMarkers("<think>", "</think>")
 #: Magistral's.
 BRACKETS = ThoughtMarkers("[THINK]", "[/THINK]")
+#: Gemma 4's.
+CHANNEL = ThoughtMarkers("<|channel>", "<channel|>", "thought\n")
