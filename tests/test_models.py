@@ -51,6 +51,14 @@ def longrope(original: int) -> dict[str, Any]:
     }
 
 
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["full_attention", "moe", "linear_attention"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -285,7 +293,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"position_embedding_type": "rope", "mamba_conv_bias": False, "mamba_n_groups": 4},
     ),
+    "granitemoehybrid experts": (
+        "granitemoehybrid",
+        {"num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1 norm before the gate, biases": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "mamba_proj_bias": True,
+            "ssm_in_multiplier": 1.0,
+            "attention_bias": True,
+            "attention_in_multiplier": 1.0,
+            "mlp_bias": True,
+        },
+    ),
+    "falcon_h1 norm after the gate": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear other queries, all experts": (
+        "kimi_linear",
+        {
+            "q_lora_rank": 40,
+            "mlp_layer_types": ["sparse", "sparse"],
+            "linear_num_heads": 4,
+            "norm_topk_prob": False,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h experts": ("nemotron_h", NEMOTRON_EXPERTS),
+    "nemotron_h experts of latents": (
+        "nemotron_h",
+        {**NEMOTRON_EXPERTS, "moe_latent_size": 24, "n_group": 4, "topk_group": 2},
+    ),
     "nemotron_h with MLPs, biases": (
         "nemotron_h",
         {
@@ -452,7 +498,8 @@ def test_a_configuration_from_before_transformers_5(family: str, tmp_path: Path)
 RANK_CASES = (
     *FAMILIES, "falcon 7B", "falcon RW", "stablelm norms by head", "phi norms by head",
     "gpt2 tied, falling scales", "hunyuan_v1_dense alpha, biases", "llama biases",
-    "bamba one group, biases",
+    "bamba one group, biases", "granitemoehybrid experts", "falcon_h1 norm before the gate, biases",
+    "falcon_h1 norm after the gate", "nemotron_h experts of latents",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import Convolution
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.recurrence import HeadInputs, recur
-from aioinfer.layers.shards import Shard
+from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.state_rows import StateRows
 from aioinfer.layers.step import Step
 from tests.paged_model import CPU, make_step
@@ -73,10 +73,16 @@ class Sequences:
         )
 
 
-@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "Mamba-2"])
+#: Of each recurrence, whether it corrects what a key had before, and how many decays a head has.
+KINDS = {"delta rule": (True, 1), "Kimi delta attention": (True, KEYS), "Mamba-2": (False, 1)}
+
+
+@pytest.mark.parametrize("strength", [3.0, 40.0], ids=["decays", "decays near zero"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block_size", [1, 16, 24, 64])
 @pytest.mark.parametrize("rows", STEPS, ids=str)
-def test_matrices(rows: list[tuple[int, int]], block_size: int, corrects: bool) -> None:
+def test_matrices(rows: list[tuple[int, int]], block_size: int, kind: str, strength: float) -> None:
+    corrects, channels = KINDS[kind]
     torch.manual_seed(len(rows))
     sequences = Sequences(rows, block_size)
     cache = torch.full((sequences.num_blocks, HEADS, KEYS, VALUES), torch.nan)
@@ -84,11 +90,11 @@ def test_matrices(rows: list[tuple[int, int]], block_size: int, corrects: bool) 
     for table, (start, _), end in zip(sequences.tables, rows, sequences.ends, strict=True):
         keys = torch.nn.functional.normalize(normal(end, HEADS, KEYS), dim=-1)
         queries, values = normal(end, HEADS, KEYS), normal(end, HEADS, VALUES)
-        decays = -3 * torch.rand(end, HEADS, dtype=torch.float64) ** 4
+        decays = -strength * torch.rand(end, HEADS, channels, dtype=torch.float64) ** 4
         rates = torch.rand(end, HEADS, dtype=torch.float64)
         state, known, out = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64), [], []
         for t in range(end):
-            state = state * decays[t].exp()[:, None, None]
+            state = state * decays[t].exp()[:, :, None]
             added = values[t]
             if corrects:
                 read = torch.einsum("hkv,hk->hv", state, keys[t])
@@ -117,7 +123,8 @@ def test_windows_of_convolutions(rows: list[tuple[int, int]], block_size: int) -
     torch.manual_seed(len(rows))
     sequences, channels = Sequences(rows, block_size), 6
     backend = Backend(CPU, torch.float32, ParallelGroup.single())
-    convolution = Convolution("c", [Shard.whole(channels)], WIDTH, bias=True, backend=backend)
+    sources = [Source("c", Shard.whole(channels))]
+    convolution = Convolution(sources, WIDTH, bias=True, backend=backend)
     taps, bias = normal(channels, WIDTH), normal(channels)
     convolution.weight.copy_(taps)
     assert convolution.bias is not None

@@ -12,7 +12,7 @@ import torch
 
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
-from tests.test_models import reference_model
+from tests.test_models import NEMOTRON_EXPERTS, reference_model
 from tests.tiny_models import tiny_model
 
 OUTPUT = 12
@@ -40,9 +40,25 @@ class Case(NamedTuple):
     apart: list[tuple[list[int], list[int]]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "granitemoehybrid"])
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "lfm2_moe": ("lfm2_moe", {}),
+    "kimi_linear": ("kimi_linear", {}),
+    "falcon_h1": ("falcon_h1", {}),
+    "bamba": ("bamba", {}),
+    "granite": ("granitemoehybrid", {}),
+    "granite experts": ("granitemoehybrid", EXPERTS),
+    "nemotron experts": ("nemotron_h", NEMOTRON_EXPERTS),
+    "nemotron experts of latents": ("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tiny_model(request.param, tmp_path_factory.mktemp("model"))
+    family, fields = CASES[request.param]
+    folder = tiny_model(family, tmp_path_factory.mktemp("model"), **fields)
     rng, model = random.Random(5), reference_model(folder)
     text = [rng.randrange(3, 500) for _ in range(max(LENGTHS))]
     prompts = [text[:length] for length in LENGTHS]

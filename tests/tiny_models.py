@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -21,6 +23,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -41,6 +45,8 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -95,6 +101,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
     "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
     "falcon": (FalconConfig, FalconForCausalLM),
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
@@ -105,6 +112,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
     "hunyuan_v1_dense": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
     "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
+    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM),
     "lfm2_moe": (Lfm2MoeConfig, Lfm2MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -143,6 +151,8 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+#: Fields of latent attention and experts that Kimi-Linear names otherwise.
+_KIMI_OWN = ("head_dim", "n_routed_experts", "first_k_dense_replace")
 _DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 8,
@@ -174,6 +184,26 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "attention_multiplier": 0.15,
         "logits_scaling": 4.0,
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 128,
+        "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.7,
+        "key_multiplier": 0.6,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.9, 1.3, 0.8, 1.5, 0.7],
+        "mlp_multipliers": [1.5, 0.6],
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.4,
+    },
+    "kimi_linear": {
+        **{name: value for name, value in _LATENT.items() if name not in _KIMI_OWN},
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 8,
+        "linear_head_dim": 12,
+        "num_local_experts": 8,
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention"],
@@ -315,14 +345,24 @@ def tiny_model(
         **_FIELDS.get(family, {}),
         **fields,
     }
-    if family == "falcon":  # which computes it
+    if family in ("falcon", "kimi_linear"):  # which compute it
         del given["head_dim"]
     config = config_class(**given)
     torch.manual_seed(seed)
     model = model_class(config).to(dtype)
     randomize(model, offset=1.0 if family in _UNIT_OFFSET else 0.0)
     model.save_pretrained(folder)
+    if family == "kimi_linear":
+        _rename_dense_mlps(folder / "model.safetensors")
     return folder
+
+
+def _rename_dense_mlps(file: Path) -> None:
+    """Gives MLPs in the place of experts the names of published checkpoints; transformers, which
+    reads these, writes other ones."""
+    tensors = load_file(file)
+    pattern = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+    save_file({pattern.sub("mlp", name): tensors[name] for name in tensors}, file, {"format": "pt"})
 
 
 def randomize(model: Any, offset: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear, row_shard
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards, Shard, WeightShard, merged_sources
+from aioinfer.layers.shards import NamedShards, Source, WeightShard, merged_sources
 from aioinfer.layers.state_rows import StateRows
 from aioinfer.layers.step import Step
 
@@ -31,8 +31,7 @@ class Convolution:
     """The taps of a causal convolution, of this rank's channels.
 
     Args:
-        name: of the checkpoint module.
-        channels: which of its channels this rank has, in order.
+        sources: the checkpoint modules, and which of their channels this rank has, in order.
         width: how many tokens it takes, the last of them included.
         bias: whether there is one.
         backend: of the rank.
@@ -42,11 +41,9 @@ class Convolution:
         bias: [channels], or None.
     """
 
-    def __init__(
-        self, name: str, channels: Sequence[Shard], width: int, *, bias: bool, backend: Backend
-    ):
-        self._name, self._channels, self._dtype = name, channels, backend.dtype
-        size, device = sum(shard.size for shard in channels), backend.device
+    def __init__(self, sources: Sequence[Source], width: int, *, bias: bool, backend: Backend):
+        self._sources, self._dtype = sources, backend.dtype
+        size, device = sum(source.rows.size for source in sources), backend.device
         self.weight = torch.zeros(size, width, dtype=backend.dtype, device=device)
         self.bias = torch.zeros(size, dtype=backend.dtype, device=device) if bias else None
         self._taps = self.weight
@@ -60,14 +57,15 @@ class Convolution:
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's channels of the checkpoint's tensors go."""
         first = 0
-        for shard in self._channels:
+        for source in self._sources:
+            shard = source.rows
             part = slice(first, first + shard.size)
             first = part.stop
             weight = self.weight[part].unsqueeze(1)
-            yield f"{self._name}.weight", WeightShard(weight, 0, shard.start, shard.total)
+            yield f"{source.name}.weight", WeightShard(weight, 0, shard.start, shard.total)
             if self.bias is not None:
                 bias = WeightShard(self.bias[part], 0, shard.start, shard.total)
-                yield f"{self._name}.bias", bias
+                yield f"{source.name}.bias", bias
 
     def finalize(self) -> None:
         """Lays out the taps for products with the tokens of a row."""
@@ -200,7 +198,8 @@ def make_short_convolution(
     """
     channels = row_shard(make.hidden_size, make.backend)
     sources = merged_sources(name, ("", "", ""), (channels,) * 3, "in_proj")
-    convolution = Convolution(f"{name}.conv", [channels], width, bias=bias, backend=make.backend)
+    taps = [Source(f"{name}.conv", channels)]
+    convolution = Convolution(taps, width, bias=bias, backend=make.backend)
     return ShortConvolution(
         make.column(sources, bias=bias),
         make.keep(convolution),

@@ -1,17 +1,18 @@
 """Gated DeltaNet (Yang et al. 2025): the layers of Qwen3-Next and Qwen3.5 that keep a state instead
-of keys and values.
+of keys and values; and Kimi delta attention (Moonshot AI 2025), Kimi-Linear's.
 
 Queries, keys and values pass a short convolution and SiLU; queries and keys are scaled to length
 one, and several heads of values share a head of these. Each head of values keeps a matrix, which
 changes by the gated delta rule (`recurrence`). The outputs are normed by head, times the SiLU of a
-gate.
+gate. In Kimi delta attention each key channel has a decay of its own, and gates are sigmoids;
+decays and gates come from projections of low rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ class GatedDeltaNet(Mixer):
     Args:
         shape: of this rank.
         inputs: the projections of the stream, one or several, whose outputs one after the other
-            are queries, keys, values, gates, rates and decays.
+            are queries, keys, values, gates, rates and decays; see `KimiDeltaAttention`.
         row_orders: of each projection, its rows in the order above; None where the checkpoint has
             them so.
         convolution: of queries, keys and values.
@@ -107,7 +108,8 @@ class GatedDeltaNet(Mixer):
         """See `Mixer.unsupported_head_size`."""
         from aioinfer.layers.kernel_states import supports
 
-        return None if supports(block_size) else self.shape.key_size
+        is_supported = supports(block_size) and not self.shape.by_channel
+        return None if is_supported else self.shape.key_size
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
@@ -128,7 +130,8 @@ class GatedDeltaNet(Mixer):
             outputs = self._kernel.mix(mixed, gates, rates, decays, step)
         else:
             outputs = self._mix_in_torch(mixed, rates, decays, step)
-            gates = F.silu(gates.float()).view(outputs.shape)
+            activate = torch.sigmoid if self.shape.by_channel else F.silu
+            gates = activate(gates.float()).view(outputs.shape)
             outputs = self.output_norm(outputs).mul_(gates).to(mixed.dtype).flatten(1)
         outputs = select_sampled(stream, step, outputs, is_last=is_last)
         if len(stream):
@@ -136,7 +139,7 @@ class GatedDeltaNet(Mixer):
 
     def _project(self, stream: ResidualStream) -> tuple[torch.Tensor, ...]:
         """Returns the inputs of the convolution [T, channels], gates [T, heads * value_size],
-        rates and decays [T, heads]; rows are strided."""
+        rates [T, heads] and decays [T, heads * their channels]; rows are strided."""
         sizes = self.shape.projected_sizes
         if len(self.inputs) == 1:
             return self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
@@ -171,6 +174,52 @@ class GatedDeltaNet(Mixer):
         lengths = heads.square().sum(-1, keepdim=True).add_(_LENGTH_EPS)
         heads = heads * lengths.rsqrt_()
         return heads.repeat_interleave(self.shape.shared, dim=1) if self.shape.shared > 1 else heads
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Kimi delta attention of one layer on one rank. Made by `LayerMaker.kimi_delta_attention`.
+
+    Args:
+        low_rank: the second projections of decays and gates. The outputs of `inputs` are queries,
+            keys, values, rates, and the inputs of these two.
+
+    The other arguments are as in `GatedDeltaNet`.
+    """
+
+    def __init__(
+        self, *args: Any, low_rank: tuple[ColumnParallelLinear, ColumnParallelLinear], **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        self.low_rank = low_rank
+
+    @property
+    def kinds(self) -> tuple[Hashable, ...]:
+        """See `Part.kinds`."""
+        return *super().kinds, *(linear.weight.kind for linear in self.low_rank)
+
+    def warm_up(self, hidden_size: int) -> None:
+        """See `Part.warm_up`."""
+        super().warm_up(hidden_size)
+        for linear in self.low_rank:
+            linear.warm_up(None)
+
+    def _project(self, stream: ResidualStream) -> tuple[torch.Tensor, ...]:
+        """See `GatedDeltaNet._project`."""
+        shape = self.shape
+        sizes = sum(shape.mixed_sizes), shape.num_heads, shape.key_size, shape.key_size
+        if len(self.inputs) == 1:
+            parts = self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
+        else:
+            x = stream.normed(self._norm)
+            wide, narrow = (linear(x) for linear in self.inputs)
+            parts = wide, *narrow.split(sizes[1:], dim=-1)
+        mixed, rates, of_decays, of_gates = parts
+        # these products take inputs in one piece
+        decays, gates = (
+            linear(x.contiguous())
+            for linear, x in zip(self.low_rank, (of_decays, of_gates), strict=True)
+        )
+        return mixed, gates, rates, decays
 
 
 def _projections_by_group(
@@ -230,8 +279,7 @@ def make_gated_delta_net(
         parts = [_joined(parts)]
     keys, values = key_heads.times(shape.key_size), heads.times(shape.value_size)
     mixed = merged_sources(name, ("", "", ""), (keys, keys, values), "conv1d")
-    channels = [source.rows for source in mixed]
-    convolution = Convolution(f"{name}.conv1d", channels, shape.width, bias=False, backend=backend)
+    convolution = Convolution(mixed, shape.width, bias=False, backend=backend)
     local = replace(shape, num_key_heads=key_heads.size, num_heads=heads.size)
     net = GatedDeltaNet(
         local,
@@ -245,6 +293,44 @@ def make_gated_delta_net(
         backend=backend,
     )
     return make.prepare(net)
+
+
+def make_kimi_delta_attention(
+    make: PartMaker, name: str, shape: DeltaNetShape, *, norm: Norm
+) -> KimiDeltaAttention:
+    """Returns the Kimi delta attention of the checkpoint module `name`.
+
+    Args:
+        shape: of all ranks together; as many heads of keys as of values.
+        norm: of the residual stream before it.
+    """
+    backend, size = make.backend, shape.key_size
+    heads = row_shard(shape.num_heads, backend)
+    keys, values = heads.times(size), heads.times(shape.value_size)
+
+    def sources(ending: str) -> list[Source]:
+        """Returns the channels of queries, keys and values of modules with such names."""
+        rows = zip("qkv", (keys, keys, values), strict=True)
+        return [Source(f"{name}.{letter}_{ending}", part) for letter, part in rows]
+
+    low_rank = [Source(f"{name}.{letter}_a_proj", Shard.whole(size)) for letter in "fg"]
+    parts = [sources("proj"), [Source(f"{name}.b_proj", heads), *low_rank]]
+    if make.is_one_product([source.name for part in parts for source in part]):
+        parts = [[*parts[0], *parts[1]]]
+    decays, gates = Source(f"{name}.f_b_proj", keys), Source(f"{name}.g_b_proj", values)
+    convolution = Convolution(sources("conv1d"), shape.width, bias=False, backend=backend)
+    return KimiDeltaAttention(
+        replace(shape, num_key_heads=heads.size, num_heads=heads.size),
+        [make.column(part) for part in parts],
+        [None] * len(parts),
+        make.keep(convolution),
+        make.keep(HeadDecay(name, heads, backend.device, size)),
+        make.norm(f"{name}.o_norm", shape.value_size),
+        make.row(f"{name}.o_proj", values, bias=False),
+        low_rank=(make.column([decays], size), make.column([gates], size)),
+        norm=norm,
+        backend=backend,
+    )
 
 
 def _joined(

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
 from aioinfer.layers.layer import Part
+from aioinfer.layers.linear import ColumnParallelLinear
 from aioinfer.layers.mixture import ExpertRouter, PlacedExperts
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.parallel import ParallelGroup
@@ -35,17 +37,19 @@ from aioinfer.layers.step import Step
 
 
 class Expert:
-    """A gated MLP without norms and sums: this rank's channels of one expert.
+    """An MLP without norms and sums: this rank's channels of one expert.
 
     Args:
-        gate_up: the channels of the gate, then of up.
+        gate_up: the channels of the gate, then of up; or of up alone.
         down: the second projection, for these channels.
         activation: of `formats.base.ACTIVATIONS`.
+        is_gated: whether there is a gate.
     """
 
-    def __init__(self, gate_up: Weight, down: Weight, activation: str):
+    def __init__(self, gate_up: Weight, down: Weight, activation: str, *, is_gated: bool = True):
         self.gate_up, self.down = gate_up, down
         self._activation = activation
+        self._is_gated = is_gated
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
@@ -65,6 +69,8 @@ class Expert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the output [T, hidden_size], to be summed over the ranks, for
         x [T, hidden_size]."""
+        if not self._is_gated:
+            return self.down.multiply(ACTIVATIONS[self._activation](self.gate_up.multiply(x)))
         return self.down.multiply(self.gate_up.multiply(x, Epilogue(gate=self._activation)))
 
 
@@ -174,10 +180,14 @@ class SharedExpert:
             None.
         hidden_size: of the tokens.
         backend: of the rank.
+        scale: multiplied with its output.
     """
 
-    def __init__(self, expert: Expert, gate: str | None, hidden_size: int, backend: Backend):
-        self._expert = expert
+    def __init__(
+        self, expert: Expert, gate: str | None, hidden_size: int, backend: Backend,
+        scale: float = 1.0,
+    ):  # fmt: skip
+        self._expert, self._scale = expert, scale
         self._gate_name = gate
         self._gate: torch.Tensor | None = None
         if gate is not None:
@@ -196,7 +206,21 @@ class SharedExpert:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the output [T, hidden_size] for x [T, hidden_size]."""
         output = self._expert(x)
+        if self._scale != 1.0:
+            output = output * self._scale
         return output if self._gate is None else output * F.linear(x, self._gate).sigmoid()
+
+
+class ExpertLatents(NamedTuple):
+    """The projections of tokens to what experts take, and of the sum of their outputs back; every
+    rank has both whole. Each rank projects its part of the sum: the parts are summed afterwards.
+
+    Attributes:
+        down: to the latents. up: back, without a bias.
+    """
+
+    down: ColumnParallelLinear
+    up: ColumnParallelLinear
 
 
 class MixtureMLP(Part):
@@ -213,6 +237,7 @@ class MixtureMLP(Part):
         shared: the expert of all tokens, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
+        latents: the projections around the experts, or None.
     """
 
     supports_graphs = False
@@ -225,8 +250,10 @@ class MixtureMLP(Part):
         shared: SharedExpert | None,
         norm: Norm,
         backend: Backend,
+        latents: ExpertLatents | None = None,
     ):
         self.router, self.experts, self._shared = router, experts, shared
+        self._latents = latents
         self._placed, self._norm = placed, norm
         self.counter = placed.counter
         self.needs_all_ranks = backend.expert_group is not None
@@ -258,6 +285,9 @@ class MixtureMLP(Part):
         expert = self.experts[0]
         expert.gate_up.warm_up()
         expert.down.warm_up()
+        if self._latents is not None:
+            self._latents.down.warm_up(None)
+            self._latents.up.warm_up(None)
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
@@ -275,6 +305,13 @@ class MixtureMLP(Part):
         """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]; in
         an `expert_group` the whole sum, of its own tokens."""
         weights, chosen = self.router(x)
+        if self._latents is not None:
+            return self._latents.up(self._sum(self._latents.down(x), weights, chosen))
+        return self._sum(x, weights, chosen)
+
+    def _sum(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the weighted sum of the outputs of chosen experts (weights
+        and places [T, top_k]), or in an `expert_group` the whole sum, like x [T, channels]."""
         if self._placed.copies is not None:
             chosen = self._placed.copies(chosen)
         order = chosen.flatten().argsort(stable=True)

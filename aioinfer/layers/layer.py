@@ -111,12 +111,13 @@ class Layer:
     Args:
         parts: in the order in which they are computed.
         parallel: whether all of them read the stream as it was before the layer.
+        then: parts that follow, one after the other.
     """
 
-    def __init__(self, parts: Sequence[Part], *, parallel: bool = False):
-        self.parts = tuple(parts)
-        self.mixers = tuple(part for part in parts if isinstance(part, Mixer))
-        self._parallel = parallel
+    def __init__(self, parts: Sequence[Part], *, parallel: bool = False, then: Sequence[Part] = ()):
+        self.parts = *parts, *then
+        self.mixers = tuple(part for part in self.parts if isinstance(part, Mixer))
+        self._parallel = len(parts) if parallel else 0
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -144,12 +145,13 @@ class Layer:
             stream.select(sampled.last)
         if self._parallel:
             with stream.parallel():
-                self._add(stream, step, is_last=is_last)
-        else:
-            self._add(stream, step, is_last=is_last)
+                self._add(self.parts[: self._parallel], stream, step, is_last=is_last)
+        self._add(self.parts[self._parallel :], stream, step, is_last=is_last)
 
-    def _add(self, stream: ResidualStream, step: Step, *, is_last: bool) -> None:
-        for part in self.parts:
+    def _add(
+        self, parts: Sequence[Part], stream: ResidualStream, step: Step, *, is_last: bool
+    ) -> None:
+        for part in parts:
             if is_last and self.mixers and part is self.mixers[-1]:
                 self.mixers[-1](stream, step, is_last=True)
             elif len(stream) or part.needs_all_ranks:

@@ -51,8 +51,8 @@ class ColumnParallelLinear:
             if self.bias is not None:
                 part = self.bias[first : first + source.rows.size]
                 first += source.rows.size
-                shard = WeightShard(part, 0, source.rows.start, source.rows.total)
-                yield f"{source.name}.bias", shard
+                rows, store = source.rows, source.scaling(part)
+                yield f"{source.name}.bias", WeightShard(part, 0, rows.start, rows.total, store)
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""

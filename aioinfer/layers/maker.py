@@ -9,6 +9,7 @@ projection of all experts in one tensor.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,12 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import make_short_convolution
-from aioinfer.layers.delta_net import make_gated_delta_net
+from aioinfer.layers.delta_net import make_gated_delta_net, make_kimi_delta_attention
 from aioinfer.layers.experts import (
     BiasedExpert,
     ClampedSwiGLU,
     Expert,
+    ExpertLatents,
     ExpertPlaces,
     MixtureMLP,
     SharedExpert,
@@ -46,11 +48,11 @@ from aioinfer.layers.shards import Shard, Source, StackIndex, merged_sources
 if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import StackedExperts
 
-#: The checkpoint modules of an expert: gate, up and down.
+#: The checkpoint modules of an expert: gate, up and down; see `ExpertNames.projections`.
 Modules = tuple[str, str, str]
 _NAMES = ExpertNames()
-#: The rows of these modules that a rank has.
-Sources = tuple[Source, Source, Source]
+#: The rows that a rank has of an expert's modules, of which the last one is down.
+Sources = list[Source]
 
 
 def make_mixture(
@@ -70,25 +72,28 @@ def make_mixture(
         activation: of the gates; see `formats.base.ACTIVATIONS`.
         names: in the checkpoint.
     """
-    routing, of_all = shape.routing, None
-    if shape.shared_size:
-        gate = f"{name}.{names.shared}_gate" if shape.is_shared_gated else None
-        channels = row_shard(shape.shared_size, make.backend)
-        modules = _expert_modules(f"{name}.{names.shared}", names.projections)
-        expert = _make_expert(make, _expert_sources(make, modules, channels), channels, activation)
-        of_all = SharedExpert(expert, gate, make.hidden_size, make.backend)
-    prefixes = (f"{name}.experts.{number}" for number in range(routing.num_experts))
-    every = [_expert_modules(prefix, names.projections) for prefix in prefixes]
+    routing = shape.routing
+    of_all = _make_shared(make, name, shape, activation, names) if shape.shared_size else None
     placed = PlacedExperts(name, shape, make.backend)
-    here = [every[expert] for expert in placed.local_experts]
-    make.add_elsewhere(module for each in set(every) - set(here) for module in each)
+    local, stack = placed.local_experts, f"{name}.{names.experts}"
     if shape.is_stacked:
-        indices = [StackIndex(number, routing.num_experts) for number in placed.local_experts]
-        stack = f"{name}.experts"
-        sources = [_stacked_sources(make, stack, index, placed.channels) for index in indices]
+        total = routing.num_experts
+        indices = [StackIndex(number, total, shape.is_out_first) for number in local]
+        sources = [
+            _stacked_sources(make, stack, names.stacked, index, placed.channels)
+            for index in indices
+        ]
     else:
-        sources = [_expert_sources(make, modules, placed.channels) for modules in here]
-    takes_stacked = _takes_stacked(make.backend, routing, placed.channels, activation)
+        size = shape.latent_size or make.hidden_size
+        every = [
+            _expert_sources(f"{stack}.{number}", names.projections, placed.channels, size)
+            for number in range(routing.num_experts)
+        ]
+        sources = [every[number] for number in local]
+        others = set(range(routing.num_experts)).difference(local)
+        make.add_elsewhere(source.name for number in others for source in every[number])
+    is_plain = bool(names.projections[0]) and not shape.latent_size
+    takes_stacked = is_plain and _takes_stacked(make.backend, routing, placed.channels, activation)
     router = ExpertRouter(
         f"{name}.{names.router}", routing, make.hidden_size, make.backend,
         make.backend.dtype if takes_stacked else torch.float32, f"{name}.{names.router_bias}",
@@ -97,7 +102,8 @@ def make_mixture(
         stacked = _stacked_experts(make, sources, placed.channels)
         return _kernel_mixture(make, router, stacked, placed, of_all, norm)
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
-    return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend))
+    latents = _make_latents(make, name, shape, names) if shape.latent_size else None
+    return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend, latents))
 
 
 def make_biased_mixture(
@@ -132,35 +138,54 @@ def make_biased_mixture(
 # -------------------------------------------------------------------- experts in plain torch
 
 
-def _expert_modules(prefix: str, projections: Modules) -> Modules:
-    """Returns the checkpoint modules of an expert: gate, up and down."""
+def _expert_sources(prefix: str, projections: Modules, channels: Shard, size: int) -> Sources:
+    """Returns some channels of an expert that has checkpoint modules of its own, and takes `size`
+    channels of a token."""
     gate, up, down = projections
-    return f"{prefix}.{gate}", f"{prefix}.{up}", f"{prefix}.{down}"
+    second = Source(f"{prefix}.{down}", Shard.whole(size))
+    if gate == up:
+        return [*merged_sources(prefix, ("", ""), (channels, channels), up), second]
+    return [*(Source(f"{prefix}.{module}", channels) for module in (gate, up) if module), second]
 
 
-def _expert_sources(make: PartMaker, modules: Modules, channels: Shard) -> Sources:
-    """Returns some channels of an expert that has checkpoint modules of its own."""
-    gate, up, down = modules
-    whole = Shard.whole(make.hidden_size)
-    return Source(gate, channels), Source(up, channels), Source(down, whole)
-
-
-def _stacked_sources(make: PartMaker, name: str, index: StackIndex, channels: Shard) -> Sources:
+def _stacked_sources(
+    make: PartMaker, name: str, tensors: tuple[str, str], index: StackIndex, channels: Shard
+) -> Sources:
     """Returns some channels of an expert of stacked checkpoint tensors: the gates, then the ups."""
-    total = channels.total
-    gate, up = (Shard(start, channels.size, 2 * total) for start in (
-        channels.start, total + channels.start,
-    ))  # fmt: skip
-    first, second = f"{name}.gate_up_proj", f"{name}.down_proj"
-    whole = Shard.whole(make.hidden_size)
-    return Source(first, gate, index), Source(first, up, index), Source(second, whole, index)
+    first, second = tensors
+    both = merged_sources(name, ("", ""), (channels, channels), first)
+    down = Source(f"{name}.{second}", Shard.whole(make.hidden_size))
+    return [replace(source, stack=index) for source in (*both, down)]
 
 
 def _make_expert(make: PartMaker, sources: Sources, channels: Shard, activation: str) -> Expert:
     """Returns some channels of an expert."""
-    gate, up, down = sources
-    gate_up = make.weight([gate, up], Shard.whole(make.hidden_size))
-    return Expert(gate_up, make.weight([down], channels), activation)
+    *first, down = sources
+    gate_up = make.weight(first, Shard.whole(down.rows.total))
+    down_weight = make.weight([down], channels)
+    return Expert(gate_up, down_weight, activation, is_gated=len(first) > 1)
+
+
+def _make_shared(
+    make: PartMaker, name: str, shape: MixtureShape, activation: str, names: ExpertNames
+) -> SharedExpert:
+    """Returns the expert that every token takes; arguments as in `make_mixture`."""
+    gate = f"{name}.{names.shared}_gate" if shape.is_shared_gated else None
+    channels, size = row_shard(shape.shared_size, make.backend), make.hidden_size
+    projections = names.shared_projections or names.projections
+    sources = _expert_sources(f"{name}.{names.shared}", projections, channels, size)
+    expert = _make_expert(make, sources, channels, activation)
+    return SharedExpert(expert, gate, size, make.backend, shape.shared_scale)
+
+
+def _make_latents(
+    make: PartMaker, name: str, shape: MixtureShape, names: ExpertNames
+) -> ExpertLatents:
+    """Returns the projections around the experts; arguments as in `make_mixture`."""
+    size, (down, up) = shape.latent_size, names.latents
+    first = make.column([Source(f"{name}.{down}", Shard.whole(size))])
+    second = make.column([Source(f"{name}.{up}", Shard.whole(make.hidden_size))], size)
+    return ExpertLatents(first, second)
 
 
 def _make_biased_expert(
@@ -213,8 +238,7 @@ def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> S
 
     whole = Shard.whole(make.hidden_size)
     order = interleaved_order(channels.size, in_turns=False)
-    first = [[gate, up] for gate, up, _ in here]
-    second = [[down] for *_, down in here]
+    first, second = [each[:-1] for each in here], [each[-1:] for each in here]
     stacked = StackedExperts(
         ProjectionShape(first, whole, order),
         ProjectionShape(second, channels),
@@ -267,6 +291,7 @@ class LayerMaker(PartMaker):
     # functions, which take the maker as their first parameter
     attention = make_attention
     gated_delta_net = make_gated_delta_net
+    kimi_delta_attention = make_kimi_delta_attention
     latent_attention = make_latent_attention
     mamba2 = make_mamba2
     short_convolution = make_short_convolution
@@ -285,6 +310,7 @@ class LayerMaker(PartMaker):
         bias: bool = False,
         projections: Modules = ("gate_proj", "up_proj", "down_proj"),
         merged: str | None = None,
+        gate_scale: float = 1.0,
     ) -> GatedMLP:
         """Returns the gated MLP of the checkpoint module `name`.
 
@@ -295,9 +321,11 @@ class LayerMaker(PartMaker):
             bias: of all projections.
             projections: the modules of gate, up and down.
             merged: the module that holds gate and up together in the checkpoint, if one does.
+            gate_scale: multiplied with the gate, before the activation.
         """
         shard = row_shard(intermediate_size, self.backend)
         sources = merged_sources(name, projections[:2], (shard, shard), merged)
+        sources[0] = replace(sources[0], scale=gate_scale)
         mlp = GatedMLP(
             self.column(sources, bias=bias),
             self.row(f"{name}.{projections[2]}", shard, bias=bias),

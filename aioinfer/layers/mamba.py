@@ -4,7 +4,8 @@ a sequence, in the place of keys and values.
 A projection of the stream gives a gate, inputs x of each head, vectors B and C of each group of
 heads, and a step of each head. x, B and C pass a short convolution and SiLU. With keys B, values
 x times the step, queries C, and decays by the steps, the matrices change as in `recurrence`; the
-outputs and the inputs, weighted by head, are added, gated by the SiLU of the gate, and normed.
+outputs and the inputs, weighted by head, are added, gated by the SiLU of the gate, and normed: in
+this order, the other way round, or not normed at all (Falcon-H1).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Mamba2(Mixer):
         convolution: of x, B and C.
         decay: of the heads.
         skip: of each head, by which its inputs are added to its outputs.
-        output_norm: of the gated outputs.
+        output_norm: of the outputs, where there is one.
         output: the output projection.
         norm: of the residual stream before the projection.
         residual_scale: multiplied with the addend to the stream.
@@ -101,7 +102,7 @@ class Mamba2(Mixer):
         convolution: Convolution,
         decay: HeadDecay,
         skip: HeadVector,
-        output_norm: GroupRMSNorm,
+        output_norm: GroupRMSNorm | None,
         output: RowParallelLinear,
         *,
         norm: Norm,
@@ -162,10 +163,19 @@ class Mamba2(Mixer):
             outputs = self._kernel.mix(mixed, steps, step)
         else:
             outputs = self._mix_in_torch(mixed, steps, step)
-        outputs = self.output_norm(outputs * F.silu(gates.float()))
+        outputs = self._gate(outputs, gates)
         outputs = select_sampled(stream, step, outputs.to(mixed.dtype), is_last=is_last)
         if len(stream):
             self.output.add_to(stream, outputs, scale=self._residual_scale)
+
+    def _gate(self, outputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs, float32 [T, channels], gated and normed."""
+        gates = F.silu(gates.float())
+        if self.output_norm is None:
+            return outputs * gates
+        if self.shape.norm == "before gate":
+            return self.output_norm(outputs) * gates
+        return self.output_norm(outputs * gates)
 
     def _mix_in_torch(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns the heads' outputs, float32 [T, channels], for the inputs of the convolution [T,
@@ -179,7 +189,7 @@ class Mamba2(Mixer):
         inputs = HeadInputs(
             self._of_heads(queries),
             self._of_heads(keys),
-            x * steps.unsqueeze(-1),
+            x * steps,
             self.decay(steps),
             None,
         )
@@ -194,32 +204,36 @@ class Mamba2(Mixer):
 
 
 def make_mamba2(
-    make: PartMaker, name: str, shape: Mamba2Shape, *, norm: Norm, residual_scale: float = 1.0
-) -> Mamba2:
+    make: PartMaker, name: str, shape: Mamba2Shape, *, norm: Norm, residual_scale: float = 1.0,
+    input_scales: Sequence[float] = (1.0,) * 5,
+) -> Mamba2:  # fmt: skip
     """Returns the Mamba-2 layer of the checkpoint module `name`.
 
     Args:
         shape: of all ranks together.
         norm, residual_scale: as in `Mamba2`.
+        input_scales: multiplied with gates, x, B, C and steps, as the projection gives them.
     """
     backend = make.backend
     heads, groups = head_shards(shape.num_heads, shape.num_groups, backend.group)
     channels, states = heads.times(shape.head_size), groups.times(shape.state_size)
     shards = channels, channels, states, states, heads
-    sources = merged_sources(name, ("",) * 5, shards, "in_proj")
+    merged = merged_sources(name, ("",) * 5, shards, "in_proj")
+    sources = [replace(s, scale=scale) for s, scale in zip(merged, input_scales, strict=True)]
     mixed = merged_sources(name, ("",) * 3, shards[1:4], "conv1d")
-    convolution = Convolution(
-        f"{name}.conv1d", [source.rows for source in mixed], shape.width, bias=shape.conv_bias,
-        backend=backend,
-    )  # fmt: skip
+    convolution = Convolution(mixed, shape.width, bias=shape.conv_bias, backend=backend)
+    output_norm = None
+    if shape.norm != "none":
+        output_norm = GroupRMSNorm(f"{name}.norm", channels, groups, make.norm_eps, backend)
+        make.keep(output_norm)
     return Mamba2(
         replace(shape, num_heads=heads.size, num_groups=groups.size),
         make.column(sources, bias=shape.bias),
         make.keep(convolution),
         make.keep(HeadDecay(name, heads, backend.device)),
         make.keep(HeadVector(f"{name}.D", heads, backend.device, 1.0)),
-        make.keep(GroupRMSNorm(f"{name}.norm", channels, groups, make.norm_eps, backend)),
-        make.row(f"{name}.out_proj", channels, bias=shape.bias),
+        output_norm,
+        make.row(f"{name}.out_proj", channels, bias=shape.output_bias),
         norm=norm,
         residual_scale=residual_scale,
         backend=backend,

@@ -63,15 +63,24 @@ class ExpertNames:
     """Names in the checkpoint below a mixture's own.
 
     Attributes:
-        projections: the modules of an expert: gate, up and down.
+        projections: the modules of an expert: gate, up and down. Without a gate its name is "".
+        experts: the module of all experts, below which each has its number.
+        stacked: the tensors of stacked experts: gates and ups, and downs.
         shared: the module of the expert that all tokens take; with `_gate` behind it, the module of
             its gate.
+        shared_projections: its modules, where these have other names than an expert's. One name for
+            gate and up is a module that has the rows of the gate first.
+        latents: the modules that project tokens to what experts take, and their outputs back.
         router: the module of the router.
         router_bias: the tensor of its bias for the selection.
     """
 
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    experts: str = "experts"
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     shared: str = "shared_expert"
+    shared_projections: tuple[str, str, str] | None = None
+    latents: tuple[str, str] = ("fc1_latent_proj", "fc2_latent_proj")
     router: str = "gate"
     router_bias: str = "gate.e_score_correction_bias"
 
@@ -86,17 +95,24 @@ class MixtureShape:
         shared_size: channels of the expert that every token takes, 0 for none.
         is_shared_gated: whether the output of that expert is multiplied with a sigmoid of the
             token's own (Qwen2-MoE).
+        shared_scale: multiplied with the output of that expert.
         dense_layers: numbers of the layers that have a dense MLP instead.
         is_stacked: a checkpoint tensor [experts, in, out] has a projection of all experts, and
             gates and ups are one projection.
+        is_out_first: these tensors are [experts, out, in].
+        latent_size: channels of what experts take and give, between projections of the hidden
+            states and back (Nemotron-3); 0 for the hidden states themselves.
     """
 
     routing: Routing
     expert_size: int
     shared_size: int = 0
     is_shared_gated: bool = False
+    shared_scale: float = 1.0
     dense_layers: frozenset[int] = frozenset()
     is_stacked: bool = False
+    is_out_first: bool = False
+    latent_size: int = 0
 
     def divides(self, size: int, *, expert_parallel: bool = False) -> bool:
         """Whether `size` tensor-parallel ranks can have equal parts of each expert; or, with
@@ -303,5 +319,5 @@ class PlacedExperts:
 
 def _layer_of(name: str) -> int:
     """Returns the number of the layer in a module's name; 0 for a name without."""
-    found = re.search(r"\blayers\.(\d+)\.", name)
+    found = re.search(r"\blayers\.(\d+)\b", name)
     return int(found[1]) if found else 0

@@ -1,5 +1,6 @@
 """Recurrences over a matrix a head, in plain torch: the gated delta rule (Yang et al. 2025, "Gated
-Delta Networks") and Mamba-2's (Dao and Gu 2024, "Transformers are SSMs").
+Delta Networks"), Kimi delta attention (Moonshot AI 2025, "Kimi Linear") and Mamba-2's (Dao and Gu
+2024, "Transformers are SSMs").
 
 A head keeps a matrix S [key channels, value channels] of a sequence. A token has a key k, a value
 v, a query q, a decay exp(g) and, for the delta rule, a rate beta:
@@ -8,17 +9,19 @@ v, a query q, a decay exp(g) and, for the delta rule, a rate beta:
     S <- exp(g) S;    S <- S + k (beta (v - S^T k))^T        the delta rule
     output S^T q
 
-Decodes compute it so. Of longer rows a chunk of tokens is computed at once: what a token's output
-owes to the tokens before it in the chunk is a product of scores and values. Of the delta rule all
-corrections v - S^T k of a chunk are the solution of a triangular system (Yang et al. 2024,
+In Kimi delta attention each key channel, a row of S, has a decay of its own; else all have the
+same. Decodes compute it so. Of longer rows a chunk of tokens is computed at once: what a token's
+output owes to the tokens before it in the chunk is a product of scores and values. Of the delta
+rule all corrections v - S^T k of a chunk are the solution of a triangular system (Yang et al. 2024,
 "Parallelizing Linear Transformers with the Delta Rule over Sequence Length").
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,9 @@ import torch.nn.functional as F
 from aioinfer.errors import ConfigError
 from aioinfer.layers.shards import HeadVector, NamedShards, Shard
 from aioinfer.layers.state_rows import StateRow, StateRows
+
+#: Tokens of a chunk where channels decay apart: the products of two tokens are no matrix product.
+_CHANNEL_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class DeltaNetShape:
         num_heads: heads of values, a multiple of these.
         key_size, value_size: channels of a head.
         width: tokens of the convolution.
+        by_channel: whether each key channel has a decay of its own, and gates are sigmoids (Kimi
+            delta attention), and not SiLUs.
     """
 
     num_key_heads: int
@@ -44,6 +52,7 @@ class DeltaNetShape:
     key_size: int
     value_size: int
     width: int
+    by_channel: bool = False
 
     @property
     def shared(self) -> int:
@@ -74,7 +83,8 @@ class Mamba2Shape:
         state_size: channels of B and C.
         width: tokens of the convolution.
         step_limits: the least and the largest step.
-        conv_bias: of the convolution. bias: of both projections.
+        conv_bias: of the convolution. bias: of the projections. output_bias: of the last one.
+        norm: where the outputs are normed: after they are gated, before, or not at all.
     """
 
     num_heads: int
@@ -85,6 +95,8 @@ class Mamba2Shape:
     step_limits: tuple[float, float] = (0.0, float("inf"))
     conv_bias: bool = True
     bias: bool = False
+    output_bias: bool = False
+    norm: Literal["after gate", "before gate", "none"] = "after gate"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
@@ -110,6 +122,7 @@ class Mamba2Shape:
             (float(low), float(high)),
             bool(config.get("mamba_conv_bias", True)),
             bool(config.get("mamba_proj_bias", False)),
+            bool(config.get("mamba_proj_bias", False)),
         )
 
     @property
@@ -128,7 +141,8 @@ class HeadInputs(NamedTuple):
 
     Attributes:
         queries, keys: [T, heads, key channels]. values: [T, heads, value channels].
-        decays: [T, heads], the logarithms g, not above 0.
+        decays: [T, heads, key channels], or [T, heads, 1] for all of them, the logarithms g, not
+            above 0.
         rates: [T, heads], of the delta rule, between 0 and 1; None without corrections.
     """
 
@@ -152,16 +166,18 @@ class HeadDecay:
         name: of the checkpoint module that has A and the bias, as `A_log` and `dt_bias`.
         heads: which of its heads this rank has.
         device: of the parameters.
+        channels: of each head, which have a decay and a bias each.
 
     Attributes:
         logs: float32 [heads], A.
-        biases: float32 [heads].
+        biases: float32 [heads * channels].
     """
 
-    def __init__(self, name: str, heads: Shard, device: torch.device):
+    def __init__(self, name: str, heads: Shard, device: torch.device, channels: int = 1):
+        self._channels = channels
         self._parameters = (
-            HeadVector(f"{name}.A_log", heads, device),
-            HeadVector(f"{name}.dt_bias", heads, device),
+            HeadVector(f"{name}.A_log", heads, device, has_ones=True),
+            HeadVector(f"{name}.dt_bias", heads.times(channels), device),
         )
         self.logs, self.biases = (each.values for each in self._parameters)
         self._factors = -self.logs.exp()
@@ -176,12 +192,12 @@ class HeadDecay:
         self._factors = -self.logs.exp()
 
     def steps(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the steps, float32 [T, heads], for x [T, heads]."""
-        return F.softplus(x.float() + self.biases)
+        """Returns the steps, float32 [T, heads, channels], for x [T, heads * channels]."""
+        return F.softplus(x.float() + self.biases).unflatten(-1, (-1, self._channels))
 
     def __call__(self, steps: torch.Tensor) -> torch.Tensor:
-        """Returns the logarithms of the decays, float32 [T, heads]."""
-        return self._factors * steps
+        """Returns the logarithms of the decays, float32 [T, heads, channels]."""
+        return self._factors.unsqueeze(-1) * steps
 
 
 def recur(inputs: HeadInputs, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
@@ -197,8 +213,11 @@ def recur(inputs: HeadInputs, cache: torch.Tensor, rows: StateRows) -> torch.Ten
         states = rows.read(cache).to(out.dtype)
         out[:decodes] = _advance(inputs.of(slice(decodes)), states)
         rows.write(cache, states.to(cache.dtype))
+    chunk = rows.chunk
+    if inputs.decays.shape[-1] > 1:
+        chunk = math.gcd(chunk, _CHANNEL_CHUNK)
     for row in rows.rows:
-        out[row.tokens] = _compute_row(inputs.of(row.tokens), cache, row, rows.chunk)
+        out[row.tokens] = _compute_row(inputs.of(row.tokens), cache, row, chunk)
     return out
 
 
@@ -206,7 +225,7 @@ def _advance(inputs: HeadInputs, states: torch.Tensor) -> torch.Tensor:
     """Returns the outputs of one token of each of several sequences, and advances their `states`
     [R, heads, key channels, value channels] in place."""
     queries, keys, values, decays, rates = inputs
-    states.mul_(decays.exp()[..., None, None])
+    states.mul_(decays.exp().unsqueeze(-1))
     added = values.unsqueeze(-2)
     if rates is not None:
         added = (added - torch.matmul(keys.unsqueeze(-2), states)).mul_(rates[..., None, None])
@@ -231,16 +250,13 @@ def _compute_row(
 
     queries, keys, values, decays = (chunks(x) for x in inputs[:4])
     rates = None if inputs.rates is None else chunks(inputs.rates)
-    sums = decays.cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=sums.device).triu(1)
-    # exp of positive differences, of later tokens, might overflow
-    decayed = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill_(later, -torch.inf).exp_()
+    sums = decays.cumsum(-2)
     if rates is not None:
-        values, of_state = _corrections(keys, values, rates, sums, decayed)
-    scores = (queries @ keys.mT).mul_(decayed)
-    queries = queries * sums.exp().unsqueeze(-1)
-    last = sums[..., -1:]
-    keys = keys * (last - sums).exp().unsqueeze(-1)
+        values, of_state = _corrections(keys, values, rates, sums)
+    scores = _scores(queries, keys, sums)
+    queries = queries * sums.exp()
+    last = sums[..., -1:, :]
+    keys = keys * (last - sums).exp()
 
     state = row.initial(cache).to(values.dtype)
     blocks = {end.length: end.block for end in row.ends}
@@ -250,7 +266,7 @@ def _compute_row(
         if rates is not None:
             added = added - of_state[:, number] @ state
         torch.baddbmm(queries[:, number] @ state, scores[:, number], added, out=outputs[:, number])
-        state = state * last[:, number].exp().unsqueeze(-1)
+        state = state * last[:, number].exp().mT
         state.baddbmm_(keys[:, number].mT, added)
         done = min((number + 1) * chunk - lead, row.count)
         if done in blocks:
@@ -258,24 +274,46 @@ def _compute_row(
     return outputs.flatten(1, 2)[:, lead : lead + row.count].transpose(0, 1)
 
 
+def _scores(x: torch.Tensor, keys: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """Returns the products of each token's x with the keys of the tokens up to it, of which is left
+    what decays leave by then: [heads, chunks, chunk, chunk].
+
+    Args:
+        x, keys: [heads, chunks, chunk, key channels].
+        sums: [heads, chunks, chunk, key channels or 1], of the decays from the chunk's first token
+            on.
+    """
+    if sums.shape[-1] == 1:
+        flat = sums.squeeze(-1)
+        # exp of positive differences, of later tokens, might overflow
+        left = (flat.unsqueeze(-1) - flat.unsqueeze(-2)).clamp_(max=0).exp_()
+        return (x @ keys.mT).mul_(left).tril_()
+    # A factor for each of the two tokens instead might overflow: exp(-sum) has no bound.
+    columns = [
+        (x * keys[..., i : i + 1, :])
+        .mul_((sums - sums[..., i : i + 1, :]).clamp_(max=0).exp_())
+        .sum(-1)
+        for i in range(sums.shape[-2])
+    ]
+    return torch.stack(columns, dim=-1).tril_()
+
+
 def _corrections(
     keys: torch.Tensor,
     values: torch.Tensor,
     rates: torch.Tensor,
     sums: torch.Tensor,
-    decayed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns U and W such that U - W S are the corrections of a chunk's tokens by the delta rule,
     each times its rate, for the state S before the chunk.
 
     Args:
         keys, values: [heads, chunks, chunk, channels]. rates: [heads, chunks, chunk].
-        sums: [heads, chunks, chunk], of the decays from the chunk's first token on.
-        decayed: [heads, chunks, chunk, chunk], how much is left at a token of an earlier one's.
+        sums: as in `_scores`.
     """
     weighted = keys * rates.unsqueeze(-1)
-    system = (weighted @ keys.mT).mul_(decayed)
-    known = torch.cat((values * rates.unsqueeze(-1), weighted * sums.exp().unsqueeze(-1)), -1)
+    system = _scores(weighted, keys, sums)
+    known = torch.cat((values * rates.unsqueeze(-1), weighted * sums.exp()), -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     own, of_state = solved.split((values.shape[-1], keys.shape[-1]), dim=-1)
     return own, of_state

@@ -55,7 +55,8 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the wavelengths.
-        kind: "default", "linear", "llama3", "yarn", "dynamic" or "longrope".
+        kind: "default", "linear", "llama3", "yarn", "dynamic" or "longrope"; "none" for no
+            rotation, where a layer cannot leave it out.
         scaling: the other numbers of the configuration, by the names they have there.
         rotary_size: how many channels of a head are rotated, its first ones; None for all.
         interleaved: whether channels 2 i and 2 i + 1 of the checkpoint's heads are a pair (GPT-J's
@@ -123,6 +124,10 @@ class RotaryTable:
         self.interleaved, self.sections = rope.interleaved, rope.sections
         size = rope.rotary_size or head_size
         inverse, scale = inverse_wavelengths(rope, size, served_len or max_len)
+        if rope.kind == "none":  # one line for all positions
+            line = torch.cat((torch.ones_like(inverse), torch.zeros_like(inverse)))
+            self.cos_sin = line.to(device).expand(max_len, -1)
+            return
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
         self.cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).to(device)
 
@@ -201,6 +206,8 @@ def inverse_wavelengths(
         # transformers' formula at the length of factor times the original
         longest = factor * factor - (factor - 1)
         return 1.0 / (rope.theta * longest ** (rotary_size / (rotary_size - 2))) ** exponents, 1.0
+    if rope.kind == "none":
+        return torch.zeros_like(exponents), 1.0
     inverse = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inverse / scaling["factor"], 1.0

@@ -55,10 +55,12 @@ class StackIndex:
     Attributes:
         number: the place.
         total: the length of the dimension.
+        is_out_first: whether a dense stack is [modules, out, in], and not [modules, in, out].
     """
 
     number: int
     total: int
+    is_out_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,27 @@ class Source:
         rows: which of its output features.
         stack: where in a stack of modules this one is, None for a module with tensors of its own. A
             dense stack is the tensor `name` [modules, in, out], as transformers writes it for
-            gpt-oss.
+            gpt-oss, or [modules, out, in].
         is_transposed: whether the checkpoint has the weight as [in, out].
+        scale: multiplied with weight and bias when they are loaded.
     """
 
     name: str
     rows: Shard
     stack: StackIndex | None = None
     is_transposed: bool = False
+    scale: float = 1.0
+
+    def scaling(self, destination: torch.Tensor) -> Callable[[torch.Tensor], None] | None:
+        """Returns what stores a loaded part times `scale` in a destination; None for a part that is
+        copied as it is."""
+        if self.scale == 1.0:
+            return None
+
+        def store(part: torch.Tensor) -> None:
+            destination.copy_(part.float() * self.scale)
+
+        return store
 
 
 def merged_sources(
@@ -153,18 +168,24 @@ class HeadVector:
         heads: which of its heads this rank has.
         device: of the parameter.
         initial: its value until it is loaded, and in a model with random weights.
+        has_ones: whether the tensor may have dimensions of length 1 beside the heads'.
 
     Attributes:
         values: float32 [heads].
     """
 
-    def __init__(self, name: str, heads: Shard, device: torch.device, initial: float = 0.0):
-        self._name, self._heads = name, heads
+    def __init__(
+        self, name: str, heads: Shard, device: torch.device, initial: float = 0.0, *,
+        has_ones: bool = False,
+    ):  # fmt: skip
+        self._name, self._heads, self._has_ones = name, heads, has_ones
         self.values = torch.full((heads.size,), initial, dtype=torch.float32, device=device)
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's part of the checkpoint's tensor goes."""
-        yield self._name, WeightShard(self.values, 0, self._heads.start, self._heads.total)
+        heads = self._heads
+        shard = WeightShard(self.values, 0, heads.start, heads.total, is_scale=self._has_ones)
+        yield self._name, shard
 
     def finalize(self) -> None:
         """Leaves the values as they are."""

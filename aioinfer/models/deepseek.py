@@ -22,7 +22,7 @@ from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
 from aioinfer.models.decoder import DecoderModel
 
 #: Of the norms within attention, whatever `rms_norm_eps` is, as in DeepSeek's published code.
-_LATENT_NORM_EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class DeepseekModel(DecoderModel):
                 query_rank=config.query_rank,
                 rope=config.rope,
                 norm=make.norm(f"{prefix}.input_layernorm"),
-                norm_eps=_LATENT_NORM_EPS,
+                norm_eps=LATENT_NORM_EPS,
                 bias=config.attention_bias,
             )
             norm = make.norm(f"{prefix}.post_attention_layernorm")

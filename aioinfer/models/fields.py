@@ -81,6 +81,10 @@ _COUNTS = {
     "mamba_d_state": _Number(1, _MAX_HEADS),
     "mamba_d_conv": _Number(2, _MAX_HEADS),
     "mamba_d_ssm": _Number(1, _INT32_MAX),
+    "moe_latent_size": _Number(1, _INT32_MAX),
+    "moe_shared_expert_intermediate_size": _Number(1, _INT32_MAX),
+    "linear_num_heads": _Number(1, _MAX_HEADS),
+    "linear_head_dim": _Number(1, _MAX_HEADS),
     "mamba_expand": _Number(1, _INT32_MAX),
     "shared_intermediate_size": _Number(1, _INT32_MAX),
     "conv_L_cache": _Number(2, _MAX_HEADS),
@@ -104,6 +108,12 @@ _FLOATS = {
     "residual_multiplier": _Number(-math.inf),
     "attention_multiplier": _Number(-math.inf),
     "logits_scaling": _Number(0, is_open=True),
+    "attention_in_multiplier": _Number(-math.inf),
+    "attention_out_multiplier": _Number(-math.inf),
+    "key_multiplier": _Number(-math.inf),
+    "ssm_in_multiplier": _Number(-math.inf),
+    "ssm_out_multiplier": _Number(-math.inf),
+    "lm_head_multiplier": _Number(-math.inf),
     "routed_scaling_factor": _Number(0, is_open=True),
     "swiglu_alpha": _Number(-math.inf),
     "swiglu_limit": _Number(0, is_open=True),
@@ -115,6 +125,7 @@ _FLAGS = (
     "alibi", "new_decoder_architecture", "multi_query", "parallel_attn", "bias", "enable_bias",
     "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx", "conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias",
+    "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
 )  # fmt: skip
 _TEXTS = (
     "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",
@@ -129,7 +140,8 @@ _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "rms_norm_eps", "layer_norm_eps", "logit_scale",
     "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-    "logits_scaling",
+    "logits_scaling", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
+    "moe_shared_expert_intermediate_size", "linear_num_heads", "linear_head_dim",
 )  # fmt: skip
 #: Numbers of a variant of RoPE. Beside them are its kind, flags, and lists of positive numbers.
 _ROPE_FLOATS = {
@@ -179,6 +191,19 @@ def four_times_hidden_size(config: Mapping[str, Any]) -> int:
     size = config["hidden_size"]
     _check_number("hidden_size", size, _COUNTS["hidden_size"], whole=True)
     return 4 * int(size)
+
+
+def read_multipliers(config: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """Returns the numbers of a field, each 1 where it is left out. Raises `ConfigError` unless
+    there are so many."""
+    values = config.get(name)
+    if values is None:
+        return (1.0,) * count
+    if not isinstance(values, list) or len(values) != count:
+        raise ConfigError(f"{name} must be a list of {count} numbers, not {_shown(values)}")
+    for value in values:
+        _check_number(name, value, _Number(-math.inf))
+    return tuple(float(value) for value in values)
 
 
 def check_shape(num_heads: int, num_kv_heads: int, head_size: int, rotary_size: int) -> None:

@@ -79,7 +79,14 @@ class DenseWeight(Weight):
                 transposed = WeightShard(part.t(), 1 - dim, shard.start, shard.total)
                 yield f"{source.name}.weight", transposed
             elif source.stack is None:
-                yield f"{source.name}.weight", WeightShard(part, dim, shard.start, shard.total)
+                store = source.scaling(part)
+                yield (
+                    f"{source.name}.weight",
+                    WeightShard(part, dim, shard.start, shard.total, store=store),
+                )
+            elif source.stack.is_out_first:
+                stacked = WeightShard(part, dim, shard.start, shard.total, stack=source.stack)
+                yield source.name, stacked
             else:
                 yield (
                     source.name,
