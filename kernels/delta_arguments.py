@@ -8,12 +8,15 @@ beta = sigmoid(b), a value head keeps the matrix S [K, V]:
 
     S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   o = S^T q K^-1/2
 
-and its output is RMSNorm(o) * norm_weight * silu(z). Each key head serves HV / HK value heads.
+and its output is RMSNorm(o) * norm_weight * silu(z). Each key head serves HV / HK value heads. In
+Kimi delta attention (Moonshot AI, "Kimi Linear", 2025) each channel of a key, a row of S, has a
+decay of its own, HK = HV, and gates are sigmoid(z).
 
 Rows of one token are computed by `delta_decode`, longer rows by `delta_prefill`: each looks at a
 row's length on the GPU and leaves the other rows alone, so a step with rows of both kinds launches
 both over all of its rows. Where states lie is said in `states.StateTables`.
 """
+# ruff: noqa: N803  (compile-time constants are written in capitals)
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class DeltaInputs(NamedTuple):
     Attributes:
         mixed: [T, C], C = 2 HK K + HV V: all queries, then all keys, then all values.
         z: [T, HV, V], the output gate.
-        b, a: [T, HV], of beta and of the decay.
+        b, a: [T, HV], of beta and of the decay; a [T, HV K] for decays by channel.
     """
 
     mixed: torch.Tensor
@@ -47,7 +50,7 @@ class DeltaWeights(NamedTuple):
 
     Attributes:
         conv: [C, W], the convolution's, contiguous; the last column is the current token's.
-        a_log, dt_bias: [HV].
+        a_log, dt_bias: [HV]; dt_bias [HV K] for decays by channel.
         norm: [V], contiguous.
         norm_eps: added to the mean square.
     """
@@ -61,8 +64,9 @@ class DeltaWeights(NamedTuple):
 
 class DeltaShape(NamedTuple):
     """The compile-time shape of a layer: key heads and the value heads of each, channels of keys
-    and of values, powers of two that hold them, the width of the convolution, and tokens a
-    block. (A field named `value` would be shadowed by that of Triton's constants.)"""
+    and of values, powers of two that hold them, the width of the convolution, tokens a block, and
+    whether each channel of a key has a decay of its own. (A field named `value` would be shadowed
+    by that of Triton's constants.)"""
 
     key_heads: int
     group: int
@@ -72,6 +76,7 @@ class DeltaShape(NamedTuple):
     value_pad: int
     width: int
     block_size: int
+    by_channel: bool = False
 
     @classmethod
     def of(cls, inputs: DeltaInputs, weights: DeltaWeights, matrices: torch.Tensor,
@@ -84,13 +89,17 @@ class DeltaShape(NamedTuple):
         heads, key, value = matrices.shape[1:]
         channels, width = weights.conv.shape
         key_heads = (channels - heads * value) // (2 * key)
+        by_channel = key > 1 and inputs.a.shape[1] == heads * key
+        decays = heads * key if by_channel else heads
         fits = (
             channels == 2 * key_heads * key + heads * value
             and key_heads > 0
             and heads % key_heads == 0
             and inputs.mixed.shape[1] == channels
             and inputs.z.shape[1:] == (heads, value)
-            and inputs.a.shape[1:] == inputs.b.shape[1:] == weights.a_log.shape == (heads,)
+            and (key_heads == heads or not by_channel)
+            and inputs.a.shape[1:] == weights.dt_bias.shape == (decays,)
+            and inputs.b.shape[1:] == weights.a_log.shape == (heads,)
             and weights.norm.shape == (value,)
         )
         is_dense = (
@@ -106,13 +115,20 @@ class DeltaShape(NamedTuple):
                 f"{tuple(matrices.shape)} do not fit together, or are not contiguous"
             )
         pads = max(16, triton.next_power_of_2(key)), max(16, triton.next_power_of_2(value))
-        return cls(key_heads, heads // key_heads, key, value, *pads, width, block_size)
+        group = heads // key_heads
+        return cls(key_heads, group, key, value, *pads, width, block_size, by_channel)
 
 
 @triton.jit
 def silu(x):
     """Returns x * sigmoid(x), x in float32."""
     return x * tl.sigmoid(x)
+
+
+@triton.jit
+def gate_of(z, SHAPE: tl.constexpr):
+    """Returns the factors of outputs for their gates z, in float32."""
+    return tl.sigmoid(z) if SHAPE.by_channel else silu(z)
 
 
 @triton.jit

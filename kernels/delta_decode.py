@@ -22,11 +22,12 @@ from aioinfer.kernels.delta_arguments import (
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
+    gate_of,
     log_decay,
     silu,
 )
 from aioinfer.kernels.launch import wait_for_kernel
-from aioinfer.kernels.states import StateTables
+from aioinfer.kernels.states import StateTables, decode_row
 
 
 class DeltaDecodeConfig(NamedTuple):
@@ -105,19 +106,17 @@ def _delta_decode_kernel(
     k_conv = _load_weights(conv, k_channels, is_key, taps, SHAPE.width)
     v_conv = _load_weights(conv, v_channels, is_value, taps, SHAPE.width)
     decay_rate = tl.load(a_log + head).to(tl.float32)
-    bias = tl.load(dt_bias + head).to(tl.float32)
+    if SHAPE.by_channel:
+        bias = tl.load(dt_bias + head * SHAPE.key_size + i, is_key, 0.0).to(tl.float32)
+    else:
+        bias = tl.load(dt_bias + head).to(tl.float32)
     norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
     wait_for_kernel(PDL)
-    seq_len = tl.load(seq_lens + row)
-    token = row.to(tl.int64)
-    length = 1
-    if HAS_STARTS:
-        token = tl.load(query_starts + row).to(tl.int64)
-        length = tl.load(query_starts + row + 1) - token.to(tl.int32)
-    if (seq_len == 0) | (length != 1):
+    token, is_started, before, last = decode_row(
+        seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size
+    )
+    if token < 0:
         return
-    before = tl.maximum(seq_len - 2, 0) // SHAPE.block_size
-    last = (seq_len - 1) // SHAPE.block_size
     window_table = window_tables + row.to(tl.int64) * window_table_stride
     matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
     window = windows + tl.load(window_table + before).to(tl.int64) * window_stride
@@ -127,7 +126,6 @@ def _delta_decode_kernel(
 
     # No load waits for the value of another from here on. (With the state's before the inputs',
     # Triton would move the state through shared memory into the layout of its products.)
-    is_started = seq_len > 1
     x = mixed + token * mixed_stride
     q_inputs = _inputs_of(x, window, is_started, q_channels, is_key, taps, SHAPE.width)
     k_inputs = _inputs_of(x, window, is_started, k_channels, is_key, taps, SHAPE.width)
@@ -137,7 +135,11 @@ def _delta_decode_kernel(
     state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + head * SHAPE.value_size + j, is_value, 0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    a_value = tl.load(a + token * a_stride + head).to(tl.float32)
+    if SHAPE.by_channel:
+        a_places = a + token * a_stride + head * SHAPE.key_size + i
+        a_value = tl.load(a_places, is_key, 0.0).to(tl.float32)
+    else:
+        a_value = tl.load(a + token * a_stride + head).to(tl.float32)
     decay = tl.exp(log_decay(a_value, decay_rate, bias))
 
     q = silu(tl.sum(q_inputs * q_conv, 1))
@@ -158,14 +160,20 @@ def _delta_decode_kernel(
         writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
 
     # both products are taken of the state before its update, which is read once
-    known = tl.sum(state * k[:, None], 0)
-    seen = tl.sum(state * q[:, None], 0)
-    delta = beta * (v - known * decay)
-    o = seen * decay + delta * (product * q_scale * k_scale)
-    state = state * decay + k[:, None] * delta[None, :]
+    if SHAPE.by_channel:
+        known = tl.sum(state * (k * decay)[:, None], 0)
+        seen = tl.sum(state * (q * decay)[:, None], 0)
+        decays = decay[:, None]
+    else:
+        known = tl.sum(state * k[:, None], 0) * decay
+        seen = tl.sum(state * q[:, None], 0) * decay
+        decays = decay
+    delta = beta * (v - known)
+    o = seen + delta * (product * q_scale * k_scale)
+    state = state * decays + k[:, None] * delta[None, :]
     tl.store(next_matrix + places, state.to(matrices.dtype.element_ty), is_state)
     scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
-    o = o * scale * norm_weight * silu(gate)
+    o = o * scale * norm_weight * gate_of(gate, SHAPE)
     tl.store(
         out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
     )

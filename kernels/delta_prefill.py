@@ -11,11 +11,12 @@ Within a chunk of up to 64 tokens the updates are condensed into products (the W
     V = U - W S;   o = exp(G) q S + (exp(G_i - G_j) q_i k_j)[j <= i] V
     S = exp(G_last) S + (exp(G_last - G) k)^T V
 
-Four launches a layer: convolution, SiLU and l2 norms, and the windows; W, U and the products of
-queries and keys, of all chunks at once; the scan over a row's chunks, which keeps S in registers
-and gives o; the gated norm. Chunks begin at multiples of their length, which divides the block
-size, so the scan comes by every boundary at which a snapshot may be wanted. No exponent is
-positive, G and S are float32, and the products' operands have the dtype of the inputs.
+Four launches a layer: convolution, SiLU and l2 norms, and the windows (`delta_inputs`); W, U and
+the products of queries and keys, of all chunks at once (`delta_chunks`, which has decays by
+channel, too); the scan over a row's chunks, which keeps S in registers and gives o; the gated norm.
+Chunks begin at multiples of their length, which divides the block size, so the scan comes by every
+boundary at which a snapshot may be wanted. No exponent is positive, G and S are float32, and the
+products' operands have the dtype of the inputs.
 """
 # ruff: noqa: N803, N806  (compile-time constants and matrices are written in capitals)
 
@@ -28,21 +29,20 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.delta_arguments import (
-    L2_EPS,
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
-    log_decay,
-    silu,
+    gate_of,
 )
+from aioinfer.kernels.delta_chunks import (
+    MAX_PART,
+    _channel_chunk_kernel,
+    _chunk_kernel,
+    slot_of,
+)
+from aioinfer.kernels.delta_inputs import delta_inputs
 from aioinfer.kernels.launch import wait_for_kernel
-from aioinfer.kernels.short_convolution import (
-    TILE_TOKENS,
-    block_of,
-    check_windows,
-    convolved,
-    store_windows,
-)
+from aioinfer.kernels.short_convolution import block_of, check_windows
 from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
 
 MAX_CHUNK = 64
@@ -66,26 +66,37 @@ class DeltaWorkspace:
         mixed: [T, C], queries and keys after convolution and norm, and values, which U replaces.
         keys: [T, HV, K], W.
         scores: [T, HV, L], products of queries and keys of a chunk of L tokens, with decay.
-        decays: float32 [HV, T], G.
+        decays: float32 [HV, T], G; by channel [chunks, HV, K], exp(G_last).
+        sums: float32 [programs, L, power of two from K on], G of the chunk that a program computes;
+            of decays by channel alone.
     """
 
     mixed: torch.Tensor
     keys: torch.Tensor
     scores: torch.Tensor
     decays: torch.Tensor
+    sums: torch.Tensor
 
     @classmethod
     def empty(
-        cls, tokens: int, channels: int, heads: int, key_size: int, block_size: int,
-        dtype: torch.dtype, device: torch.device,
+        cls, tokens: int, rows: int, channels: int, heads: int, key_size: int, block_size: int,
+        dtype: torch.dtype, device: torch.device, *, by_channel: bool = False,
     ) -> DeltaWorkspace:  # fmt: skip
-        """Returns a workspace for inputs of `dtype`: C `channels`, HV `heads`."""
+        """Returns a workspace for up to `rows` rows of inputs of `dtype`: C `channels`, HV
+        `heads`."""
         length = chunk_length(block_size)
+        decays: tuple[int, ...] = (heads, tokens)
+        sums = (0,)
+        if by_channel:
+            decays = tokens // length + 2 * rows, heads, key_size
+            programs = programs_for(heads * decays[0], device)
+            sums = programs, length, max(16, triton.next_power_of_2(key_size))
         return cls(
             torch.empty(tokens, channels, dtype=dtype, device=device),
             torch.empty(tokens, heads, key_size, dtype=dtype, device=device),
             torch.empty(tokens, heads, length, dtype=dtype, device=device),
-            torch.empty(heads, tokens, dtype=torch.float32, device=device),
+            torch.empty(decays, dtype=torch.float32, device=device),
+            torch.empty(sums, dtype=torch.float32, device=device),
         )
 
 
@@ -105,135 +116,6 @@ def plans_of(
             rows, tokens, chunk_length(block_size), device, min_tokens=2, is_aligned=True
         ),
     )
-
-
-@triton.jit(do_not_specialize_on_alignment=["tables", "query_starts"])
-def _inputs_kernel(
-    mixed, out, conv, windows, tables, tiles, query_starts, mixed_stride, out_stride,
-    window_stride, table_stride, SHAPE: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
-    TAPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Convolution, SiLU and norms of a chunk's queries, keys or values of one head."""
-    KEYS: tl.constexpr = 2 * SHAPE.key_heads
-    HEADS: tl.constexpr = KEYS + SHAPE.key_heads * SHAPE.group
-    wait_for_kernel(PDL)
-    items = tl.load(tiles) * HEADS
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
-        head = item % HEADS
-        record = tiles + (1 + item // HEADS) * 4
-        row, token = tl.load(record), tl.load(record + 1)
-        position, count = tl.load(record + 2), tl.load(record + 3)
-        row_token = tl.load(query_starts + row)
-        tokens = tl.load(query_starts + row + 1) - row_token
-        offset = token - row_token
-        start = position - offset
-        i = tl.arange(0, CHANNELS)
-        value_first = KEYS * SHAPE.key_size + (head - KEYS) * SHAPE.value_size
-        channels = tl.where(head < KEYS, head * SHAPE.key_size, value_first) + i
-        mask = i < tl.where(head < KEYS, SHAPE.key_size, SHAPE.value_size)
-        table = tables + row.to(tl.int64) * table_stride
-        before = tl.maximum(start - 1, 0) // SHAPE.block_size
-        window = windows + block_of(table, before) * window_stride
-        x = mixed + token.to(tl.int64) * mixed_stride
-        t = tl.arange(0, TOKENS)
-        for first in range(0, count, TOKENS):
-            acc = convolved(
-                x + first * mixed_stride, mixed_stride, window, start > 0, conv, offset + first,
-                count - first, channels, mask, TOKENS, SHAPE.width,
-            )  # fmt: skip
-            acc = silu(acc)
-            if head < KEYS:
-                acc *= tl.rsqrt(tl.sum(acc * acc, 1) + L2_EPS)[:, None]
-            if head < SHAPE.key_heads:
-                acc *= SHAPE.key_size**-0.5
-            line = (token + first + t).to(tl.int64)
-            own = (first + t < count)[:, None] & mask[None, :]
-            target = out + line[:, None] * out_stride + channels[None, :]
-            tl.store(target, acc.to(out.dtype.element_ty), own)
-        store_windows(
-            x, mixed_stride, windows, window_stride, table, window, start, offset, count, tokens,
-            channels, mask, SHAPE.width, TAPS, SHAPE.block_size,
-        )  # fmt: skip
-
-
-@triton.jit
-def _inverse(A, LENGTH: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns (I + A)^-1 of a strictly lower triangular A [LENGTH, LENGTH] in float32.
-
-    Blocks of 16 x 16 on the diagonal are inverted row by row. With D, their inverses, and N = D
-    times the rest of A, the whole is (I + N)^-1 D, and N to the power of the number of blocks is 0.
-    """
-    BLOCKS: tl.constexpr = LENGTH // 16
-    block, r = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    tiles = tl.reshape(A, [BLOCKS, 16, BLOCKS, 16])
-    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    X = -tl.sum(tl.where(on_diagonal, tiles, 0.0), 2)  # [BLOCKS, 16, 16]
-    for i in range(2, 16):
-        own = (r == i)[None, :, None]
-        line = tl.sum(tl.where(own, X, 0.0), 1)
-        line += tl.sum(line[:, :, None] * X, 1)
-        X = tl.where(own, line[:, None, :], X)
-    X += (r[:, None] == r[None, :]).to(tl.float32)[None, :, :]
-    if BLOCKS == 1:
-        return tl.reshape(X, [LENGTH, LENGTH])
-    D = tl.reshape(tl.where(on_diagonal, X[:, :, None, :], 0.0), [LENGTH, LENGTH])
-    rest = tl.reshape(tl.where(on_diagonal, 0.0, tiles), [LENGTH, LENGTH])
-    N = tl.dot(D, rest, input_precision=PRECISION)
-    if BLOCKS == 4:
-        square = tl.dot(N, N, input_precision=PRECISION)
-        D += tl.dot(square, D, input_precision=PRECISION)
-    return D - tl.dot(N, D, input_precision=PRECISION)
-
-
-@triton.jit
-def _chunk_kernel(
-    mixed, keys, scores, decays, b, a, a_log, dt_bias, chunks, mixed_stride, b_stride, a_stride,
-    decay_stride, SHAPE: tl.constexpr, LENGTH: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """W, U, G and the products of queries and keys of a chunk, for one value head."""
-    HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
-    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
-    wait_for_kernel(PDL)
-    items = tl.load(chunks) * HEADS
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
-        head = item % HEADS
-        decay_rate = tl.load(a_log + head).to(tl.float32)
-        bias = tl.load(dt_bias + head).to(tl.float32)
-        record = chunks + (1 + item // HEADS) * 4
-        token, count = tl.load(record + 1), tl.load(record + 3)
-        t = tl.arange(0, LENGTH)
-        i = tl.arange(0, SHAPE.key_pad)
-        j = tl.arange(0, SHAPE.value_pad)
-        is_token = t < count
-        line = (token + t).to(tl.int64)
-        is_key = is_token[:, None] & (i < SHAPE.key_size)[None, :]
-        is_value = is_token[:, None] & (j < SHAPE.value_size)[None, :]
-        q_places = mixed + line[:, None] * mixed_stride + head // SHAPE.group * SHAPE.key_size + i
-        q = tl.load(q_places, is_key, 0.0)
-        k = tl.load(q_places + KEYS, is_key, 0.0)
-        v_places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
-        v = tl.load(v_places, is_value, 0.0)
-        beta = tl.sigmoid(tl.load(b + line * b_stride + head, is_token, 0.0).to(tl.float32))
-        a_value = tl.load(a + line * a_stride + head, is_token, 0.0).to(tl.float32)
-        g = tl.where(is_token, log_decay(a_value, decay_rate, bias), 0.0)
-        G = tl.cumsum(g, 0)
-        tl.store(decays + head * decay_stride + line, G, is_token)
-
-        decay = tl.exp(tl.minimum(G[:, None] - G[None, :], 0.0))
-        products = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        A = tl.where(t[:, None] > t[None, :], products * decay * beta[:, None], 0.0)
-        T = _inverse(A, LENGTH, PRECISION).to(k.dtype)
-        decayed = (k.to(tl.float32) * (beta * tl.exp(G))[:, None]).to(k.dtype)
-        W = tl.dot(T, decayed, input_precision=PRECISION)
-        places = keys + line[:, None] * (HEADS * SHAPE.key_size) + head * SHAPE.key_size + i
-        tl.store(places, W.to(k.dtype), is_key)
-        U = tl.dot(T, (v.to(tl.float32) * beta[:, None]).to(k.dtype), input_precision=PRECISION)
-        tl.store(v_places, U.to(k.dtype), is_value)
-        P = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-        P = tl.where(t[:, None] >= t[None, :], P, 0.0)
-        places = scores + line[:, None] * (HEADS * LENGTH) + head * LENGTH + t[None, :]
-        tl.store(places, P.to(k.dtype), is_token[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["tables", "query_starts", "seq_lens"])
@@ -287,22 +169,28 @@ def _scan_kernel(
             P = tl.load(places, is_token, 0.0)
             places = mixed + line[:, None] * mixed_stride + 2 * KEYS + head * SHAPE.value_size + j
             U = tl.load(places, is_token & has_value, 0.0).to(tl.float32)
-            G = tl.load(decays + head * decay_stride + line, t < count, 0.0)
-            last = tl.load(decays + head * decay_stride + token + count - 1)
-
             rounded = S.to(q.dtype)
             V = U - tl.dot(W, rounded, input_precision=PRECISION)
-            o = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(G)[:, None]
-            o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
-            V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
-            S = tl.dot(tl.trans(k), V.to(q.dtype), S * tl.exp(last), input_precision=PRECISION)
+            o = tl.dot(q, rounded, input_precision=PRECISION)
+            if SHAPE.by_channel:  # queries and keys have their decays already
+                slot = slot_of(row, row_token, (chunk - base) // LENGTH, LENGTH).to(tl.int64)
+                places = decays + (slot * HEADS + head) * SHAPE.key_size + i
+                S = S * tl.load(places, i < SHAPE.key_size, 0.0)[:, None]
+                o = tl.dot(P, V.to(q.dtype), o, input_precision=PRECISION)
+            else:
+                G = tl.load(decays + head * decay_stride + line, t < count, 0.0)
+                last = tl.load(decays + head * decay_stride + token + count - 1)
+                S = S * tl.exp(last)
+                o = tl.dot(P, V.to(q.dtype), o * tl.exp(G)[:, None], input_precision=PRECISION)
+                V = V * tl.exp(tl.minimum(last - G, 0.0))[:, None]
+            S = tl.dot(tl.trans(k), V.to(q.dtype), S, input_precision=PRECISION)
 
             places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
             if SHAPE.value_size <= VALUES:
                 z_places = z + line[:, None] * z_stride + head * SHAPE.value_size + j
                 gate = tl.load(z_places, is_token & has_value, 0.0).to(tl.float32)
                 weight = tl.load(norm + j, j < SHAPE.value_size, 0.0).to(tl.float32)
-                o = _gated_norm(o, weight, gate, SHAPE.value_size, norm_eps)
+                o = _gated_norm(o, weight, gate, SHAPE, norm_eps)
             tl.store(places, o.to(out.dtype.element_ty), is_token & has_value)
             is_last = (end == seq_len) | (end % SHAPE.block_size == 0)
             block = tl.load(table + (end - 1) // SHAPE.block_size, is_last, -1).to(tl.int64)
@@ -311,9 +199,9 @@ def _scan_kernel(
 
 
 @triton.jit
-def _gated_norm(o, weight, gate, VALUE_SIZE: tl.constexpr, eps):
-    scale = tl.rsqrt(tl.sum(o * o, 1) / VALUE_SIZE + eps)
-    return o * scale[:, None] * weight[None, :] * silu(gate)
+def _gated_norm(o, weight, gate, SHAPE: tl.constexpr, eps):
+    scale = tl.rsqrt(tl.sum(o * o, 1) / SHAPE.value_size + eps)
+    return o * scale[:, None] * weight[None, :] * gate_of(gate, SHAPE)
 
 
 @triton.jit
@@ -338,7 +226,7 @@ def _norm_kernel(
         places = out + line[:, None] * out_stride + head * SHAPE.value_size + j
         o = tl.load(places, own, 0.0).to(tl.float32)
         gate = tl.load(z + line[:, None] * z_stride + head * SHAPE.value_size + j, own, 0.0)
-        o = _gated_norm(o, weight, gate.to(tl.float32), SHAPE.value_size, norm_eps)
+        o = _gated_norm(o, weight, gate.to(tl.float32), SHAPE, norm_eps)
         tl.store(places, o.to(out.dtype.element_ty), own)
 
 
@@ -346,9 +234,10 @@ def delta_prefill_config(shape: DeltaShape, element_size: int) -> DeltaPrefillCo
     """Returns the configuration for inputs of `element_size` bytes. It does not depend on the rows,
     so that no kernel is compiled while serving; a program with half of the values would load as
     many keys."""
+    warps = 8 if shape.by_channel else 4
     if element_size == 4:
-        return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, 4)
-    return DeltaPrefillConfig(min(64, shape.value_pad), 4, 2, 4)
+        return DeltaPrefillConfig(min(32, shape.value_pad), 4, 1, warps)
+    return DeltaPrefillConfig(min(64, shape.value_pad), 4, 2, warps)
 
 
 class DeltaPrefill(NamedTuple):
@@ -387,28 +276,32 @@ class DeltaPrefill(NamedTuple):
 
     def launch_convolution(self) -> None:
         """Convolution, SiLU, norms of queries and keys; windows."""
-        mixed, work, shape = self.inputs.mixed, self.workspace.mixed, self.shape
-        states, tables = self.windows
-        tiles = self.tiles.max_chunks(self.rows, len(mixed))
-        programs = programs_for(tiles * (2 * shape.key_heads + self.heads), mixed.device)
-        _inputs_kernel[(programs,)](
-            mixed, work, self.weights.conv, states, tables, self.tiles.chunks, self.query_starts,
-            mixed.stride(0), work.stride(0), states.stride(0), tables.stride(0), SHAPE=shape,
-            CHANNELS=max(shape.key_pad, shape.value_pad), TOKENS=TILE_TOKENS,
-            TAPS=triton.next_power_of_2(shape.width), PDL=self.pdl, num_warps=4, num_stages=1,
-            launch_pdl=self.pdl,
+        delta_inputs(
+            self.inputs.mixed, self.weights.conv, self.windows, self.tiles, self.query_starts,
+            self.workspace.mixed, self.shape, rows=self.rows, pdl=self.pdl,
         )  # fmt: skip
 
     def launch_chunks(self) -> None:
         """W, U, G, and the products of queries and keys."""
         work, weights, (_, _, b, a) = self.workspace, self.weights, self.inputs
-        _chunk_kernel[(self._programs(),)](
-            work.mixed, work.keys, work.scores, work.decays, b, a, weights.a_log, weights.dt_bias,
-            self.chunks.chunks, work.mixed.stride(0), b.stride(0), a.stride(0),
-            work.decays.stride(0), SHAPE=self.shape, LENGTH=self.chunks.length,
-            PRECISION=self.precision, PDL=self.pdl, num_warps=self.config.chunk_warps,
-            num_stages=1, launch_pdl=self.pdl,
-        )  # fmt: skip
+        options = {
+            "SHAPE": self.shape, "LENGTH": self.chunks.length, "PRECISION": self.precision,
+            "PDL": self.pdl, "num_warps": self.config.chunk_warps, "num_stages": 1,
+            "launch_pdl": self.pdl,
+        }  # fmt: skip
+        if self.shape.by_channel:
+            programs = min(self._programs(), len(work.sums))
+            _channel_chunk_kernel[(programs,)](
+                work.mixed, work.keys, work.scores, work.decays, work.sums, b, a, weights.a_log,
+                weights.dt_bias, self.chunks.chunks, self.query_starts, work.mixed.stride(0),
+                b.stride(0), a.stride(0), PART=min(MAX_PART, self.shape.key_pad), **options,
+            )  # fmt: skip
+        else:
+            _chunk_kernel[(self._programs(),)](
+                work.mixed, work.keys, work.scores, work.decays, b, a, weights.a_log,
+                weights.dt_bias, self.chunks.chunks, work.mixed.stride(0), b.stride(0), a.stride(0),
+                work.decays.stride(0), **options,
+            )  # fmt: skip
 
     def launch_scan(self) -> None:
         """Outputs and states; the gated norm, where a program has all values of a head."""
@@ -448,6 +341,22 @@ class DeltaPrefill(NamedTuple):
     def scan_parts(self) -> int:
         """Programs of the scan for one head."""
         return triton.cdiv(self.shape.value_size, self.config.values)
+
+
+def _check_workspace(
+    workspace: DeltaWorkspace, shape: DeltaShape, chunks: ChunkPlan, tokens: int, rows: int
+) -> None:
+    """Raises ValueError unless workspace and chunks fit a step of so many tokens and rows."""
+    room, length = len(workspace.mixed), chunk_length(shape.block_size)
+    needed = tokens // length + 2 * rows
+    has_decays = not shape.by_channel or (
+        len(workspace.decays) >= needed and workspace.sums.shape[1:] == (length, shape.key_pad)
+    )
+    if chunks.length != length or room < tokens or not has_decays:
+        raise ValueError(
+            f"chunks of {chunks.length} tokens and a workspace of {room} do not fit blocks of "
+            f"{shape.block_size}, {tokens} tokens and {rows} rows"
+        )
 
 
 def delta_prefill(
@@ -491,11 +400,7 @@ def delta_prefill(
     shape = DeltaShape.of(inputs, weights, matrices.states, block_size)
     check_windows(weights.conv, windows, tiles, block_size)
     tokens, work = len(inputs.mixed), workspace.mixed
-    if chunks.length != chunk_length(block_size) or len(work) < tokens:
-        raise ValueError(
-            f"chunks of {chunks.length} tokens and a workspace of {len(work)} do not fit blocks of "
-            f"{block_size} and {tokens} tokens"
-        )
+    _check_workspace(workspace, shape, chunks, tokens, len(seq_lens))
     if config is None:
         config = delta_prefill_config(shape, work.element_size())
     launches = DeltaPrefill(

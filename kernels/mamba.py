@@ -24,7 +24,7 @@ import triton.language as tl
 from aioinfer.kernels.delta_arguments import softplus
 from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.short_convolution import block_of
-from aioinfer.kernels.states import ChunkPlan, StateTables, programs_for
+from aioinfer.kernels.states import ChunkPlan, StateTables, decode_row, programs_for
 
 
 class MambaInputs(NamedTuple):
@@ -105,17 +105,13 @@ def _decode_kernel(
     bias = tl.load(dt_bias + head).to(tl.float32)
     weight = tl.load(skip + head).to(tl.float32)
     wait_for_kernel(PDL)
-    seq_len = tl.load(seq_lens + row)
-    token = row.to(tl.int64)
-    length = 1
-    if HAS_STARTS:
-        token = tl.load(query_starts + row).to(tl.int64)
-        length = tl.load(query_starts + row + 1) - token.to(tl.int32)
-    if (seq_len == 0) | (length != 1):
+    token, is_started, first, last = decode_row(
+        seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size
+    )
+    if token < 0:
         return
     table = tables + row.to(tl.int64) * table_stride
-    before = block_of(table, tl.maximum(seq_len - 2, 0) // SHAPE.block_size)
-    after = block_of(table, (seq_len - 1) // SHAPE.block_size)
+    before, after = block_of(table, first), block_of(table, last)
     b_places = mixed + token * mixed_stride + X + head // SHAPE.group * SHAPE.state_size + i
     B = tl.load(b_places, is_i, 0.0).to(tl.float32)
     C = tl.load(b_places + GROUPS * SHAPE.state_size, is_i, 0.0).to(tl.float32)
@@ -123,7 +119,7 @@ def _decode_kernel(
     dt = tl.load(steps + token * step_stride + head).to(tl.float32)
     places = (head * SHAPE.state_size + i)[:, None] * SHAPE.head_size + j[None, :]
     is_state = is_i[:, None] & is_j[None, :]
-    S = tl.load(matrices + before * matrix_stride + places, is_state & (seq_len > 1), 0.0)
+    S = tl.load(matrices + before * matrix_stride + places, is_state & is_started, 0.0)
     step = tl.minimum(tl.maximum(softplus(dt + bias), least), largest)
     decay = tl.exp(-rate * step)
     S = S.to(tl.float32) * decay + B[:, None] * (x * step)[None, :]

@@ -80,6 +80,26 @@ class ChunkPlan:
         return min(tokens, tokens // self.length + parts)
 
 
+@triton.jit
+def decode_row(seq_lens, query_starts, row, HAS_STARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Returns of a row of one token the token (int64), whether the row has a state before it, and
+    the entries of the row's tables that have the states before the token and after. The token is -1
+    of rows of several tokens and of padding.
+
+    Args:
+        seq_lens, query_starts: of all rows; query_starts is read with HAS_STARTS alone, else row r
+            is token r.
+    """
+    seq_len = tl.load(seq_lens + row)
+    token = row.to(tl.int64)
+    length = 1
+    if HAS_STARTS:
+        token = tl.load(query_starts + row).to(tl.int64)
+        length = tl.load(query_starts + row + 1) - token.to(tl.int32)
+    token = tl.where((seq_len == 0) | (length != 1), -1, token)
+    return token, seq_len > 1, tl.maximum(seq_len - 2, 0) // BLOCK_SIZE, (seq_len - 1) // BLOCK_SIZE
+
+
 def programs_for(items: int, device: torch.device) -> int:
     """Returns the number of programs of a launch over up to `items` items."""
     return min(items, _PROGRAMS_PER_SM * multiprocessors(device))

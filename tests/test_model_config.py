@@ -13,7 +13,9 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import head_shards
+from aioinfer.layers.mixture import MixtureShape, Routing
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.recurrence import DeltaNetShape
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.registry import families, load_model_config
@@ -73,7 +75,7 @@ def test_both_styles(tmp_path: Path, family: str, style: str):
 
 
 # DeepSeek's heads have parts
-OTHER_HEADS = ("deepseek_v2", "deepseek_v3")
+OTHER_HEADS = ("deepseek_v2", "deepseek_v3", "kimi_linear")
 #: Families whose heads are as wide as the hidden size over their number, and of these families
 #: without heads that share keys.
 NARROW_HEADS = (
@@ -222,6 +224,47 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 5e5},
         {"attention_bias": False, "tied_embeddings": False},
     ),
+    "Kimi-Linear-48B-A3B": (
+        "KimiLinear",
+        {
+            "model_max_length": 4096,
+            "num_hidden_layers": 5,
+            "head_dim": 72,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 1024,
+            "moe_renormalize": True,
+            "moe_layer_freq": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "linear_attn_config": {
+                "full_attn_layers": [4],
+                "kda_layers": [1, 2, 3, 5],
+                "head_dim": 96,
+                "num_heads": 16,
+                "short_conv_kernel_size": 4,
+            },
+        },
+        {
+            "max_len": 4096,
+            "has_attention": (False, False, False, True, False),
+            "delta": DeltaNetShape(16, 16, 96, 96, 4, by_channel=True),
+            "mixture": MixtureShape(
+                Routing(256, 8, "sigmoid", scale=2.446, has_bias=True),
+                1024,
+                1024,
+                dense_layers=frozenset([0]),
+            ),
+        },
+    ),
     "phi-4": (
         "Phi3",
         {"rope_theta": 2.5e5, "rope_scaling": None, "partial_rotary_factor": 1.0},
@@ -269,6 +312,12 @@ def test_biases(tmp_path: Path, family: str, biases: tuple[bool, bool, bool]):
         ({"family": "Qwen3_5", "layer_types": ["full_attention"]}, "layer_types has 1 entries for"),
         ({"family": "Qwen3_5", "linear_num_value_heads": 24}, "must be a multiple of linear_num_k"),
         ({"family": "Bamba", "mamba_n_groups": 3}, "128 heads of Mamba-2 must be a multiple of"),
+        ({"family": "FalconH1", "mlp_multipliers": [1.0]}, "must be a list of 2 numbers"),
+        ({"family": "FalconH1", "ssm_multipliers": 5 * ["a"]}, "ssm_multipliers must be a number"),
+        (
+            {"family": "FalconH1", "attention_bias": True, "attention_in_multiplier": 0.5},
+            "not supported for projections with biases",
+        ),
         ({"family": "Cohere2", "layer_types": ["conv"]}, "'conv', which this family has not"),
     ],
     ids=str,

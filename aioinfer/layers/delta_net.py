@@ -108,8 +108,7 @@ class GatedDeltaNet(Mixer):
         """See `Mixer.unsupported_head_size`."""
         from aioinfer.layers.kernel_states import supports
 
-        is_supported = supports(block_size) and not self.shape.by_channel
-        return None if is_supported else self.shape.key_size
+        return None if supports(block_size) else self.shape.key_size
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""

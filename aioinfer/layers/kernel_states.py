@@ -77,8 +77,8 @@ class DeltaPlans:
         self.tickets = make_tickets(rows, shape.num_key_heads, device)
         self.blocks, self.chunks = plans_of(rows, tokens, block_size, device)
         self.workspace = DeltaWorkspace.empty(
-            tokens, sum(shape.mixed_sizes), shape.num_heads, shape.key_size, block_size, dtype,
-            device,
+            tokens, rows, sum(shape.mixed_sizes), shape.num_heads, shape.key_size, block_size,
+            dtype, device, by_channel=shape.by_channel,
         )  # fmt: skip
         values = shape.num_heads * shape.value_size
         self.out = torch.zeros(tokens, values, dtype=dtype, device=device)

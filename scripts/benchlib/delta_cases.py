@@ -107,7 +107,7 @@ def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
     starts, lens = ints([row * tokens for row in range(rows + 1)]), ints([tokens] * rows)
     total = rows * tokens
     workspace = DeltaWorkspace.empty(
-        total, CHANNELS, HEADS, SIZE, BLOCK, layer.out.dtype, device
+        total, rows, CHANNELS, HEADS, SIZE, BLOCK, layer.out.dtype, device
     )  # fmt: skip
     plans = plans_of(rows, total, BLOCK, device)
     for plan in plans:

@@ -13,14 +13,10 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.delta_arguments import DeltaShape
+from aioinfer.kernels.delta_chunks import MAX_PART, _channel_chunk_kernel, _chunk_kernel
 from aioinfer.kernels.delta_decode import _delta_decode_kernel, delta_decode_config
-from aioinfer.kernels.delta_prefill import (
-    _chunk_kernel,
-    _inputs_kernel,
-    _norm_kernel,
-    _scan_kernel,
-    delta_prefill_config,
-)
+from aioinfer.kernels.delta_inputs import _inputs_kernel
+from aioinfer.kernels.delta_prefill import _norm_kernel, _scan_kernel, delta_prefill_config
 from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
 from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
 from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
@@ -31,12 +27,15 @@ from tests.compiled.hopper import SHARED_MEMORY, compile_call, spilled
 BF16, FLOATS, INTS = (torch.empty(8, dtype=d) for d in (torch.bfloat16, torch.float32, torch.int32))
 HEADS, CHANNELS, BLOCK = 32, 8192, 64
 SHAPE = DeltaShape(16, 2, 128, 128, 128, 128, 4, BLOCK)
+#: Kimi-Linear's.
+KIMI = DeltaShape(32, 1, 128, 128, 128, 128, 4, BLOCK, by_channel=True)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, KIMI])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_decodes(state_dtype: torch.dtype, tmp_path: Path) -> None:
+def test_decodes(state_dtype: torch.dtype, shape: DeltaShape, tmp_path: Path) -> None:
     """A matrix stays in registers and is moved in vectors of 16 bytes."""
-    config = delta_decode_config(SHAPE)
+    config = delta_decode_config(shape)
     kernel = compile_call(
         _delta_decode_kernel, SimpleNamespace(num_warps=config.num_warps, num_stages=3), mixed=BF16,
         z=BF16, b=BF16, a=BF16, out=BF16, conv=BF16, a_log=FLOATS, dt_bias=FLOATS, norm=BF16,
@@ -44,7 +43,7 @@ def test_decodes(state_dtype: torch.dtype, tmp_path: Path) -> None:
         window_tables=INTS, matrix_tables=INTS, seq_lens=INTS, query_starts=INTS, tickets=INTS,
         mixed_stride=CHANNELS + 4096, z_stride=CHANNELS + 4096, b_stride=64, a_stride=64,
         out_stride=4096, window_stride=CHANNELS * 3, matrix_stride=HEADS * 128 * 128,
-        window_table_stride=320, matrix_table_stride=320, SHAPE=SHAPE, HAS_STARTS=True, TAPS=4,
+        window_table_stride=320, matrix_table_stride=320, SHAPE=shape, HAS_STARTS=True, TAPS=4,
         PDL=True,
     )  # fmt: skip
     assert spilled(kernel, tmp_path) <= (0 if state_dtype == torch.float32 else 32)
@@ -76,15 +75,31 @@ def test_chunks_of_prefill(tmp_path: Path) -> None:
     assert spilled(kernel, tmp_path) <= 64
 
 
-def test_the_scan_of_prefill(tmp_path: Path) -> None:
+def test_chunks_with_decays_by_channel(tmp_path: Path) -> None:
+    """Products by warp groups; two programs fit a multiprocessor."""
+    config = delta_prefill_config(KIMI, 2)
+    kernel = compile_call(
+        _channel_chunk_kernel, SimpleNamespace(num_warps=config.chunk_warps, num_stages=1),
+        mixed=BF16, keys=BF16, scores=BF16, decays=FLOATS, sums=FLOATS, b=BF16, a=BF16,
+        a_log=FLOATS, dt_bias=FLOATS, chunks=INTS, query_starts=INTS, mixed_stride=3 * 4096,
+        b_stride=64, a_stride=4096, SHAPE=KIMI, LENGTH=64, PART=MAX_PART, PRECISION="tf32",
+        PDL=True,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= SHARED_MEMORY // 2 - 1024
+    assert spilled(kernel, tmp_path) <= 64
+
+
+@pytest.mark.parametrize("shape", [SHAPE, KIMI])
+def test_the_scan_of_prefill(shape: DeltaShape, tmp_path: Path) -> None:
     """Products by warp groups, and the next chunk loaded meanwhile."""
-    config = delta_prefill_config(SHAPE, 2)
+    config = delta_prefill_config(shape, 2)
     options = SimpleNamespace(num_warps=config.scan_warps, num_stages=config.scan_stages)
     kernel = compile_call(
         _scan_kernel, options, mixed=BF16, keys=BF16, scores=BF16, decays=FLOATS, z=BF16, norm=BF16,
         norm_eps=1e-6, out=BF16, matrices=FLOATS, tables=INTS, rows=INTS, query_starts=INTS,
         seq_lens=INTS, mixed_stride=CHANNELS, decay_stride=8192, z_stride=CHANNELS + 4096,
-        out_stride=4096, matrix_stride=HEADS * 128 * 128, table_stride=320, SHAPE=SHAPE, LENGTH=64,
+        out_stride=4096, matrix_stride=HEADS * 128 * 128, table_stride=320, SHAPE=shape, LENGTH=64,
         VALUES=config.values, PRECISION="tf32", PDL=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]

@@ -48,11 +48,17 @@ class DeltaCase:
     a_log: tuple[float, float] = (-4.0, 2.8)  # uniform between them
     shift: float = 0.0  # of the logarithm's input, a
     same_keys: bool = False  # all tokens alike, and replacing what the key had before
+    by_channel: bool = False  # decays of each key channel
 
     @property
     def heads(self) -> int:
         """Value heads."""
         return self.key_heads * self.group
+
+    @property
+    def decays(self) -> int:
+        """Decays of all heads."""
+        return self.heads * self.key if self.by_channel else self.heads
 
     @property
     def channels(self) -> int:
@@ -176,12 +182,12 @@ class DeltaProblem(StateProblem):
         self.inputs = DeltaInputs(
             mixed, z.unflatten(1, (case.heads, case.value)),
             case.normal(tokens, case.heads) + 8 * case.same_keys,
-            case.normal(tokens, case.heads) + case.shift,
+            case.normal(tokens, case.decays) + case.shift,
         )  # fmt: skip
         a_log = torch.empty(case.heads, device=case.device).uniform_(*case.a_log)
         self.weights = DeltaWeights(
             case.normal(case.channels, WIDTH) * 0.5, a_log,
-            torch.ones(case.heads, device=case.device), case.normal(case.value), 1e-6,
+            torch.ones(case.decays, device=case.device), case.normal(case.value), 1e-6,
         )  # fmt: skip
         windows = self.pool(case.channels, WIDTH - 1, dtype=case.dtype)
         matrices = self.pool(case.heads, case.key, case.value, dtype=case.state_dtype)
@@ -228,10 +234,11 @@ def prefill(
     expected = problem.expect(lambda row: row.tokens > 1)
     tokens, device = len(problem.out), torch.device(case.device)
     workspace = DeltaWorkspace.empty(
-        tokens, case.channels, case.heads, case.key, case.block_size, case.dtype, device
-    )
-    for buffer in (workspace.mixed, workspace.keys, workspace.scores, workspace.decays):
-        buffer.fill_(float("nan"))
+        tokens, len(rows), case.channels, case.heads, case.key, case.block_size, case.dtype, device,
+        by_channel=case.by_channel,
+    )  # fmt: skip
+    for name in ("mixed", "keys", "scores", "decays", "sums"):
+        getattr(workspace, name).fill_(float("nan"))
     plans = plans_of(len(rows), tokens, case.block_size, device)
     for plan in plans:
         plan.chunks.fill_(-1)

@@ -514,7 +514,9 @@ def delta_reference(
     conv, a_log, dt_bias, norm = (w.double() for w in weights[:4])
     heads, key, value = matrix.shape
     key_heads = (mixed.shape[1] - heads * value) // (2 * key)
-    beta, decay = b.sigmoid(), (-a_log.exp() * F.softplus(a + dt_bias)).exp()
+    rates = F.softplus(a + dt_bias).view(len(mixed), heads, -1)
+    beta, decay = b.sigmoid(), (-a_log.exp()[:, None] * rates).exp()  # [T, HV, 1 or K]
+    gates = F.silu(z) if decay.shape[2] == 1 else z.sigmoid()
     window, state = window.double(), matrix.double()
     outputs, windows, matrices = [], [], []
     for t in range(len(mixed)):
@@ -528,12 +530,12 @@ def delta_reference(
             )
             for y in (q.view(key_heads, key), k.view(key_heads, key))
         )
-        state = state * decay[t][:, None, None]
+        state = state * decay[t][:, :, None]
         delta = beta[t][:, None] * (v.view(heads, value) - torch.einsum("hkv,hk->hv", state, k))
         state = state + k[:, :, None] * delta[:, None, :]
         o = torch.einsum("hkv,hk->hv", state, q) * key**-0.5
         o = o / (o.square().mean(1, keepdim=True) + weights.norm_eps).sqrt()
-        outputs.append((o * norm * F.silu(z[t])).flatten())
+        outputs.append((o * norm * gates[t]).flatten())
         windows.append(window)
         matrices.append(state)
     return torch.stack(outputs), torch.stack(windows), torch.stack(matrices)

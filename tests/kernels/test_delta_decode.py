@@ -38,10 +38,21 @@ def test_block_sizes(block_size: int) -> None:
     assert max(decode(small(block_size=block_size), rows)) < 1e-6
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize(("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0)])
-def test_decays_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
+def test_decays_near_one_and_zero(
+    a_log: tuple[float, float], shift: float, by_channel: bool
+) -> None:
     """A state that is kept, and one that is forgotten."""
-    assert max(decode(small(a_log=a_log, shift=shift), ROWS[:5])) < 1e-6
+    case = small(a_log=a_log, shift=shift, by_channel=by_channel, group=1)
+    assert max(decode(case, ROWS[:5])) < 1e-6
+
+
+@pytest.mark.parametrize(("key", "value"), [(16, 16), (8, 24), (24, 8)])
+def test_decays_by_channel(key: int, value: int) -> None:
+    """Kimi delta attention, whose gates are sigmoids."""
+    case = small(key=key, value=value, group=1, by_channel=True)
+    assert max(decode(case, [*ROWS, Row(3, 20), Row(1, 0)])) < 1e-6
 
 
 def test_padding_rows_touch_nothing() -> None:

@@ -84,3 +84,62 @@ def test_states_in_bfloat16() -> None:
 
 def test_inputs_in_float16() -> None:
     assert max(prefill(small(dtype=torch.float16), [Row(40, 50)])) < 4e-3
+
+
+def by_channel(**fields: object) -> DeltaCase:
+    """Kimi delta attention: decays by channel, and gates that are sigmoids."""
+    return small(by_channel=True, group=1, **fields)
+
+
+@pytest.mark.parametrize("length", [2, 15, 16, 17, 33])
+def test_decays_by_channel(length: int) -> None:
+    assert max(prefill(by_channel(), [Row(length, length)])) < 1e-5
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 130, 300])
+def test_decays_by_channel_in_sub_chunks(length: int) -> None:
+    """A chunk of 64 tokens has four sub-chunks, whole and not."""
+    assert max(prefill(by_channel(block_size=64), [Row(length, length)])) < 1e-5
+
+
+def test_decays_by_channel_of_many_channels() -> None:
+    """A program computes 64 of them at a time."""
+    assert max(prefill(by_channel(key=100, block_size=32), [Row(70, 75, (0,))])) < 1e-5
+
+
+@pytest.mark.parametrize(("key", "value"), [(8, 24), (24, 8)])
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+def test_decays_by_channel_of_many_rows(block_size: int, key: int, value: int) -> None:
+    """Each chunk finds what it leaves: rows of one chunk and of several, beginning anywhere,
+    decodes and padding."""
+    rows = [
+        Row(1, 9), Row(2, 2), Row(2, block_size + 1), Row(3, 0), Row(1, 4), Row(17, 33),
+        Row(2 * block_size, 3 * block_size), Row(block_size + 5, 2 * block_size + 7, (0, 1)),
+        Row(0, 0),
+    ]  # fmt: skip
+    case = by_channel(block_size=block_size, key=key, value=value)
+    assert max(prefill(case, rows)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0), ((-3.0, 3.0), 2.0)]
+)
+def test_decays_by_channel_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
+    """In the last case some heads keep the state and others forget it within a token."""
+    case = by_channel(a_log=a_log, shift=shift, block_size=64, key_heads=3)
+    assert max(prefill(case, [Row(100, 130)])) < 1e-5
+
+
+def test_equal_keys_with_decays_by_channel() -> None:
+    case = by_channel(same_keys=True, a_log=(-9.0, -8.0), block_size=64)
+    assert max(prefill(case, [Row(129, 129)])) < 1e-5
+
+
+@pytest.mark.parametrize("values", [16, 32])
+def test_the_norm_with_gates_that_are_sigmoids(values: int) -> None:
+    config = DeltaPrefillConfig(values, 4, 1, 4)
+    assert max(prefill(by_channel(value=32), [Row(19, 40)], config=config)) < 1e-5
+
+
+def test_decays_by_channel_in_float16() -> None:
+    assert max(prefill(by_channel(dtype=torch.float16), [Row(40, 50)])) < 4e-3

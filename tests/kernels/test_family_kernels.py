@@ -11,6 +11,7 @@ import torch
 
 from aioinfer.layers.kv_cache import FLOAT8
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.test_models import NEMOTRON_EXPERTS
 from tests.tiny_models import tiny_model
 
 _WINDOWED = ["sliding_attention", "full_attention"]
@@ -47,6 +48,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [0, 1], "linear_value_head_dim": 16}),
     "lfm2": ("lfm2", {"conv_bias": True}),
     "bamba": ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 32}),
+    "kimi_linear": (
+        "kimi_linear",
+        {"num_key_value_heads": 2, "linear_head_dim": 24, "mlp_layer_types": ["dense", "dense"]},
+    ),
+    "falcon_h1": ("falcon_h1", {"mamba_n_groups": 1}),
+    "falcon_h1 norm before the gate": ("falcon_h1", {"mamba_rms_norm": True}),
+    "granite experts": (
+        "granitemoehybrid",
+        {"mamba_d_head": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "nemotron experts": ("nemotron_h", NEMOTRON_EXPERTS | {"layers_block_type": ["mamba", "moe"]}),
     # both projections of the queries, and one; without experts
     "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
     "deepseek_v2": ("deepseek_v2", {"num_key_value_heads": 2, "first_k_dense_replace": 2}),
