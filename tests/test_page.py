@@ -143,7 +143,7 @@ async def test_nothing_else_is_served(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [file for file in FILES if file.parent != VENDOR], ids=lambda file: file.name
+    "file", [file for file in FILES if VENDOR not in file.parents], ids=lambda file: file.name
 )
 def test_no_file_names_another_host(file: Path) -> None:
     text = file.read_text("utf-8").replace(SVG_NAMESPACE, "")
@@ -154,13 +154,25 @@ def test_code_of_others_is_what_was_published_and_brings_its_licences() -> None:
     licences = (VENDOR / "LICENSES.txt").read_text("utf-8")
     named = dict(re.findall(r"^(\S+)\n  npm package .*\n  sha256 (\w+)$", licences, re.MULTILINE))
     scripts = [file for file in FILES if file.parent == VENDOR and file.suffix != ".txt"]
+    fonts = {file.name for file in FILES if file.parent == VENDOR / "fonts"}
+    style = (VENDOR / "katex.min.css").read_text("utf-8")
+    assert fonts == set(re.findall(r"url\(fonts/(\S+?\.woff2)\)", style))
     assert named == {file.name: sha256(file.read_bytes()).hexdigest() for file in scripts}
-    for package in ("markdown-it", "entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"):
+    for package in (
+        "markdown-it",
+        "entities",
+        "linkify-it",
+        "mdurl",
+        "punycode.js",
+        "uc.micro",
+        "katex",
+        "highlight.js",
+    ):
         (text,) = re.findall(
             rf"^{re.escape(package)} \(.*\)\n=+\n\n([^=]+)", licences, re.MULTILINE
         )
         assert "Copyright" in text
-        assert "WARRANTIES" in text
+        assert "WARRANTIES" in text or "WARRANTY" in text
 
 
 def test_every_file_is_part_of_the_installed_package() -> None:
@@ -175,7 +187,14 @@ def test_every_file_is_part_of_the_installed_package() -> None:
 )
 def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
     makers = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setHTML"
-    assert re.findall(makers, file.read_text("utf-8")) == []
+    text = file.read_text("utf-8")
+    if file.name == "highlight.min.mjs":
+        # It knows the names of what languages have, such as `eval`; and it has a function for
+        # pages that want HTML, which ours never calls: the browser would refuse it
+        # (`require-trusted-types-for`).
+        assert re.findall(r"\.(innerHTML|outerHTML)\b", text) == ["innerHTML"] * 2
+        makers = r"insertAdjacentHTML|document\.write\(|\beval\(|new Function|setHTML"
+    assert re.findall(makers, text) == []
 
 
 async def test_the_files_need_no_key_and_the_rest_does() -> None:

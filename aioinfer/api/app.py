@@ -81,7 +81,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     try:
         # a taken port or a missing file is reported now, and not after the model has been loaded
         url = await server.start()
-        frontend = await _launch(config, stop)
+        frontend = await _launch(config, server, stop)
         if frontend is None:
             return 0
         try:
@@ -98,11 +98,16 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
         errors.close()
 
 
-async def _launch(config: Config, stop: _StopSignals) -> Frontend | None:
+async def _launch(config: Config, server: HttpServer, stop: _StopSignals) -> Frontend | None:
     """Returns the engine, or None if a signal came before it was ready."""
     logs_json = config.logging.format == "json"
     with StartupDisplay(quiet=logs_json) as display:
-        launching = asyncio.ensure_future(Frontend.launch(config, display.on_progress))
+
+        def on_progress(phase: str, done: int, total: int) -> None:
+            display.on_progress(phase, done, total)
+            server.on_progress(phase, done, total)
+
+        launching = asyncio.ensure_future(Frontend.launch(config, on_progress))
         await _first(launching, stop.first.wait())
     if launching.cancelled():
         return None

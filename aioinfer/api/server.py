@@ -74,6 +74,7 @@ class HttpServer:
         self._connections: ConnectionServer | None = None
         self._tracing: Tracing | None = None
         self._readiness = Readiness("the server is starting")
+        self._progress = ""
         self._application: web.AppRunner | None = None
         self._handler: web.Server | None = None
         self._files: FileStore | None = None
@@ -138,9 +139,13 @@ class HttpServer:
             # one that came before the application was there is not of its kind
             if self._handler is not None and isinstance(request, web.Request):
                 return await self._handler.request_handler(request)
-            if request.path != "/health/live":
-                raise NotReadyError("the server is starting")
-            response = await info.live(request)
+            path = request.path.removeprefix(self._root_path)
+            if request.method == "GET" and path in page.HANDLERS:
+                response = await page.HANDLERS[path](request)
+            elif request.path == "/health/live":
+                response = await info.live(request)
+            else:
+                raise NotReadyError(f"the server is starting{self._progress}")
         except RequestError as error:
             response = error_response(error)
             if self._connections is not None and not isinstance(error, NotReadyError):
@@ -230,6 +235,12 @@ class HttpServer:
         keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
         self._accounts = Accounts(keys)
         self._files = await asyncio.to_thread(FileStore.open, self._config)
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """Notes how far the start is, for requests that come before its end; `done` and `total`
+        are as for `StartupDisplay.on_progress`."""
+        part = f", {100 * done // total} %" if total else ""
+        self._progress = f" ({phase}{part})"
 
     async def serve(self, frontend: Frontend) -> None:
         """From now on answers requests by a model that is loaded."""

@@ -1,32 +1,40 @@
-// One answer as it streams in: thoughts, text, tool calls, figures, and what went wrong.
+// One answer, as it streams in or as it was kept: thoughts, text, tool calls, figures, and what went
+// wrong.
 
 import { ApiError, readEvents, request } from "./api.js";
 import { Calls } from "./calls.js";
+import { element } from "./elements.js";
+import { Figures } from "./figures.js";
 import { JsonView, parsed } from "./json.js";
-import { element } from "./markdown.js";
+import { Tokens } from "./tokens.js";
 import { Thought, followEnd } from "./views.js";
 
-/** One answer, and the part of the log that shows it. */
+/** One answer, and the part of its turn that shows it. */
 export class Answer {
+  node = element("div", "reply");
   calls = null; // a `Calls`, once the model calls a tool
+  tokens = new Tokens(); // with their log-probabilities, where these were asked for
   #controller = new AbortController();
-  #sent = performance.now();
-  #first = 0;
-  #last = 0;
-  #events = 0;
-  #reason = "";
-  #usage = null;
+  #figures;
   #thought = null;
   #shown = element("div", "said answer");
   #view;
+  #failure = null;
 
-  /** `prompt` is shown above the answer, if there is any; `View` shows the answer's text. */
-  constructor(prompt, View) {
-    this.prompt = prompt;
-    this.turn = element("article", prompt ? "turn busy" : "turn busy goes-on");
+  /**
+   * `View` shows the text. `kept` is a node of the conversation (`{ message, facts }`) whose answer
+   * is shown, and may be continued.
+   */
+  constructor(View, kept = null) {
     this.#view = new View(this.#shown, followEnd);
-    if (prompt) this.turn.append(element("div", "said user", prompt));
-    this.turn.append(this.#shown);
+    this.node.append(this.#shown);
+    this.#figures = new Figures(kept?.facts);
+    if (!kept) return;
+    const { content, reasoning_content: thought, tool_calls: calls } = kept.message;
+    if (thought) this.#think(thought, kept.facts.thoughtMs);
+    if (content) this.#view.append(content);
+    if (calls) this.#show({ tool_calls: calls.map((call, index) => ({ index, ...call })) });
+    this.tokens = new Tokens(kept.facts.tokens);
   }
 
   /**
@@ -43,19 +51,34 @@ export class Answer {
     return message;
   }
 
+  /** What the conversation keeps beside the message. */
+  get facts() {
+    const facts = this.#figures.facts;
+    if (this.#thought) facts.thoughtMs = this.#thought.ms;
+    if (this.tokens.list.length) facts.tokens = this.tokens.list;
+    if (this.#failure) facts.failure = this.#failure;
+    return facts;
+  }
+
   /** Ends the request; what has come stays. */
   abort() {
-    this.#reason ||= "stopped";
+    this.#figures.end("stopped");
     this.#controller.abort();
   }
 
-  /** Posts the request and takes its events. Throws `ApiError` or `AbortError`. */
-  async receive(path, body) {
+  /**
+   * Posts the request and takes its events; `onEvent()` is called behind each. Throws `ApiError` or
+   * `AbortError`.
+   */
+  async receive(path, body, onEvent = () => {}) {
+    this.node.classList.add("busy");
+    this.#figures.begin(body.model);
     const response = await request(path, { body, signal: this.#controller.signal });
     try {
       for await (const data of readEvents(response.body)) {
         if (data === "[DONE]") return;
         this.#take(JSON.parse(data));
+        onEvent();
       }
     } catch (error) {
       if (error instanceof ApiError || error.name === "AbortError") throw error;
@@ -66,16 +89,11 @@ export class Answer {
 
   #take(event) {
     if (event.error) throw new ApiError(0, event.error.message, event.error.param);
-    this.#usage = event.usage ?? this.#usage;
+    this.#figures.take(event);
     const [choice] = event.choices;
     if (!choice) return;
-    this.#reason = choice.finish_reason ?? this.#reason;
+    this.tokens.take(choice.logprobs?.content);
     if (choice.delta?.role) return; // opens the message, before any token
-    if (choice.finish_reason === null) {
-      this.#last = performance.now();
-      this.#first ||= this.#last;
-      this.#events++;
-    }
     this.#show(choice.delta ?? { content: choice.text });
   }
 
@@ -86,14 +104,14 @@ export class Answer {
     if (!calls?.length) return;
     if (!this.calls) {
       this.calls = new Calls(followEnd);
-      this.turn.append(this.calls.node);
+      this.node.append(this.calls.node);
     }
     this.calls.take(calls);
   }
 
-  #think(text) {
+  #think(text, keptMs) {
     if (!this.#thought) {
-      this.#thought = new Thought();
+      this.#thought = new Thought(keptMs);
       this.#shown.before(this.#thought.node);
     }
     this.#thought.append(text);
@@ -101,23 +119,30 @@ export class Answer {
 
   /** Shows what went wrong, below what has come. */
   fail(error) {
-    this.#reason = "error";
-    this.turn.classList.toggle("failed", !this.message);
+    this.#figures.end("error");
     const { status, message } = error;
-    const failure = element("p", "failure", status ? `${status}: ${message}` : message);
+    this.#failure = status ? `${status}: ${message}` : message;
+    const failure = element("p", "failure", this.#failure);
     failure.setAttribute("role", "alert");
-    this.turn.append(failure);
+    this.node.append(failure);
   }
 
-  /** Shows the figures of the whole. */
+  /** Shows the answer as a whole, with its figures, once all of it has come. */
   finish() {
-    this.turn.classList.remove("busy");
+    this.node.classList.remove("busy");
     this.#thought?.pause();
     this.#view.finish();
     this.#showJson();
     this.calls?.finish();
-    if (this.#first) this.turn.append(element("p", "figures", this.#figures()));
-    document.getElementById("log").scrollTop = document.getElementById("log").scrollHeight;
+    const figures = this.#figures.node;
+    if (figures) this.node.append(figures);
+  }
+
+  /** Shows log-probabilities in the place of the text, or the text again. */
+  showTokens(isShown, onAlternative) {
+    this.#shown.hidden = isShown;
+    if (isShown) this.#shown.after(this.tokens.view(onAlternative));
+    else this.tokens.close();
   }
 
   /** Shows a text that has turned out to be JSON as such. */
@@ -129,19 +154,5 @@ export class Answer {
     this.#shown.replaceChildren();
     this.#view = new JsonView(this.#shown);
     this.#view.append(text);
-  }
-
-  #figures() {
-    const tokens = this.#usage?.completion_tokens ?? this.#events;
-    const parts = [`${this.#usage ? "" : "about "}${tokens} ${tokens === 1 ? "token" : "tokens"}`];
-    if (this.#usage) {
-      const cached = this.#usage.prompt_tokens_details.cached_tokens;
-      parts[0] += ` (prompt ${this.#usage.prompt_tokens}${cached ? `, ${cached} cached` : ""})`;
-    }
-    parts.push(`first after ${((this.#first - this.#sent) / 1e3).toFixed(2)} s`);
-    const decoding = (this.#last - this.#first) / 1e3;
-    if (tokens > 1 && decoding > 0) parts.push(`${((tokens - 1) / decoding).toFixed(1)} tokens/s`);
-    parts.push(this.#reason);
-    return parts.filter(Boolean).join(" · ");
   }
 }

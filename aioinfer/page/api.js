@@ -12,6 +12,7 @@ export class ApiError extends Error {
     super(param && !message.includes(param) ? `${param}: ${message}` : message);
     this.status = status;
     this.param = param;
+    this.isStarting = false; // whether the server is still loading its model
   }
 }
 
@@ -50,17 +51,27 @@ export async function request(path, { body, signal } = {}) {
   return response;
 }
 
+/** What is said of an answer that is not the server's own, but that of something between. */
+function saidOf(status) {
+  if (status === 502 || status === 503 || status === 504) return "The server behind this address does not answer.";
+  return "Something between this page and the server refused the request.";
+}
+
 async function errorOf(response) {
   const text = await response.text();
-  let error = { message: text || response.statusText };
+  let error;
   try {
     error = JSON.parse(text).error;
   } catch {
-    // not the server's own error, but that of something between
+    // a page of HTML, mostly: nothing for people
   }
+  if (typeof error?.message !== "string") error = { message: saidOf(response.status) };
   const wait = response.headers.get("Retry-After");
-  const message = wait ? `${error.message} (try again in ${wait} s)` : error.message;
-  return new ApiError(response.status, message, error.param);
+  const isStarting = error.code === "not_ready";
+  const message = wait && !isStarting ? `${error.message} (try again in ${wait} s)` : error.message;
+  const made = new ApiError(response.status, message, error.param);
+  made.isStarting = isStarting;
+  return made;
 }
 
 /**

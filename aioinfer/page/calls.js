@@ -2,7 +2,7 @@
 // the tools.
 
 import { Indenter, parsed } from "./json.js";
-import { codeBlock, element } from "./markdown.js";
+import { codeBlock, element } from "./elements.js";
 
 let numFields = 0; // of all results, for the ids that join them with their labels
 
@@ -57,6 +57,12 @@ export class Calls {
     return this.#complete
       .map((call) => call.result)
       .filter(({ content }) => content || !isWritten);
+  }
+
+  /** Shows a result that was kept, `{ tool_call_id, content }`. */
+  fill({ tool_call_id: id, content }) {
+    this.#complete.find((call) => call.asked.id === id)?.fill(content);
+    this.close(true);
   }
 
   /** Ends the writing of results, or lets it go on. */
@@ -130,6 +136,10 @@ class Call {
   get result() {
     const content = this.#field.value;
     return { role: "tool", tool_call_id: this.#id, name: this.#name, content };
+  }
+
+  fill(content) {
+    this.#field.value = content;
   }
 
   close(isClosed) {

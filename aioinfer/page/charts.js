@@ -1,6 +1,9 @@
 // Drawing on canvases. Sizes are in CSS pixels; colours are the custom properties of page.css, by
 // name.
 
+const probe = document.createElement("span"); // takes on colours, to be asked for their values
+probe.hidden = true;
+
 /** Empties a canvas, fits it to the screen's pixels, and returns [context, width, height]. */
 function fit(canvas) {
   const { clientWidth: width, clientHeight: height } = canvas;
@@ -15,9 +18,11 @@ function fit(canvas) {
   return [context, width, height];
 }
 
-/** Returns the value of a colour of the page. */
+/** Returns the value of a colour of the page in the theme that is shown. */
 function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+  probe.style.color = `var(--${name})`;
+  if (!probe.isConnected) document.body.append(probe);
+  return getComputedStyle(probe).color;
 }
 
 /**

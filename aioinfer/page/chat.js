@@ -1,169 +1,289 @@
-// The chat: a conversation, and each answer as it streams in. Answers are shown as Markdown, or as
-// JSON where a schema was set; what the user writes, and what a model without a chat template
+// The chat: one conversation, its turns, and the answers that come. Answers are shown as Markdown, or
+// as JSON where a schema was set; what the user writes, and what a model without a chat template
 // writes, as it is.
 
 import { Answer } from "./answer.js";
+import { Composer } from "./composer.js";
 import { JsonView } from "./json.js";
 import { MarkdownView } from "./markdown.js";
-import { Settings } from "./settings.js";
+import { offerUndo } from "./menu.js";
+import { Conversation } from "./tree.js";
+import { Turn } from "./turn.js";
 import { PlainView } from "./views.js";
 
-const NO_TEMPLATE = "This model has no chat template: it continues whatever text you give it.";
-const NO_TOKENIZER =
-  "This server runs without a tokenizer (model.skip_tokenizer): " +
-  "/v1/completions takes and returns token ids, and there is no chat.";
+const SAVE_MS = 1000; // how often an answer that is coming is kept
 
 const $ = (id) => document.getElementById(id);
-const hasKeyboard = () => !matchMedia("(pointer: coarse)").matches; // a phone would open its own
 
 export class Chat {
   #info = { chat: true };
-  #settings = new Settings();
-  #messages = []; // those that have been answered and the answers, as the API has them
+  #composer;
+  #conversation = new Conversation();
   #calls = null; // those of the last answer, while their results are being written
-  #answer = null; // the `Answer` that is coming
+  #running = new Set(); // the answers that are coming
+  #store;
+  #onChange;
+  #actions = {
+    versions: ({ id }) => this.#conversation.versions(id),
+    choose: ({ id }, label) => this.#choose(id, label),
+    remove: (node) => this.#remove(node),
+    edit: (node, content) => this.#edit(node, content),
+    regenerate: ({ parent }) => this.#goOn(parent),
+    resume: (node) => this.#goOn(node.parent, node),
+    branch: (node, text) => this.#branch(node, text),
+  };
 
-  constructor() {
-    $("composer").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#sendPrompt();
+  /** `onChange(conversation)` hears of every change of the open conversation. */
+  constructor(store, onChange) {
+    this.#store = store;
+    this.#onChange = onChange;
+    this.#composer = new Composer({
+      send: (prompt) => this.#sendPrompt(prompt),
+      stop: () => this.#stop(),
+      messages: () => this.#conversation.messagesTo(this.#conversation.last.id),
     });
     $("log").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#sendResults();
+      if (this.#calls) this.#ask(this.#calls.results());
     });
-    $("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        $("composer").requestSubmit();
-      }
-    });
-    document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.#stop();
-    });
-    $("halt").addEventListener("click", () => this.#stop());
-    $("clear").addEventListener("click", () => this.#clear());
   }
 
   /** Lets the user write, once it is known what the server serves (`/page/info`). */
   open(info) {
     this.#info = info;
-    this.#settings.open(info);
-    $("prompt").placeholder = info.chat ? "Message" : "Text to continue";
-    $("hint").textContent = info.chat
-      ? "Ask something."
-      : info.tokenizer === false
-        ? NO_TOKENIZER
-        : NO_TEMPLATE;
-    if (info.tokenizer === false) return;
-    $("prompt").disabled = $("send").disabled = false;
-    if (hasKeyboard()) $("prompt").focus();
+    this.#composer.open(info);
+  }
+
+  get conversation() {
+    return this.#conversation;
+  }
+
+  /** Shows a conversation in the place of the open one; an answer that is coming ends. */
+  show(conversation) {
+    this.#stop();
+    this.#running.clear();
+    this.#conversation = conversation;
+    this.#render();
+    this.#showIdle();
+    this.#composer.focus();
+    this.#onChange(conversation);
   }
 
   // ---------------------------------------------------------------- turns
 
-  #sendPrompt() {
-    const prompt = $("prompt").value;
-    if (!prompt.trim() || $("prompt").disabled) return;
+  /** Sends what the user wrote; returns whether it was sent. */
+  #sendPrompt(prompt) {
     const results = this.#calls?.results(true) ?? [];
-    this.#ask([...results, { role: "user", content: prompt }], prompt);
+    return this.#ask([...results, { role: "user", content: prompt }], prompt);
   }
 
-  #sendResults() {
-    if (this.#calls) this.#ask(this.#calls.results());
+  /** Adds messages to the conversation and has them answered. */
+  #ask(messages, prompt = "") {
+    const settings = this.#running.size ? null : this.#composer.read();
+    if (!settings) return false;
+    const conversation = this.#conversation;
+    const first = conversation.last.id;
+    const nodes = [];
+    for (const message of messages) {
+      if (!message.content && message.role === "user") continue;
+      nodes.push(conversation.add(nodes.at(-1)?.id ?? first, message));
+    }
+    this.#calls?.close(true);
+    const turn = this.#newTurn(prompt ? nodes.at(-1) : null);
+    this.#answer(turn, nodes.at(-1).id, settings, { prompt, added: nodes[0] });
+    return true;
   }
 
-  /** Sends messages, which become part of the conversation together with their answer. */
-  async #ask(messages, prompt = "") {
-    if (this.#answer) return;
-    const settings = this.#settings.read();
+  /** Has the message `parent` answered once more, or the answer `kept` continued. */
+  #goOn(parent, kept = null) {
+    const settings = this.#running.size ? null : this.#composer.read();
     if (!settings) return;
-    const chatView = settings.response_format ? JsonView : MarkdownView;
-    const answer = new Answer(prompt, this.#info.chat ? chatView : PlainView);
-    this.#begin(answer);
+    this.#showTo(parent);
+    const node = this.#conversation.get(parent);
+    const turn = this.#newTurn(node.message?.role === "user" ? node : null);
+    this.#answer(turn, parent, kept ? [settings[0]] : settings, { kept });
+  }
+
+  /** Adds a version of an answer that begins with `text`, and goes on from there. */
+  #branch(node, text) {
+    if (this.#running.size) return;
+    const message = { role: "assistant", content: text };
+    this.#goOn(node.parent, this.#conversation.add(node.parent, message));
+  }
+
+  #edit(node, content) {
+    if (this.#running.size) return;
+    const message = { ...node.message, content };
+    const edited = this.#conversation.add(node.parent, message, { ...node.facts, tokens: undefined });
+    this.#keep(this.#conversation);
+    if (message.role === "user") this.#goOn(edited.id);
+    else this.#render();
+  }
+
+  #choose(id, label = "") {
+    if (this.#running.size) return;
+    this.#conversation.choose(id);
+    this.#keep(this.#conversation);
+    this.#render();
+    // the arrow of the version that is shown now, so that the next press goes on
+    const arrows = [...$("log").querySelectorAll(`[data-of="${id}"] .arrow:not(:disabled)`)];
+    (arrows.find((arrow) => arrow.ariaLabel === label) ?? arrows[0] ?? $("prompt")).focus();
+  }
+
+  #remove({ id, message }) {
+    if (this.#running.size) this.#stop();
+    const conversation = this.#conversation;
+    const before = JSON.parse(JSON.stringify(conversation));
+    conversation.remove(id);
+    this.#keep(conversation);
+    this.#render();
+    const what = message.role === "user" ? "Message" : "Answer";
+    offerUndo(`${what} deleted.`, () => {
+      conversation.nodes = new Conversation(before).nodes;
+      this.#keep(conversation);
+      if (this.#conversation === conversation) this.#render();
+    });
+  }
+
+  // ---------------------------------------------------------------- answers
+
+  /** Has a message answered, in one column for each of `settings`. */
+  async #answer(turn, parent, settings, options) {
+    const conversation = this.#conversation;
+    const coming = settings.map((each) => this.#receive(turn, conversation, parent, each, options));
+    this.#showBusy(options.prompt);
+    const nodes = await Promise.all(coming);
+    if (this.#conversation !== conversation) return; // another one was opened meanwhile
+    this.#showIdle();
+    if (nodes.some(Boolean)) return;
+    // nothing came of it: it is not part of the conversation, and can be sent again
+    if (options.added && conversation.get(options.added.id)) conversation.remove(options.added.id);
+    this.#calls?.close(false);
+    this.#composer.putBack(options.prompt);
+    this.#keep(conversation);
+  }
+
+  /** Receives one answer; returns its node, null if nothing came. */
+  async #receive(turn, conversation, parent, { label, ...settings }, { kept = null }) {
+    const View = this.#info.chat ? (settings.response_format ? JsonView : MarkdownView) : PlainView;
+    const answer = new Answer(View, kept);
+    let node = kept;
+    let saved = performance.now();
+    const save = () => {
+      const { message, facts } = answer;
+      if (!message || (node && !conversation.get(node.id))) return;
+      if (node) Object.assign(node, { message, facts });
+      else node = conversation.add(parent, message, facts);
+      this.#keep(conversation);
+    };
+    this.#running.add(answer);
+    const request = this.#request(conversation, parent, settings, kept);
+    const coming = answer.receive(request.path, request.body, () => {
+      if (performance.now() - saved < SAVE_MS) return;
+      saved = performance.now();
+      save();
+    });
+    turn.add(answer, label);
     try {
-      await answer.receive(...this.#request(settings, messages));
+      await coming;
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.fail(error);
-        this.#settings.blame(error.param, error.message);
+        this.#composer.blame(error.param, error.message);
       }
     }
-    if (this.#answer === answer) this.#end(answer, messages); // else the log was cleared meanwhile
+    answer.finish();
+    this.#running.delete(answer);
+    save();
+    if (conversation !== this.#conversation) return node; // its turn is not shown any more
+    turn.complete(answer, node, request);
+    $("log").scrollTop = $("log").scrollHeight;
+    if (node) this.#calls = node.message.tool_calls ? answer.calls : null;
+    return node;
   }
 
-  #request(settings, messages) {
+  #request(conversation, parent, settings, kept) {
     const body = {
       model: $("model").value,
       stream: true,
       stream_options: { include_usage: true },
+      timings_per_token: true,
       ...settings,
     };
-    if (!this.#info.chat) return ["/v1/completions", { ...body, prompt: messages[0].content }];
-    const system = $("system").value.trim();
+    const { system, ...fields } = body;
+    const messages = conversation.messagesTo((kept ?? { id: parent }).id);
+    if (!this.#info.chat) {
+      const { timings_per_token: _, ...plain } = fields;
+      const prompt = messages.at(-1 - Boolean(kept)).content + (kept?.message.content ?? "");
+      return { path: "/v1/completions", body: { ...plain, prompt } };
+    }
     const first = system ? [{ role: "system", content: system }] : [];
-    return [
-      "/v1/chat/completions",
-      { ...body, messages: [...first, ...this.#messages, ...messages] },
-    ];
-  }
-
-  #begin(answer) {
-    this.#answer = answer;
-    if ($("log").contains(document.activeElement)) {
-      if (hasKeyboard()) $("prompt").focus();
-      else document.activeElement.blur(); // a result is written no more
-    }
-    this.#calls?.close(true);
-    $("hint").hidden = true;
-    $("log").append(answer.turn);
-    // or a screen reader would read every token by itself
-    $("log").setAttribute("aria-busy", "true");
-    $("log").scrollTop = $("log").scrollHeight;
-    if (answer.prompt) $("prompt").value = "";
-    $("send").hidden = true;
-    $("halt").hidden = false;
-  }
-
-  #end(answer, messages) {
-    const stopHadFocus = document.activeElement === $("halt");
-    this.#showIdle(answer);
-    const { message } = answer;
-    if (message) {
-      this.#messages.push(...messages, message);
-      this.#calls = message.tool_calls ? answer.calls : null;
-    } else {
-      // nothing came of it: it is not part of the conversation, and can be sent again
-      this.#calls?.close(false);
-      $("prompt").value ||= answer.prompt;
-    }
-    const isWriting = document.activeElement === $("prompt") && $("prompt").value;
-    if (message?.tool_calls && hasKeyboard() && !isWriting) this.#calls.focus();
-    else if (stopHadFocus) $("prompt").focus();
-  }
-
-  #showIdle(answer) {
-    this.#answer = null;
-    answer.finish();
-    $("log").setAttribute("aria-busy", "false");
-    $("send").hidden = false;
-    $("halt").hidden = true;
+    const open = kept ? { continue_final_message: true, add_generation_prompt: false } : {};
+    return {
+      path: "/v1/chat/completions",
+      body: { ...fields, ...open, messages: [...first, ...messages] },
+    };
   }
 
   #stop() {
-    this.#answer?.abort();
+    for (const answer of this.#running) answer.abort();
   }
 
-  #clear() {
-    const answer = this.#answer;
-    if (answer) {
-      answer.abort();
-      this.#showIdle(answer);
-    }
-    this.#messages = [];
+  #keep(conversation) {
+    conversation.touch();
+    this.#store.put(conversation);
+    this.#onChange(conversation);
+  }
+
+  // ---------------------------------------------------------------- the log
+
+  #render() {
+    this.#showTo(null);
+    $("log").scrollTop = $("log").scrollHeight;
+  }
+
+  /** Shows the conversation up to a message, without what follows it; null for all of it. */
+  #showTo(last) {
+    for (const turn of $("log").querySelectorAll(".turn")) turn.remove();
     this.#calls = null;
-    for (const turn of document.querySelectorAll(".turn")) turn.remove();
-    $("hint").hidden = false;
-    $("prompt").focus();
+    let turn = null;
+    for (const node of this.#conversation.path) {
+      const { role } = node.message;
+      if (role === "assistant") this.#showKept(turn ?? this.#newTurn(null), node);
+      if (role === "tool") this.#calls?.fill(node.message);
+      // the answer to `last` makes its own turn
+      turn = role === "user" && node.id !== last ? this.#newTurn(node) : null;
+      if (node.id === last) break;
+    }
+    $("hint").hidden = !this.#conversation.isEmpty || last !== null;
+  }
+
+  #showKept(turn, node) {
+    const isJson = /^\s*[[{]/.test(node.message.content ?? "");
+    const View = this.#info.chat ? (isJson && node.facts.isJson ? JsonView : MarkdownView) : PlainView;
+    const answer = new Answer(View, node);
+    turn.add(answer);
+    answer.finish();
+    turn.complete(answer, node);
+    this.#calls = node.message.tool_calls ? answer.calls : null;
+  }
+
+  #newTurn(user) {
+    const turn = new Turn(this.#actions, user);
+    $("hint").hidden = true;
+    $("log").append(turn.node);
+    return turn;
+  }
+
+  #showBusy(prompt) {
+    // or a screen reader would read every token by itself
+    $("log").setAttribute("aria-busy", "true");
+    $("log").scrollTop = $("log").scrollHeight;
+    this.#composer.showBusy(prompt);
+  }
+
+  #showIdle() {
+    $("log").setAttribute("aria-busy", "false");
+    this.#composer.showIdle(this.#calls);
   }
 }

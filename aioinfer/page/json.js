@@ -1,6 +1,6 @@
 // JSON as it is read by people: indented while it comes, and as it came on demand.
 
-import { button, codeBlock } from "./markdown.js";
+import { button, codeBlock } from "./elements.js";
 
 const MAX_DEPTH = 32; // of the indentation: a text of brackets alone must not grow by its square
 

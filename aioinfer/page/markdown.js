@@ -1,56 +1,18 @@
-// Markdown as DOM nodes. The vendored parser makes tokens, of which only the elements listed here
-// are made, and text only ever becomes text nodes: no string is ever read as HTML, so a model's
-// output cannot bring elements, attributes or scripts of its own.
+// Markdown as DOM nodes, rendered while it comes: the vendored parser makes tokens, `blocks` makes nodes
+// of them.
 
+import { build } from "./blocks.js";
+import { highlight } from "./highlight.js";
+import { addMaths } from "./maths.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
-/** The element for each tag of the parser; the page's own headings end at level 2. */
-const ELEMENTS = {
-  p: "p",
-  h1: "h3",
-  h2: "h4",
-  h3: "h5",
-  h4: "h6",
-  h5: "h6",
-  h6: "h6",
-  blockquote: "blockquote",
-  hr: "hr",
-  br: "br",
-  ul: "ul",
-  ol: "ol",
-  li: "li",
-  strong: "strong",
-  em: "em",
-  s: "s",
-  table: "table",
-  thead: "thead",
-  tbody: "tbody",
-  tr: "tr",
-  th: "th",
-  td: "td",
-};
-const PROTOCOLS = ["http:", "https:", "mailto:"]; // of links
-const COPIED_MS = 1500; // how long a button shows that it has copied
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
 
+
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
-
-/** Makes an element with a class and a text. */
-export function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
-/** Makes a button that submits nothing. */
-export function button(className, text) {
-  const made = element("button", className, text);
-  made.type = "button";
-  return made;
-}
+addMaths(parser);
 
 /**
  * Shows a Markdown text that grows.
@@ -109,6 +71,7 @@ export class MarkdownView {
     this.render();
     this.#resolve();
     levelHeadings(this.#container);
+    colour(this.#container.children);
   }
 
   #resolve() {
@@ -144,7 +107,7 @@ export class MarkdownView {
     const text = this.#rest.slice(0, blocks[last].start);
     if (text.includes("]:")) this.#references = parse(text, this.#references).references;
     this.#rest = this.#rest.slice(text.length);
-    this.#nodes.splice(0, last);
+    colour(this.#nodes.splice(0, last));
   }
 }
 
@@ -192,6 +155,13 @@ function extendCode(old, fresh) {
   return true;
 }
 
+/** Colours the code in nodes that are final. */
+function colour(nodes) {
+  for (const node of nodes)
+    for (const block of node.matches?.(".code") ? [node] : (node.querySelectorAll?.(".code") ?? []))
+      highlight(block.querySelector("code"), block.querySelector(".language").textContent.toLowerCase());
+}
+
 /** Tells readers of headings the level of each: at most one more than that of the one before. */
 function levelHeadings(container) {
   let last = 2; // the heading of the chat
@@ -200,100 +170,4 @@ function levelHeadings(container) {
     last = Math.min(own, last + 1);
     if (last < own) heading.ariaLevel = last;
   }
-}
-
-/** Makes the node of a block. */
-function build(tokens) {
-  const root = document.createDocumentFragment();
-  appendAll(root, tokens);
-  return root.firstChild;
-}
-
-function appendAll(root, tokens) {
-  const open = [root];
-  for (const token of tokens) {
-    if (token.hidden) continue; // the paragraphs of a list without blank lines
-    if (token.nesting < 0) open.pop();
-    else if (token.nesting > 0) {
-      const made = makeElement(token);
-      open.at(-1).append(made);
-      open.push(made);
-    } else appendLeaf(open.at(-1), token);
-  }
-}
-
-/** Makes the element of a token that has others within it. */
-function makeElement(token) {
-  if (token.type === "link_open") return link(token.attrGet("href"));
-  const made = document.createElement(ELEMENTS[token.tag] ?? "span");
-  if (token.tag === "ol") made.start = token.attrGet("start") ?? 1;
-  const aligned = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
-  if (aligned) made.style.textAlign = aligned[1];
-  return made;
-}
-
-function appendLeaf(parent, token) {
-  switch (token.type) {
-    case "inline":
-      return appendAll(parent, token.children);
-    case "softbreak":
-    case "hardbreak":
-    case "hr":
-      return parent.append(document.createElement(ELEMENTS[token.tag]));
-    case "code_inline":
-      return parent.append(element("code", "", token.content));
-    case "fence":
-    case "code_block":
-      return parent.append(codeBlock(token.content, token.info.trim().split(/\s/)[0]));
-    case "image": {
-      // never loaded: whoever reads decides whether to follow it
-      const made = parent.closest?.("a")
-        ? document.createElement("span")
-        : link(token.attrGet("src"));
-      made.append(token.content || "image");
-      return parent.append(made);
-    }
-    default:
-      return parent.append(token.content);
-  }
-}
-
-/**
- * Makes a link that opens beside the page, or a span where the address is of no kind that is
- * allowed.
- */
-function link(address) {
-  if (!PROTOCOLS.includes(URL.canParse(address) && new URL(address).protocol))
-    return document.createElement("span");
-  const made = document.createElement("a");
-  made.href = made.title = address;
-  made.target = "_blank";
-  made.rel = "noopener noreferrer";
-  return made;
-}
-
-/** Makes a block of code with its language and a button that copies it. */
-export function codeBlock(text, language) {
-  const block = element("div", "code");
-  const bar = element("div", "code-bar");
-  const copies = button("copy", "Copy");
-  const pre = document.createElement("pre");
-  pre.tabIndex = 0; // to be scrolled by keyboard
-  pre.append(element("code", "", text));
-  copies.addEventListener("click", () => copy(copies, pre.firstChild));
-  bar.append(element("span", "language", language), copies);
-  block.append(bar, pre);
-  return block;
-}
-
-async function copy(pressed, code) {
-  try {
-    await navigator.clipboard.writeText(code.textContent);
-    pressed.textContent = "Copied";
-  } catch {
-    // without HTTPS browsers have no clipboard for pages: one key is left to press
-    getSelection().selectAllChildren(code);
-    pressed.textContent = "Selected";
-  }
-  setTimeout(() => (pressed.textContent = "Copy"), COPIED_MS);
 }

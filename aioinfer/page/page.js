@@ -1,11 +1,18 @@
-// The page: requests what is served, asks the user for a key if needed, and then opens the chat and the
-// live view.
+// The page: requests what is served, asks the user for a key if needed, and then opens the chat, the
+// list of conversations and the live view. While the server starts it waits, and begins by itself.
 
-import { keepKey, request } from "./api.js";
+import { authorization, keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { History } from "./history.js";
 import { Live } from "./live.js";
+import { keep, recall, Store } from "./store.js";
+import { Conversation } from "./tree.js";
 
-const STATES = { wait: "Connecting", live: "Live", restart: "Restarting", lost: "Not connected" };
+const STATES = {
+  wait: "Connecting", start: "Starting", live: "Live", restart: "Restarting", lost: "Not connected",
+};
+const START_MS = 1000; // between two looks at a server that starts
+const OPEN = "aioinfer-open"; // of this tab: the conversation that a reload opens again
 
 const $ = (id) => document.getElementById(id);
 
@@ -13,25 +20,40 @@ function showState(state) {
   if ($("status").dataset.state === state) return;
   $("status").dataset.state = state;
   $("status").textContent = STATES[state];
+  $("engine").classList.toggle("stale", state === "lost" || state === "start");
+  $("gone").hidden = state !== "lost";
 }
 
 function showModels(models) {
-  $("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
+  for (const id of ["model", "compare-model"])
+    $(id).replaceChildren(...models.map((model) => new Option(model.id, model.id)));
   $("model").disabled = models.length < 2;
-  document.title = `${models[0].id} · aioinfer`;
+  const last = recall("model");
+  if (models.some(({ id }) => id === last)) $("model").value = last;
+}
+
+function showTitle({ title }) {
+  document.title = [title || $("model").value, "aioinfer"].filter(Boolean).join(" · ");
 }
 
 /** Shows why nothing can be done yet, and offers what helps: a key, or another try. */
 function showNotice(error) {
   const needsKey = error.status === 401;
-  $("notice-text").textContent = needsKey
-    ? "This server asks for an API key."
-    : `${error.status || ""} ${error.message}`.trim();
+  const wasWrong = needsKey && "Authorization" in authorization();
+  const asks = wasWrong ? "This key was not accepted." : "This server asks for an API key.";
+  $("notice-text").textContent = needsKey ? asks : `${error.status || ""} ${error.message}`.trim();
   $("key-form").hidden = !needsKey;
   $("retry").hidden = needsKey;
   $("notice").hidden = false;
   showState("lost");
   if (needsKey) $("key").focus();
+}
+
+/** Shows how far a server is that starts. */
+function showStart(error) {
+  $("notice").hidden = true;
+  $("hint").textContent = `${error.message[0].toUpperCase()}${error.message.slice(1)}.`;
+  showState("start");
 }
 
 async function start(chat, live) {
@@ -42,16 +64,67 @@ async function start(chat, live) {
     ]);
     $("notice").hidden = true;
     showModels(models.data);
+    showTitle(chat.conversation);
     chat.open(info);
     live.start();
   } catch (error) {
-    showNotice(error);
+    if (error.isStarting) {
+      showStart(error);
+      setTimeout(() => start(chat, live), START_MS);
+    } else showNotice(error);
   }
 }
 
-function main() {
-  const chat = new Chat();
+/** Opens the conversation of this tab again, after a reload. */
+async function reopen(history, chat) {
+  await history.load();
+  const conversation = history.get(sessionStorage.getItem(OPEN));
+  if (conversation && chat.conversation.isEmpty) chat.show(conversation);
+}
+
+/** On a narrow screen one part of the page is shown: the list, the chat or the engines. */
+function showPane(name) {
+  document.body.dataset.pane = name;
+  for (const made of document.querySelectorAll("[data-shows]"))
+    made.setAttribute("aria-pressed", String(made.dataset.shows === name));
+}
+
+function followTheme() {
+  const show = (theme) => {
+    if (theme === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    $("theme").value = theme;
+    dispatchEvent(new Event("resize")); // the charts take the colours anew
+  };
+  show(recall("theme", "system"));
+  $("theme").addEventListener("change", () => {
+    keep("theme", $("theme").value);
+    show($("theme").value);
+  });
+}
+
+async function main() {
+  followTheme();
+  for (const made of document.querySelectorAll("[data-shows]")) {
+    made.addEventListener("click", () => {
+      const isShown = document.body.dataset.pane === made.dataset.shows;
+      showPane(isShown ? "chat" : made.dataset.shows);
+    });
+  }
+  const store = new Store((id) => history.refresh(id));
+  const chat = new Chat(store, (conversation) => {
+    history.take(conversation);
+    sessionStorage.setItem(OPEN, conversation.id);
+    $("private").hidden = !conversation.isPrivate;
+    showTitle(conversation);
+  });
+  const history = new History(store, (conversation) => {
+    chat.show(conversation);
+    showPane("chat");
+  });
   const live = new Live(showState);
+  $("clear").addEventListener("click", () => chat.show(new Conversation()));
+  $("model").addEventListener("change", () => keep("model", $("model").value));
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     keepKey($("key").value.trim());
@@ -60,6 +133,8 @@ function main() {
   });
   $("retry").addEventListener("click", () => start(chat, live));
   start(chat, live);
+  if (!(await store.open())) $("no-conversation").textContent = "This browser keeps no conversations.";
+  else await reopen(history, chat);
 }
 
 main();

@@ -1,4 +1,7 @@
-// What the user sets for requests: sampling, tools, and a schema that the answer follows.
+// What the user sets for requests: system prompt, sampling, tools, a schema that the answer follows,
+// and with what the answer is compared.
+
+import { Presets } from "./presets.js";
 
 const EXAMPLES = {
   tools: [
@@ -30,6 +33,8 @@ const EXAMPLES = {
   },
 };
 
+const NUM_ALTERNATIVES = 5; // beside each token, where probabilities are asked for
+
 const $ = (id) => document.getElementById(id);
 
 /** Returns the buttons that fill a field and that empty it. */
@@ -43,6 +48,7 @@ function buttonsOf({ name }) {
 export class Settings {
   #fields = $("composer").elements;
   #isChat = true;
+  #presets = new Presets(this.#fields, (field, value) => this.#fill(field, value));
 
   constructor() {
     $("composer").addEventListener("input", (event) => this.#onInput(event.target));
@@ -71,10 +77,39 @@ export class Settings {
   }
 
   /**
-   * Returns what is set, as fields of a request; what is left empty is up to the model. Where
+   * Returns what is set, as a list with the fields of a request; what is left empty is up to the
+   * model. Where two answers are compared the list has two entries, with the `label` of each. Where
    * something cannot be sent, says so at its place and returns null.
    */
   read() {
+    const own = this.#readOne();
+    if (!own || !this.#isChat || !this.#fields.compare.checked) return own && [own];
+    const model = this.#fields.compare_model.value;
+    const preset = this.#presets.get(this.#fields.compare_preset.value);
+    const other = preset ? this.#readPreset(preset) : own;
+    if (!other) return null;
+    const label = [model, this.#fields.compare_preset.value].filter(Boolean).join(" · ");
+    return [{ ...own, label: $("model").value }, { ...other, model, label }];
+  }
+
+  /** Reads the settings of a preset; those of the fields stay. */
+  #readPreset(preset) {
+    const before = Object.keys(preset).concat(this.#names).map((name) => this.#fields[name]);
+    const kept = before.map((field) => [field, field.value, field.checked]);
+    for (const name of this.#names) this.#set(this.#fields[name], preset[name] ?? "");
+    const read = this.#readOne();
+    for (const [field, value, checked] of kept) Object.assign(field, { value, checked });
+    return read;
+  }
+
+  get #names() {
+    const named = [...this.#sampling, ...["tools", "tool_choice", "one_call", "response_format"].map(
+      (name) => this.#fields[name],
+    )];
+    return named.map((field) => field.name);
+  }
+
+  #readOne() {
     const wrong = this.#sampling.find((field) => field.validity.badInput);
     if (wrong) {
       wrong.closest("details").open = true;
@@ -82,7 +117,12 @@ export class Settings {
       return null;
     }
     try {
-      return { ...this.#readSampling(), ...(this.#isChat ? this.#readFormats() : {}) };
+      const system = this.#isChat ? this.#fields.system.value.trim() : "";
+      return {
+        ...(system && { system }),
+        ...this.#readSampling(),
+        ...(this.#isChat ? this.#readFormats() : {}),
+      };
     } catch (error) {
       if (!(error instanceof FieldError)) throw error;
       this.blame(error.field, error.message);
@@ -108,8 +148,13 @@ export class Settings {
   }
 
   #fill(field, value) {
-    field.value = value;
+    this.#set(field, value);
     this.#onInput(field);
+  }
+
+  #set(field, value) {
+    if (field.type === "checkbox") field.checked = Boolean(value);
+    else field.value = value || (field.name === "tool_choice" ? "auto" : "");
   }
 
   #onInput(field) {
@@ -120,7 +165,8 @@ export class Settings {
       example.disabled = Boolean(field.value); // it would replace what stands there
       remove.disabled = !field.value;
     }
-    const numSet = this.#sampling.filter((each) => each.value).length;
+    const isSet = (each) => (each.type === "checkbox" ? each.checked : each.value);
+    const numSet = this.#sampling.filter(isSet).length;
     $("num-set").textContent = numSet ? `${numSet} set` : "";
     $("schema-set").textContent = this.#fields.response_format.value.trim() ? "set" : "";
     if (field.name === "tools") this.#showTools();
@@ -150,6 +196,8 @@ export class Settings {
     }
     const stops = this.#fields.stop.value.split("\n").filter(Boolean);
     if (stops.length) body.stop = stops.map((stop) => stop.replaceAll("\\n", "\n"));
+    if (this.#isChat && this.#fields.logprobs.checked)
+      Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
     return body;
   }
 

@@ -1,6 +1,6 @@
 // How the parts of an answer are shown that are no Markdown: plain text, and thoughts.
 
-import { element } from "./markdown.js";
+import { element } from "./elements.js";
 
 const SCROLL_SLACK = 40; // px from the end of the log within which it follows new text
 
@@ -43,7 +43,9 @@ export class Thought {
   #since = 0; // when the part that is coming began; 0 between parts
   #spent = 0; // ms
 
-  constructor() {
+  /** `keptMs`: the time of thoughts that have come before. */
+  constructor(keptMs = 0) {
+    this.#spent = keptMs;
     const body = element("div", "thought-text");
     body.tabIndex = 0; // to be scrolled by keyboard
     this.#view = new PlainView(body, followEnd);
@@ -52,6 +54,10 @@ export class Thought {
 
   get text() {
     return this.#view.text;
+  }
+
+  get ms() {
+    return this.#spent;
   }
 
   append(text) {

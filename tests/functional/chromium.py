@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 EXECUTABLE = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -131,7 +132,12 @@ class Page:
         if self.answers:
             self.answers.clear()
             await self.send("Fetch.disable")
+        origin = str(URL(url).origin()) if url.startswith("http") else ""
+        if origin:
+            await self.run("sessionStorage?.clear()" if self.requests else "0")
         await self.send("Page.navigate", url="about:blank")
+        if origin:
+            await self.send("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
         self.requests.clear()
         while not self.errors.empty():
             self.errors.get_nowait()

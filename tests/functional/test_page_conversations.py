@@ -1,0 +1,319 @@
+"""Conversations on the page: kept over a reload, edited, branched, compared, exported and imported;
+and what the page shows of an answer beside its text. In headless Chromium, event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.functional.chat_page import LAST_TEXT, say, set_field
+from tests.functional.chromium import EXECUTABLE, Page
+from tests.functional.scripted_chat import Script, delta, end, posted, token, until_idle
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed"),
+]
+
+TITLES = "[...document.querySelectorAll('.conversation')].map((b) => b.textContent)"
+SAID = "[...document.querySelectorAll('.said.user, .answer')].map((n) => n.textContent)"
+VERSION = "document.querySelector('.version')?.textContent"
+
+
+async def ask(page: Page, script: Script, text: str, answer: str) -> None:
+    """Has a message answered."""
+    count = await page.run("document.querySelectorAll('.turn').length")
+    await say(page, text)
+    script.send(delta(content=answer), *end("stop"))
+    await until_idle(page, count + 1)
+
+
+async def press(page: Page, name: str, scope: str = "document", last: bool = True) -> None:
+    """Presses the last, or first, button of this text, in a menu or not."""
+    named = f"filter((b) => b.textContent === {json.dumps(name)})"
+    found = f"[...{scope}.querySelectorAll('button')].{named}.at({-1 if last else 0})"
+    await page.until(found)
+    await page.run(f"{found}.click()")
+
+
+async def reload(page: Page) -> None:
+    await page.send("Page.reload")
+    await page.until("document.querySelector('#status')?.dataset.state === 'live'")
+
+
+# ---------------------------------------------------------------- kept
+
+
+async def test_a_reload_loses_nothing(page: Page, script: Script) -> None:
+    await ask(page, script, "What is ＊this＊?", "It is **this**.")
+    await page.send("Input.insertText", text="A draft")
+    await reload(page)
+    await page.until(f"{LAST_TEXT} === 'It is this.'")
+    assert await page.run(SAID) == ["What is ＊this＊?", "It is this."]
+    assert await page.run("document.querySelector('#prompt').value") == "A draft"
+    assert await page.run(TITLES) == ["What is ＊this＊?"]
+    assert (await page.run("document.title")).startswith("What is ＊this＊? ")
+    figures = await page.run("document.querySelector('.figures').textContent")
+    assert figures.startswith("7 tokens (prompt 9) · first after ")
+    await page.run("document.querySelector('#prompt').value = ''")
+    await ask(page, script, "And?", "That.")
+    assert [message["content"] for message in posted(page)[-1]["messages"]] == [
+        "What is ＊this＊?", "It is **this**.", "And?",
+    ]  # fmt: skip
+
+
+async def test_an_answer_that_a_reload_breaks_off_is_kept_and_continued(
+    page: Page, script: Script
+) -> None:
+    await say(page, "Count.")
+    script.send(delta(content="One, two"))
+    await page.until(f"{LAST_TEXT} === 'One, two'")
+    await asyncio.sleep(1.1)  # what came is kept once a second
+    script.send(delta(content=", three"))
+    await page.until(f"{LAST_TEXT} === 'One, two, three'")
+    await reload(page)
+    await page.until(f"{LAST_TEXT} === 'One, two, three'")
+    script.begin()
+    await press(page, "Continue")
+    script.send(delta(content=", four."), *end("stop"))
+    await until_idle(page)
+    assert await page.run(LAST_TEXT) == "One, two, three, four."
+    body = posted(page)[-1]
+    assert body["continue_final_message"] is True
+    assert body["add_generation_prompt"] is False
+    assert body["messages"][-1] == {"role": "assistant", "content": "One, two, three"}
+    await reload(page)
+    await page.until(f"{LAST_TEXT} === 'One, two, three, four.'")
+
+
+async def test_the_list_is_searched_renamed_pinned_and_undone(page: Page, script: Script) -> None:
+    for number, word in enumerate(("apples", "pears", "plums")):
+        if number:
+            await press(page, "New chat")
+        await ask(page, script, f"About {word}", f"{word} are fruit; zebra{number}")
+    assert await page.run(TITLES) == ["About plums", "About pears", "About apples"]
+    await page.run("document.querySelector('#search').focus()")
+    await page.send("Input.insertText", text="ZEBRA1")
+    await page.until(f"{TITLES}.join() === 'About pears'")
+    await page.run(
+        "const search = document.querySelector('#search');"
+        "search.value = ''; search.dispatchEvent(new Event('input'))"
+    )
+    last = "document.querySelector('#conversations li:last-child')"
+    await press(page, "Pin", last)
+    await page.until(f"{TITLES}[0] === '★ About apples'")
+    await press(page, "Rename", "document.querySelector('#conversations li')")
+    await page.send("Input.insertText", text="Fruit <b>")
+    await page.press("Enter", 13, "\r")
+    await page.until(f"{TITLES}[0] === '★ Fruit <b>'")
+    await press(page, "Delete", "document.querySelector('#conversations li')")
+    await page.until(f"{TITLES}.length === 2")
+    await press(page, "Undo", "document.querySelector('#undo')")
+    await page.until(f"{TITLES}.length === 3")
+    await reload(page)
+    await page.until(f"{TITLES}.join() === '★ Fruit <b>,About plums,About pears'")
+    await page.run("document.querySelector('.conversation').click()")
+    await page.until(f"{LAST_TEXT} === 'apples are fruit; zebra0'")
+
+
+async def test_a_private_chat_is_not_kept(page: Page, script: Script) -> None:
+    await press(page, "Private")
+    assert not await page.run("document.querySelector('#private').hidden")
+    await ask(page, script, "A secret", "Yes.")
+    assert await page.run(TITLES) == []
+    await reload(page)
+    assert await page.run(f"{TITLES}.length || document.querySelectorAll('.turn').length") == 0
+
+
+async def test_export_and_import(page: Page, script: Script) -> None:
+    await ask(page, script, "Name one.", "# One\n\n`two`")
+    script_of_export = """(async () => {
+        let text = null;
+        const make = URL.createObjectURL;
+        URL.createObjectURL = (blob) => ((text = blob.text()), make.call(URL, blob));
+        [...document.querySelectorAll('.menu-list button')]
+            .find((b) => b.textContent === 'Export as %s').click();
+        return await text;
+    })()"""
+    markdown = await page.run(script_of_export % "Markdown")
+    assert markdown == "# Name one.\n\n## User\n\nName one.\n\n## Assistant\n\n# One\n\n`two`\n"
+    exported = await page.run(script_of_export % "JSON")
+    (kept,) = json.loads(exported)["conversations"]
+    assert [node["message"] and node["message"]["content"] for node in kept["nodes"]] == [
+        None, "Name one.", "# One\n\n`two`",
+    ]  # fmt: skip
+    for text, said in (
+        (exported, "1 imported."),
+        ("{", "This file is no JSON."),
+        ('{"conversations": [{"nodes": [{"id": "a", "parent": "a"}]}]}', "something else"),
+        (json.dumps(circle(kept)), "something else"),
+    ):
+        await page.run(
+            f"""(() => {{
+                const transfer = new DataTransfer(), input = document.querySelector('#import-file');
+                transfer.items.add(new File([{json.dumps(text)}], "x.json"));
+                input.files = transfer.files;
+                input.dispatchEvent(new Event("change"));
+            }})()"""
+        )
+        await page.until(
+            f"document.querySelector('#import-said').textContent.includes({json.dumps(said)})"
+        )
+    assert await page.run(TITLES) == ["Name one."] * 2
+
+
+def circle(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns a conversation whose messages stand behind each other in a circle."""
+    nodes = json.loads(json.dumps(kept["nodes"]))
+    nodes[1]["parent"] = nodes[2]["id"]
+    return kept | {"nodes": nodes}
+
+
+# ---------------------------------------------------------------- versions
+
+
+async def test_regenerate_edit_and_go_through_the_versions(page: Page, script: Script) -> None:
+    await ask(page, script, "Pick a number.", "One.")
+    await press(page, "Regenerate")
+    script.send(delta(content="Two."), *end("stop"))
+    await page.until(f"{VERSION} === '2/2'")
+    assert await page.run(SAID) == ["Pick a number.", "Two."]
+    await ask(page, script, "Why?", "Because.")
+    await press(page, "‹")
+    await page.until(f"{VERSION} === '1/2'")
+    assert await page.run(SAID) == ["Pick a number.", "One."], "what followed Two. is its own"
+    assert await page.run("document.activeElement.textContent") in ("›", "‹")
+    await press(page, "›")
+    await page.until(f"{SAID}.length === 4")
+    await press(page, "Edit", last=False)
+    assert await page.run("document.activeElement.value") == "Pick a number."
+    await page.run("document.activeElement.select()")
+    await page.send("Input.insertText", text="Pick a letter.")
+    await page.press("Enter", 13, "\r", 2)  # with control
+    script.send(delta(content="A."), *end("stop"))
+    await page.until(f"{LAST_TEXT} === 'A.' && {VERSION} === '2/2'")
+    assert [message["content"] for message in posted(page)[-1]["messages"]] == ["Pick a letter."]
+    assert await page.run(SAID) == ["Pick a letter.", "A."]
+    await press(page, "‹", last=False)
+    await page.until(f"{SAID}.join() === 'Pick a number.,Two.,Why?,Because.'")
+    await reload(page)
+    await page.until(f"{SAID}.join() === 'Pick a number.,Two.,Why?,Because.'")
+
+
+async def test_a_turn_is_deleted_and_brought_back(page: Page, script: Script) -> None:
+    await ask(page, script, "First", "1")
+    await ask(page, script, "Second", "2")
+    await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
+    await page.until(f"{SAID}.join() === 'First,1'")
+    await press(page, "Undo")
+    await page.until(f"{SAID}.join() === 'First,1,Second,2'")
+    await press(page, "Delete", "document.querySelectorAll('.turn')[1]", last=False)
+    await ask(page, script, "Third", "3")
+    assert [message["content"] for message in posted(page)[-1]["messages"]] == [
+        "First",
+        "1",
+        "Third",
+    ]
+
+
+async def test_two_answers_side_by_side(page: Page, script: Script) -> None:
+    await set_field(page, "temperature", "0.1")
+    await page.run("document.querySelector('#preset-name').value = 'cold'")
+    await press(page, "Save the settings")
+    await set_field(page, "temperature", "1.5")
+    await page.run(
+        "document.querySelector('[name=compare]').checked = true;"
+        "document.querySelector('[name=compare_preset]').value = 'cold'"
+    )
+    await say(page, "Which?")
+    await page.until("document.querySelectorAll('.pair .reply').length === 2")
+    script.send(delta(content="x"), *end("stop"))
+    script.send(delta(content="x"), *end("stop"))
+    await until_idle(page)
+    assert sorted(body["temperature"] for body in posted(page)) == [0.1, 1.5]
+    assert await page.run("document.querySelectorAll('.pair .column').length") == 2
+    await press(page, "Go on with this", last=False)
+    await page.until(f"!document.querySelector('.pair') && {VERSION}")
+    await page.run("document.querySelector('[name=compare]').checked = false")
+    await ask(page, script, "And?", "So.")
+    assert len(posted(page)[-1]["messages"]) == 3
+
+
+# ---------------------------------------------------------------- insight
+
+
+async def test_an_alternative_is_gone_on_from(page: Page, script: Script) -> None:
+    await page.run("document.querySelector('[name=logprobs]').click()")
+    await say(page, "Sky?")
+    script.send(
+        token("Blue", -0.1, ("Grey", -2.5)), token(" today", -3.0, (" né", -3.1)), *end("stop")
+    )
+    await until_idle(page)
+    assert posted(page)[0]["top_logprobs"] == 5
+    await press(page, "Probabilities")
+    levels = "[...document.querySelectorAll('.token')].map((t) => t.dataset.level).join()"
+    assert await page.run(levels) == "0,4"
+    await page.press("Tab", 9)
+    await page.run("document.querySelector('.token-text').focus()")
+    await page.press("ArrowRight", 39)
+    details = "document.querySelector('.alternatives').textContent"
+    assert "Token 2: “␣today” 5.0 %" in await page.run(details)
+    await press(page, "␣né")
+    script.send(delta(content="."), *end("stop"))
+    await page.until(f"{LAST_TEXT} === 'Blue né.'")
+    body = posted(page)[-1]
+    assert body["messages"][-1] == {"role": "assistant", "content": "Blue né"}
+    assert body["continue_final_message"] is True
+    assert await page.run(VERSION) == "2/2"
+
+
+async def test_the_request_as_code(page: Page, script: Script) -> None:
+    await set_field(page, "top_k", "3")
+    await ask(page, script, "It's 'quoted'", "Yes.")
+    body = {"path": "/v1/chat/completions", "body": posted(page)[0]}
+    code = "(async () => (await import('./page/snippets.js')).codeOf('%s', %s))()"
+    curl = await page.run(code % ("curl", json.dumps(body)))
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", f"curl() {{ printf '%s' \"${{@: -1}}\"; }}; {curl}",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    printed, _ = await process.communicate()
+    assert json.loads(printed) == body["body"]
+    python = await page.run(code % ("python", json.dumps(body)))
+    compile(python, "snippet", "exec")
+    assert '"top_k": 3' in python
+    assert "/llm/v1" in python
+
+
+async def test_formulas_code_and_tasks(page: Page, script: Script) -> None:
+    text = (
+        "Inline \\(a_1 < b\\) and $x^2$, it costs $5 and $6.\n\n$$\n\\frac{1}{2}\n$$\n\n"
+        "\\[ c \\]\n\n"
+        "Broken \\(\\frac{\\).\n\n- [x] done\n- [ ] open\n\n"
+        "```python\ndef f(): return 'é'\n```\n\n`$n$`"
+    )
+    await ask(page, script, "All?", text)
+    await page.until("document.querySelectorAll('.katex').length === 4")
+    assert await page.run("document.querySelectorAll('.katex-display').length") == 2
+    assert await page.run("document.querySelector('.unread').textContent") == "\\frac{"
+    assert "it costs $5 and $6." in await page.run(LAST_TEXT)
+    boxes = "[...document.querySelectorAll('.task input')].map((box) => box.checked)"
+    assert await page.run(boxes) == [True, False]
+    await page.until("document.querySelector('.hl-keyword')")
+    assert await page.run("document.querySelector('.hl-keyword').textContent") == "def"
+    assert await page.run("document.querySelector('.code code').textContent") == (
+        "def f(): return 'é'\n"
+    )
+    assert await page.run(
+        "[...document.querySelectorAll('.answer > p code')].at(-1).textContent"
+    ) == ("$n$")
+
+
+async def test_the_tokens_of_a_draft_are_counted(page: Page) -> None:
+    await page.answer("/tokenize", 200, "application/json", b'{"count": 1234, "max_model_len": 1}')
+    await page.send("Input.insertText", text="A long draft")
+    await page.until("document.querySelector('#tokens').textContent === '1,234 of 100 tokens'")
+    assert await page.run("document.querySelector('#tokens').classList.contains('over')")
