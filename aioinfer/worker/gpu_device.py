@@ -332,6 +332,8 @@ class GpuDevice(Device):
         """
         padded = self.graphs.mixed.fit(num_tokens) or num_tokens
         self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest))
+        # graphs of layers read all rows of the buffers, which an earlier step may have filled
+        self.buffers.whole.seq_lens[len(rows[0]) :].zero_()
         inputs = self.buffers.views(num_tokens, len(rows[0]))
         sampled = None if places is None else SampledRows.of(inputs, places[0], places[1])
         return Step(inputs, num_decodes, sampled, host)

@@ -8,16 +8,19 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from aioinfer.ipc.plan import Admission, Admissions
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.worker.warm_up import GraphBodies
 from tests.kernels.bound_model import BLOCK_SIZE
 from tests.kernels.test_family_kernels import FAMILIES, SIZES
-from tests.kernels.test_gpu_device import make_runner, no_cuda
+from tests.kernels.test_gpu_device import Graphs, make_runner, no_cuda, plan_of
 from tests.tiny_models import tiny_model
 
 __all__ = ["no_cuda"]
@@ -59,3 +62,32 @@ def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -
     assert requests[0].num_preemptions == 1
     assert [request.num_cached for request in requests] == [0, 32, 32]
     assert runners[0].device.graphs.decode.replayed, "decodes are in graphs"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.extended)])
+def test_layers_in_a_graph_change_the_states_of_their_step_alone(name: str, tmp_path: Path) -> None:
+    """A graph of layers has as many rows as there are slots. A step of one prompt follows a step of
+    more decodes, whose rows it must not find."""
+    family, fields = FAMILIES[name]
+    tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
+    runner = make_runner(tmp_path, kernels=True)
+    device, bodies = runner.device, GraphBodies(runner, runner.device)
+    bodies.clear_mixed(8)
+    device.graphs.mixed = Graphs(lambda _: bodies.launch_mixed(8))
+    device.graphs.mixed.fit = lambda tokens: 8 if tokens <= 8 else 0
+    groups = len(device.kv.groups)
+    for slot in range(4):
+        admission = Admission(slot, np.array([7, 11 + slot], np.int32), 2, SamplingParams(), 0)
+        plan = plan_of(0, [slot], [0], [2], Admissions.of([admission]))
+        plan.table_rows = 4 * np.arange(len(device.kv.groups), dtype=np.int32) + slot
+        plan.table_indices = np.zeros_like(plan.table_rows)
+        plan.table_blocks = np.full_like(plan.table_rows, slot)
+        if slot < 3:
+            runner.step(plan).wait()
+    runner.step(plan_of(1, [0, 1, 2], [2] * 3, [1] * 3)).wait()
+    before = [tensor.clone() for tensor in device.kv.tensors]
+    runner.step(plan).wait()
+    assert device.graphs.mixed.replayed[-1] == 8
+    for group, tensor, kept in zip(device.kv.groups, device.kv.tensors, before, strict=True):
+        changed = (tensor != kept).movedim(1 if group.keeps_states else 2, 0).flatten(1).any(1)
+        assert changed.nonzero().flatten().tolist() == [3]
