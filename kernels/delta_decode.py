@@ -99,6 +99,13 @@ def _delta_decode_kernel(
     j = tl.arange(0, VALUE_PAD)
     taps = tl.arange(0, TAPS)
     is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
+    if HAS_STARTS:  # most rows may be others: their programs end before they load weights
+        wait_for_kernel(PDL)
+        token, is_started, before, last = decode_row(
+            seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size
+        )
+        if token < 0:
+            return
     q_channels = key_head * SHAPE.key_size + i
     k_channels = KEYS + q_channels
     v_channels = 2 * KEYS + head * SHAPE.value_size + j
@@ -111,12 +118,13 @@ def _delta_decode_kernel(
     else:
         bias = tl.load(dt_bias + head).to(tl.float32)
     norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
-    wait_for_kernel(PDL)
-    token, is_started, before, last = decode_row(
-        seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size
-    )
-    if token < 0:
-        return
+    if not HAS_STARTS:
+        wait_for_kernel(PDL)
+        token, is_started, before, last = decode_row(
+            seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size
+        )
+        if token < 0:
+            return
     window_table = window_tables + row.to(tl.int64) * window_table_stride
     matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
     window = windows + tl.load(window_table + before).to(tl.int64) * window_stride
@@ -220,7 +228,7 @@ def delta_decode(
         out: [T, HV * V], rows may be strided.
         block_size: tokens a block.
         query_starts: int32 [R + 1], the first token of each row: rows of another number of tokens
-            than one are left alone. None: row r is token r.
+            than one are left alone, and rows from the T-th on are padding. None: row r is token r.
         config: instead of `delta_decode_config` (to tune it).
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
 
@@ -240,6 +248,8 @@ def delta_decode(
             f"{windows.states.dtype} windows {tuple(windows.states.shape)} or {len(tickets)} "
             f"tickets do not fit {shape} and {rows} rows"
         )
+    if query_starts is not None:
+        rows = min(rows, len(inputs.mixed))
     if rows == 0:
         return
     config = delta_decode_config(shape) if config is None else config

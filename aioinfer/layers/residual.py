@@ -107,8 +107,11 @@ class ResidualStream:
         return inputs
 
     def _sums_with(self, norm: RMSNorm) -> bool:
-        """Whether a sum is outstanding that can compute the norm."""
-        return not self.is_reduced and norm.weight.dtype == self._hidden.dtype
+        """Whether a sum is outstanding that can compute the norm: a product's parts, or over the
+        ranks, where the all-reduce reads the norm's weight in words of the stream's dtype."""
+        if self.is_reduced:
+            return False
+        return self._partial is None or norm.weight.dtype == self._hidden.dtype
 
     @property
     def _all_reduce(self) -> AllReduce:

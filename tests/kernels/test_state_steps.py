@@ -75,7 +75,6 @@ def test_layers_in_a_graph_change_the_states_of_their_step_alone(name: str, tmp_
     bodies.clear_mixed(8)
     device.graphs.mixed = Graphs(lambda _: bodies.launch_mixed(8))
     device.graphs.mixed.fit = lambda tokens: 8 if tokens <= 8 else 0
-    groups = len(device.kv.groups)
     for slot in range(4):
         admission = Admission(slot, np.array([7, 11 + slot], np.int32), 2, SamplingParams(), 0)
         plan = plan_of(0, [slot], [0], [2], Admissions.of([admission]))
