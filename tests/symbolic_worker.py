@@ -9,6 +9,9 @@ of a slot, as on a device; a state that two rows of a step use, one of which wri
 they run side by side. The sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
+
+Drafts of lookahead rows are what the request is going to sample, or, by `draft_quality`, something
+else: a hash of the position says which.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aioinfer.ipc.kv_spec import KVGroup
+from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.scheduler.request import Request
@@ -61,7 +65,11 @@ class SymbolicWorker:
         block_size: int,
         max_num_seqs: int,
         token_budget: int,
+        draft_quality: float = 0.5,
     ):
+        self.draft_quality = draft_quality
+        self.next_start = [0] * max_num_seqs
+        self.num_kept = 0
         self.groups = groups
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -84,7 +92,9 @@ class SymbolicWorker:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         assert 0 < plan.num_tokens <= self.token_budget
-        assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
+        lookahead = plan.section(LookaheadRows)
+        if lookahead is None:
+            assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
         for admission in plan.admissions:
             for number in self.key_groups:
                 self.tables[number * self.max_num_seqs + admission.slot] = {}
@@ -118,6 +128,8 @@ class SymbolicWorker:
                 strict=True,
             )
         )
+        if lookahead is not None:
+            rows = self._resolve(rows, lookahead)
         # every row writes before any reads, as in a layer: a row may share a block that another
         # fills in this very step
         for slot, start, length, _ in rows:
@@ -126,10 +138,72 @@ class SymbolicWorker:
             self._check_keys(slot, start, length)
         for number in self.state_groups:
             self._advance_states(number, [row[:3] for row in rows])
-        sampled = [
-            self._sample(slot, start + length) for slot, start, length, samples in rows if samples
-        ]
+        if lookahead is None:
+            sampled = [
+                self._sample(slot, start + length)
+                for slot, start, length, samples in rows
+                if samples
+            ]
+        else:
+            sampled = self._sample_and_match([row for row in rows if row[3]])
         return StepResult(plan.step_id, np.array(sampled, np.int32))
+
+    def _resolve(
+        self, rows: list[tuple[int, int, int, int]], lookahead: LookaheadRows
+    ) -> list[tuple[int, int, int, int]]:
+        """Returns the rows with their positions, and writes their drafts."""
+        resolved = []
+        last = (-1, 0)  # slot and offset
+        for (slot, start, length, samples), offset, settled in zip(
+            rows, lookahead.offsets.tolist(), lookahead.settled.tolist(), strict=True
+        ):
+            assert (slot, offset - 1) == last or not offset, "rows of a slot are not adjacent"
+            if offset or slot == last[0]:
+                assert offset, "a slot has two first rows"
+            last = slot, offset
+            if not settled:
+                assert start <= self.next_start[slot] + offset, "a row begins too late"
+                start = self.next_start[slot] + offset
+            if offset:
+                self.tokens[slot].append(self._draft(slot, start))
+            elif length == 1 and samples:
+                del self.tokens[slot][start + 1 :]
+            resolved.append((slot, start, length, samples))
+        return resolved
+
+    def _draft(self, slot: int, position: int) -> int:
+        """Returns the draft at a position."""
+        prefix = self._prefixes(slot, position)[-1]
+        is_right = hash((prefix, "draft")) % 1000 < 1000 * self.draft_quality
+        return (
+            sample(prefix, self.seeds[slot]) if is_right else hash((prefix, "wrong")) % VOCABULARY
+        )
+
+    def _sample_and_match(self, rows: list[tuple[int, int, int, int]]) -> list[int]:
+        """Samples a token for each row, and skips the rows behind the first wrong draft."""
+        sampled: list[int] = []
+        index = 0
+        while index < len(rows):
+            slot, start, length, _ = rows[index]
+            end = index + 1
+            while end < len(rows) and rows[end][0] == slot:
+                end += 1
+            inputs = self.tokens[slot][start + length : start + length + end - index - 1]
+            prefixes = self._prefixes(slot, start + length + end - index - 1)
+            found = [
+                sample(prefixes[start + length + offset], self.seeds[slot])
+                for offset in range(end - index)
+            ]
+            kept = 1
+            while kept < len(found) and found[kept - 1] == inputs[kept - 1]:
+                kept += 1
+            self.num_kept += kept - 1
+            del self.tokens[slot][start + length :]
+            self.tokens[slot] += found[:kept]
+            self.next_start[slot] = start + length + kept - 1
+            sampled += found[:kept] + [SKIPPED] * (end - index - kept)
+            index = end
+        return sampled
 
     def _copy(self, plan: StepPlan) -> None:
         copies = list(

@@ -3,6 +3,7 @@ symbolic_worker)."""
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
 from unittest import mock
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from aioinfer.errors import IntegrityError
 from aioinfer.features.masks.planning import Constrained, Planning
 from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup, StateSpec
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import GROWTH_BYTES, ROW_BYTES, FreedSlots, StepPlan, StepResult
 from aioinfer.ipc.request_record import RECORD, AppendedTokens
@@ -61,11 +63,39 @@ class ListedMasks(Planning):
 CONSTRAINED = (Constrained(None),)
 
 
+class RandomLookahead(StepFeature):
+    """Asks for random numbers of lookahead rows."""
+
+    name = "random_lookahead"
+    looks_ahead = True
+
+    def __init__(self, seed: int = 1, most: int = 4):
+        super().__init__(None)
+        self.chance = random.Random(seed)
+        self.most = most
+        self.outcomes: list[tuple[int, int]] = []
+
+    def lookahead(self, decodes):
+        return {r: self.chance.randrange(self.most + 1) for r in decodes if not r.uses}
+
+    def take_lookahead(self, request, rows, kept):
+        assert 0 <= kept <= rows > 0
+        self.outcomes.append((rows, kept))
+
+
 class Harness:
     """A scheduler and a symbolic worker, stepped by hand as the engine steps them."""
 
-    def __init__(self, *, depth: int = 2, features: Sequence[StepFeature] = (), **limits):
+    def __init__(
+        self,
+        *,
+        depth: int = 2,
+        features: Sequence[StepFeature] = (),
+        draft_quality: float = 0.5,
+        **limits,
+    ):
         """`num_blocks` may be one number, of each group. `features`: beside `ListedMasks`."""
+        self.draft_quality = draft_quality
         groups = limits.setdefault("groups", (FULL,))
         if isinstance(limits.setdefault("num_blocks", 64), int):
             limits["num_blocks"] = (limits["num_blocks"],) * len(groups)
@@ -86,6 +116,7 @@ class Harness:
             limits.block_size,
             limits.max_num_seqs,
             limits.token_budget,
+            self.draft_quality,
         )
 
     def restart(self) -> None:
@@ -186,6 +217,67 @@ def test_outputs_do_not_depend_on_the_schedule(depth, block_size):
     for request in requests:
         assert_complete(request)
     assert len({tuple(r.tokens[r.prompt_len :]) for r in requests}) > 6
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("windows", [(None,), (None, 5)])
+def test_lookahead_changes_no_output(depth, quality, windows):
+    ahead = RandomLookahead()
+    groups = tuple(FULL if window is None else windowed(window) for window in windows)
+    harness = Harness(
+        depth=depth, groups=groups, num_blocks=40, max_lookahead=9, features=[ahead],
+        draft_quality=quality,
+    )  # fmt: skip
+    requests = [
+        make_request(str(i), list(range(i, i + 5 + 3 * i)), 3 + 4 * i, end_tokens=frozenset({i, 9}))
+        for i in range(9)
+    ]
+    harness.add(*requests)
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+        assert request.num_lookahead == 0
+    asked = sum(rows for rows, _ in ahead.outcomes)
+    kept = sum(kept for _, kept in ahead.outcomes)
+    assert kept == harness.worker.num_kept
+    assert asked > 50
+    assert (
+        kept <= asked / 5 if not quality else kept == asked if quality == 1.0 else 0 < kept < asked
+    )
+    plans = [plan for plan in harness.plans if plan.section(LookaheadRows) is not None]
+    assert max(int((plan.section(LookaheadRows).offsets > 0).sum()) for plan in plans) == 9
+    assert any(not plan.section(LookaheadRows).settled.all() for plan in plans) == (depth > 1)
+
+
+def test_lookahead_preempts_nobody_and_stops_before_the_last_token():
+    harness = Harness(
+        num_blocks=6, max_lookahead=8, features=[RandomLookahead(most=8)], draft_quality=1.0
+    )
+    requests = [make_request(str(i), [i] * 5, 7) for i in range(2)]
+    harness.add(*requests)
+    harness.run()
+    assert harness.scheduler.stats.preemptions == 0
+    assert harness.scheduler.stats.wasted_rows == 0
+    for request in requests:
+        assert_complete(request)
+
+
+def test_a_block_with_a_wrong_draft_is_not_found_in_the_cache():
+    """The last token of a full block is known before its key is computed."""
+    for abort_after in range(1, 12):
+        harness = Harness(
+            depth=1, max_lookahead=8, features=[RandomLookahead(abort_after, 8)], draft_quality=0.5
+        )
+        first = make_request("first", [1, 2, 3], 30)
+        harness.add(first)
+        for _ in range(abort_after):
+            harness.step()
+        harness.scheduler.finish(first, "abort")
+        again = make_request("again", first.tokens[: first.prompt_len + 25].tolist(), 5)
+        harness.add(again)
+        harness.run()
+        assert_complete(again)
 
 
 def test_chunked_prefill_keeps_the_budget():
@@ -693,6 +785,7 @@ def test_random_traffic(data):
 def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGroup, ...]) -> None:
     minimum = [group.max_blocks(40, block_size, budget) for group in groups]
     stages, ahead = draw(st.sampled_from([1, 1, 2, 3]), "stages"), draw(st.booleans(), "ahead")
+    has_states = any(group.keeps_states for group in groups)
     harness = Harness(
         depth=stages + ahead,
         num_stages=stages,
@@ -707,6 +800,9 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         target_itl_s=draw(st.sampled_from([None, 0.001, 0.01]), "target"),
         prefix_caching=draw(st.booleans(), "caching"),
         by_priority=draw(st.booleans(), "by_priority"),
+        max_lookahead=0 if stages > 1 or has_states else draw(st.integers(0, 12), "lookahead"),
+        features=[RandomLookahead(draw(st.integers(0, 9), "seed of the lookahead"))],
+        draft_quality=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), "drafts"),
     )
     if harness.limits.paces_prefill:
         harness.step_s = lambda: draw(st.sampled_from([0.0, 0.001, 0.002, 0.1]))

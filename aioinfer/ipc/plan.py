@@ -47,8 +47,8 @@ MAX_PLAN_BYTES = 12 * 2**20
 #: Bytes that the fixed part of a plan may take of it; the rest is for admissions.
 MAX_FIXED_BYTES = 2 * 2**20
 #: Bytes of a row (four integers, and one more if it is constrained), of an entry of a block table's
-#: growth, and of a copy of a block.
-ROW_BYTES, GROWTH_BYTES, COPY_BYTES = 20, 12, 12
+#: growth, of a copy of a block, and what lookahead adds to a row.
+ROW_BYTES, GROWTH_BYTES, COPY_BYTES, LOOKAHEAD_BYTES = 20, 12, 12, 8
 
 _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)
@@ -172,7 +172,7 @@ class StepResult:
     Attributes:
         step_id: the number of its plan.
         tokens: int32 [sampled]; -1 where the row's logits held NaN, so that nothing could be
-            sampled.
+            sampled; `lookahead.SKIPPED` for a lookahead row that was not kept.
         sections: the parts that only some results have, at most one of a class.
         busy_ns: nanoseconds that the worker spent on the step.
         take_ns: nanoseconds that the engine's process spent on taking the result from its ring;

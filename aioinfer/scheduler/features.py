@@ -57,12 +57,14 @@ class StepFeature:
         name: by which uses name their feature.
         extra_args: the names that it takes of `SamplingParams.extra_args`.
         reports: the section that workers send on their own, if there is one.
+        looks_ahead: whether it may ask for lookahead rows; of one feature at most.
         is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
     """
 
     name: ClassVar[str]
     extra_args: ClassVar[tuple[str, ...]] = ()
     reports: ClassVar[type[Section] | None] = None
+    looks_ahead: bool = False
     is_waiting: bool = False
 
     def __init__(self, host: Any):
@@ -80,6 +82,19 @@ class StepFeature:
         """Returns how many of `wanted` tokens of a request with this use the step may compute,
         which has `rows` of the feature so far; 0 keeps it out of the step."""
         return wanted
+
+    def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
+        """Returns how many lookahead rows each of some requests should have in the step that is
+        being planned, at most; None for none at all. `decodes` generate and will have a row.
+        Called once a step, if the feature `looks_ahead`."""
+        return None
+
+    def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
+        """Notes that of `rows` lookahead rows of a request in a step `kept` were kept."""
+
+    def note_step(self, num_rows: int, seconds: float) -> None:
+        """Notes how long a step of decodes took that had `num_rows` rows. Called if the feature
+        `looks_ahead`."""
 
     def plan(self, rows: Sequence[Row]) -> Section | None:
         """Returns the plan's section for the rows of a step, which will be posted."""
@@ -110,7 +125,11 @@ class StepFeature:
 
 
 class StepFeatures:
-    """The planning halves of an engine's features."""
+    """The planning halves of an engine's features.
+
+    Attributes:
+        ahead: the feature that looks ahead, if there is one.
+    """
 
     def __init__(self, features: Sequence[StepFeature] = ()):
         """Raises ConfigError if two have one name, or take one argument."""
@@ -121,6 +140,7 @@ class StepFeatures:
                 raise ConfigError(f"features: several {what} {twice[0]!r}")
         self._by_name = {feature.name: feature for feature in features}
         self._reporting = [(each, each.reports) for each in features if each.reports is not None]
+        self.ahead = next((each for each in features if each.looks_ahead), None)
 
     def __iter__(self) -> Iterator[StepFeature]:
         return iter(self._by_name.values())

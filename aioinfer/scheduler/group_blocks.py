@@ -185,7 +185,7 @@ class WindowBlocks(WholeBlocks):
     def check_tables(self, request: Request) -> None:
         """See `WholeBlocks.check_tables`."""
         for number, window in self._windows:
-            freed = max(0, request.num_computed - window + 1) // self._block_size
+            freed = max(0, request.min_computed - window + 1) // self._block_size
             if NULL_BLOCK in request.blocks[number][freed:]:
                 raise IntegrityError(f"request {request.request_id} lacks a block that it reads")
 

@@ -431,7 +431,7 @@ class KVCacheManager:
         """Enters a request's full blocks of known tokens into the prefix index."""
         if not self.prefix_caching:
             return
-        full = min(request.num_computed, len(request.tokens)) // self._block_size
+        full = min(request.min_computed, len(request.tokens)) // self._block_size
         first = request.num_committed
         if full <= first:
             return

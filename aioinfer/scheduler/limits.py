@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, MAX_FIXED_BYTES, ROW_BYTES
+from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, LOOKAHEAD_BYTES, MAX_FIXED_BYTES, ROW_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class SchedulerLimits:
         prefix_caching: whether KV blocks of finished requests are kept, where the groups allow it.
         by_priority: whether requests are ordered by priority before their arrival.
         num_stages: of the workers' pipeline; see `MicroBatches`.
+        max_lookahead: the maximum of lookahead rows in a step (see `ipc.lookahead`).
         plan_ahead: whether a request may be planned while its last token is on its way; with one
             stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -42,6 +43,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     by_priority: bool = False
     num_stages: int = 1
+    max_lookahead: int = 0
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
@@ -56,6 +58,7 @@ class SchedulerLimits:
         growth = tables * len(self.groups)
         growth += self.max_num_seqs * max_replacement_blocks
         rows = self.max_num_seqs * (ROW_BYTES + COPY_BYTES * len(self.groups))
+        rows += self.max_lookahead * (ROW_BYTES + LOOKAHEAD_BYTES)
         if rows + growth * GROWTH_BYTES > MAX_FIXED_BYTES:
             raise ConfigError(
                 "the plan of a step could be too long for the ring: lower "

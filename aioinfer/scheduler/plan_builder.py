@@ -12,6 +12,7 @@ from operator import attrgetter
 import numpy as np
 
 from aioinfer.ipc.kv_spec import NULL_BLOCK
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import GROWTH_BYTES, I32, StepPlan
 from aioinfer.ipc.request_record import (
     RECORD,
@@ -44,14 +45,23 @@ class PlanBuilder:
     Attributes:
         step_id: the plan's.
         budget_left: tokens that the step may still compute.
+        lookahead_left: lookahead rows that the step may still take.
         admitted_bytes: bytes that admissions take so far, the growth of their block tables
             included.
         rows: the rows that concern features, by the feature's name; complete by
             `feature_rows`.
     """
 
-    def __init__(self, step_id: int, budget: int, prefill: PrefillAllowance, max_num_seqs: int):
+    def __init__(
+        self,
+        step_id: int,
+        budget: int,
+        prefill: PrefillAllowance,
+        max_num_seqs: int,
+        lookahead: int = 0,
+    ):
         self.step_id = step_id
+        self.lookahead_left = lookahead
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.admitted_bytes = 0
@@ -59,6 +69,7 @@ class PlanBuilder:
         self._prefill = prefill
         self._decodes: list[Request] = []
         self._decode_starts: list[int] = []
+        self._lookahead: dict[int, tuple[int, int]] = {}  # (offset, settled) of some decodes
         self._prefills: list[Request] = []
         self._prefill_rows: list[tuple[int, int, int]] = []  # (start, length, samples)
         self._num_sampled = 0  # of the prefills
@@ -72,6 +83,11 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         return not self._decodes and not self._prefills
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether a request has several rows, or a row whose position only the workers know."""
+        return bool(self._lookahead)
 
     @property
     def prefill_left(self) -> int:
@@ -94,11 +110,30 @@ class PlanBuilder:
         self.budget_left -= granted
         return granted
 
+    def grant_lookahead(self, wanted: int) -> int:
+        """Takes up to `wanted` lookahead rows off the budget and returns how many."""
+        granted = min(wanted, self.lookahead_left, self.budget_left)
+        self.lookahead_left -= granted
+        self.budget_left -= granted
+        return granted
+
+    def add_decode(self, request: Request, start: int, offset: int, *, settled: bool) -> None:
+        """Adds a row of one token that is sampled.
+
+        Args:
+            start: its position, or the lowest that it can have.
+            offset: its number among the lookahead rows of the request; 0 for the first.
+            settled: whether `start` is its position.
+        """
+        if offset or not settled:
+            self._lookahead[len(self._decodes)] = offset, int(settled)
+        self._decodes.append(request)
+        self._decode_starts.append(start)
+
     def add_row(self, request: Request, start: int, length: int, samples: bool) -> None:
         """Adds the row of a request: `length` tokens from position `start`."""
         if length == 1 and samples:
-            self._decodes.append(request)
-            self._decode_starts.append(start)
+            self.add_decode(request, start, 0, settled=True)
         else:
             self._prefills.append(request)
             self._prefill_rows.append((start, length, int(samples)))
@@ -221,10 +256,20 @@ class PlanBuilder:
             core.append(self._packer.pack())
         if self._appended:
             core.append(AppendedTokens(*_columns(self._appended, 4)))
+        if self._lookahead:
+            core.append(self._lookahead_rows(decodes + prefills))
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
             table_blocks, copy_sources, copy_targets, [*core, *sections], copy_groups,
         )  # fmt: skip
+
+    def _lookahead_rows(self, rows: int) -> LookaheadRows:
+        """Returns the section that describes the lookahead of `rows` rows."""
+        columns = np.zeros((2, rows), np.int32)
+        columns[1] = 1
+        for row, pair in self._lookahead.items():
+            columns[:, row] = pair
+        return LookaheadRows(columns[0], columns[1])
 
 
 def _banned_tokens(request: Request) -> frozenset[int]:

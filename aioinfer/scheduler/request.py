@@ -127,7 +127,11 @@ class Request:
         total: tokens known plus tokens sampled in posted steps whose results have not come yet
             (placeholders).
         sampled_step: the last posted step that samples a token of it; kept for pipelines alone.
-        num_computed: tokens whose keys and values are in the cache once all posted steps have run.
+        num_computed: tokens whose keys and values are in the cache once all posted steps have run,
+            if these keep all of their lookahead (see `ipc.lookahead`).
+        num_lookahead: lookahead rows, beside the first, of posted steps whose results have not
+            come; `total` and `num_computed` count each as kept.
+        lookahead: kept by the feature that looks ahead for the request; None before that.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
         snapshots: with how many cached blocks it began, where it has states, and after how many of
@@ -171,6 +175,8 @@ class Request:
     plan_limit: int = 0
     sampled_step: int = -1
     num_computed: int = 0
+    num_lookahead: int = 0
+    lookahead: Any = None
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
@@ -208,9 +214,23 @@ class Request:
         return max(0, self.prompt_len - self.num_computed)
 
     @property
+    def min_computed(self) -> int:
+        """Tokens whose keys and values are in the cache once all posted steps have run, however
+        much of their lookahead is kept."""
+        return self.num_computed - self.num_lookahead
+
+    @property
     def num_pending(self) -> int:
-        """Tokens sampled in posted steps whose results have not come yet."""
+        """Tokens sampled in posted steps whose results have not come yet, at most."""
         return self.total - len(self.tokens)
+
+    def settle(self, lookahead: int, skipped: int) -> None:
+        """Takes the outcome of a step that had `lookahead` rows beside its first row, of which
+        `skipped` were not kept."""
+        self.num_lookahead -= lookahead
+        self.total -= skipped
+        if self.slot >= 0:
+            self.num_computed -= skipped
 
     def use(self, kind: type[U]) -> U | None:
         """Returns its use of a class, or None."""
@@ -252,7 +272,7 @@ class Request:
         """Takes the slot and the blocks away from the request, since they no longer exist, and
         forgets the tokens whose results have not come: all of it is recomputed."""
         self.total = len(self.tokens)
-        self.num_computed = 0
+        self.num_computed = self.num_lookahead = 0
         self.blocks = []
         self.num_blocks = self.num_committed = 0
         self.slot = self.prefill_step = -1

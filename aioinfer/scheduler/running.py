@@ -141,6 +141,19 @@ class RunningRequests:
 
     # ---------------------------------------------------------------- planning
 
+    def plan_decode(self, builder: PlanBuilder, request: Request, lookahead: int) -> None:
+        """Gives a request that generates the row of its last token, and `lookahead` rows behind it;
+        its blocks are in place."""
+        first, settled = request.min_computed, not request.num_lookahead
+        for offset in range(1 + lookahead):
+            start = first + offset
+            builder.add_decode(request, start, offset, settled=settled)
+            if request.uses:
+                builder.add_uses(request, start, start + 1, True)
+        request.num_computed += 1 + lookahead
+        request.total += 1 + lookahead
+        request.num_lookahead += lookahead
+
     def plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
         """Gives a request `tokens` tokens of the step; its blocks are in place."""
         start = request.num_computed
@@ -173,7 +186,7 @@ class RunningRequests:
         """
         for request in self._advanced:
             if request.slot >= 0:
-                self.kv_cache.free_unread(request, request.num_computed)
+                self.kv_cache.free_unread(request, request.min_computed)
         self._advanced.clear()
 
     def can_append(self, count: int) -> bool:

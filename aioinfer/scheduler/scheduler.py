@@ -37,6 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
+from aioinfer.ipc.lookahead import SKIPPED
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -299,7 +300,7 @@ class Scheduler:
 
     def _record(self, builder: PlanBuilder, rows: Mapping[str, Sequence[Row]]) -> None:
         """Records a step that will be posted."""
-        self._posted.add(builder.step_id, builder.sampled_requests, rows)
+        self._posted.add(builder.step_id, builder.sampled_requests, rows, builder.has_lookahead)
         if self.pacing.is_active:
             self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
@@ -322,9 +323,11 @@ class Scheduler:
         tokens: list[int] = []
         rows: list[int] = []
         finished: dict[int, Finish] = {}
-        sampled = zip(step.sampled, result.tokens.tolist(), strict=True)
-        for row, (request, token) in enumerate(sampled):
-            if request is None:
+        result_tokens = result.tokens.tolist()
+        if step.has_lookahead:
+            self._settle(step.sampled, result_tokens)
+        for row, (request, token) in enumerate(zip(step.sampled, result_tokens, strict=True)):
+            if request is None or token == SKIPPED:
                 continue
             if request.status is RequestStatus.FINISHED:
                 self.stats.wasted_rows += 1
@@ -341,6 +344,26 @@ class Scheduler:
             output = self.features.take(step.rows, result, output)
         return output
 
+    def _settle(self, sampled: Sequence[Request | None], tokens: Sequence[int]) -> None:
+        """Takes in how much of the lookahead of a step was kept, for each request with any.
+
+        Args:
+            sampled, tokens: of the step's sampled rows; rows of one request are adjacent.
+        """
+        last = 0
+        for row in range(1, len(sampled) + 1):
+            request = sampled[last]
+            if row < len(sampled) and sampled[row] is request:
+                continue
+            if request is not None and row - last > 1:
+                skipped = tokens[last:row].count(SKIPPED)
+                request.settle(row - last - 1, skipped)
+                if self.features.ahead is not None:
+                    self.features.ahead.take_lookahead(
+                        request, row - last - 1, row - last - 1 - skipped
+                    )
+            last = row
+
     def _take_token(self, request: Request, token: int) -> Finish | None:
         """Appends a token. Returns why the request ended with it, if it did."""
         if token < 0:
@@ -356,7 +379,7 @@ class Scheduler:
                 finish = Finish("length")
             else:
                 full = (request.num_committed + 1) * self.limits.block_size
-                if length >= full and request.num_computed >= full:
+                if length >= full and request.min_computed >= full:
                     self.kv_cache.commit(request)
                 return None
         waiting = request.slot < 0  # preempted while its last token was on its way

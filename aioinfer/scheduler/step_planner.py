@@ -7,6 +7,8 @@ blocks. `Scheduler` owns a `StepPlanner`. Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aioinfer.scheduler.features import MAX_RESULT_BYTES, StepFeatures
 from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -85,8 +87,9 @@ class StepPlanner:
     def _new_builder(self, step_id: int) -> PlanBuilder:
         limits = self._limits
         return PlanBuilder(
-            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs
-        )
+            step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs,
+            limits.max_lookahead,
+        )  # fmt: skip
 
     def _preempt_idle(self) -> bool:
         """Preempts the last request if requests wait and all running ones are idle: sequences that
@@ -131,6 +134,7 @@ class StepPlanner:
         """
         running, kv_cache, block_size = self._running, self._kv_cache, self._limits.block_size
         requests, micro_batches = running.requests, self._micro_batches
+        ahead = self._lookahead(builder)
         preempted = False
         index = 0
         while index < len(requests):  # preemption shortens the list from the back
@@ -147,9 +151,13 @@ class StepPlanner:
             tokens = builder.grant(wanted, start)
             if not tokens:
                 continue
-            missing = -((request.num_blocks * block_size - start - tokens) // block_size)
+            lookahead = 0
+            if ahead and tokens == 1:
+                lookahead = self._grant_lookahead(builder, request, ahead.get(request, 0))
+            end = start + tokens + lookahead
+            missing = -((request.num_blocks * block_size - end) // block_size)
             if missing > 0:
-                kv_cache.free_unread(request, start)
+                kv_cache.free_unread(request, request.min_computed)
                 if not kv_cache.can_grow(request, missing):
                     preempted = True
                     if not running.preempt_for(request, missing):
@@ -161,8 +169,37 @@ class StepPlanner:
                 builder.grow_tables(request, first)
                 if kv_cache.frees_early:
                     running.note_advance(request)
-            running.plan_row(builder, request, tokens)
+            if lookahead or request.num_lookahead:
+                running.plan_decode(builder, request, lookahead)
+            else:
+                running.plan_row(builder, request, tokens)
         return preempted
+
+    def _lookahead(self, builder: PlanBuilder) -> Mapping[Request, int] | None:
+        """Returns how many lookahead rows requests should have in the step, if any should."""
+        feature = self._features.ahead
+        if feature is None or not builder.lookahead_left:
+            return None
+        decodes = [
+            request
+            for request in self._running.requests
+            if request.total - request.num_computed == 1
+            and request.prompt_len <= request.num_computed
+            and request.total < request.plan_limit
+        ]
+        return feature.lookahead(decodes)
+
+    def _grant_lookahead(self, builder: PlanBuilder, request: Request, asked: int) -> int:
+        """Returns how many lookahead rows a request gets of those asked for: as many as the step,
+        the request's length and the KV blocks allow without preempting any."""
+        start, size = request.num_computed, self._limits.block_size
+        wanted = min(asked, request.plan_limit - request.total - 1)
+        if wanted <= 0:
+            return 0
+        missing = -((request.num_blocks * size - start - 1 - wanted) // size)
+        if missing > 0 and not self._kv_cache.can_grow(request, missing):
+            wanted = min(wanted, request.num_blocks * size - start - 1)
+        return builder.grant_lookahead(max(0, wanted))
 
     def _plan_waiting(self, builder: PlanBuilder) -> None:
         """Admits waiting requests in order, while slots, budget, bytes and blocks last.

@@ -66,12 +66,14 @@ class PostedStep:
         sampled: the requests that it samples a token for, in the order of its result's rows; None
             where the token is dropped.
         rows: the rows that concern features, by the feature's name.
+        has_lookahead: whether requests may have several rows.
         num_dropped: tokens that are dropped because an appended token took their place.
     """
 
     step_id: int
     sampled: list[Request | None]
     rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    has_lookahead: bool = False
     num_dropped: int = 0
 
 
@@ -90,10 +92,14 @@ class PostedSteps:
         return self._steps[-1]
 
     def add(
-        self, step_id: int, sampled: Sequence[Request], rows: Mapping[str, Sequence[Row]]
+        self,
+        step_id: int,
+        sampled: Sequence[Request],
+        rows: Mapping[str, Sequence[Row]],
+        has_lookahead: bool = False,
     ) -> None:
         """Records that a step is posted."""
-        self._steps.append(PostedStep(step_id, list(sampled), rows))
+        self._steps.append(PostedStep(step_id, list(sampled), rows, has_lookahead))
 
     def take(self, step_id: int) -> PostedStep:
         """Removes and returns the oldest step, as its result has come.
