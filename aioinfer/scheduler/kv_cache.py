@@ -431,7 +431,8 @@ class KVCacheManager:
         """Enters a request's full blocks of known tokens into the prefix index."""
         if not self.prefix_caching:
             return
-        full = min(request.min_computed, len(request.tokens)) // self._block_size
+        computed = request.num_computed - request.num_lookahead
+        full = min(computed, len(request.tokens)) // self._block_size
         first = request.num_committed
         if full <= first:
             return

@@ -379,7 +379,7 @@ class Scheduler:
                 finish = Finish("length")
             else:
                 full = (request.num_committed + 1) * self.limits.block_size
-                if length >= full and request.min_computed >= full:
+                if length >= full and request.num_computed - request.num_lookahead >= full:
                     self.kv_cache.commit(request)
                 return None
         waiting = request.slot < 0  # preempted while its last token was on its way

@@ -157,7 +157,7 @@ class StepPlanner:
             end = start + tokens + lookahead
             missing = -((request.num_blocks * block_size - end) // block_size)
             if missing > 0:
-                kv_cache.free_unread(request, request.min_computed)
+                kv_cache.free_unread(request, start - request.num_lookahead)
                 if not kv_cache.can_grow(request, missing):
                     preempted = True
                     if not running.preempt_for(request, missing):
