@@ -108,6 +108,8 @@ class Step:
             alone; else for all tokens.
         host: the rows' lengths; None inside a graph.
         has_prefill: whether there may be rows beyond the decodes.
+        has_lookahead: whether several rows may be of one sequence (see `ipc.lookahead`): attention
+            then begins once all keys of the step are in the cache.
         shares_prefix: whether attention looks for a prefix that decodes share, where it can.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
@@ -118,5 +120,6 @@ class Step:
     sampled: SampledRows | None = None
     host: HostRows | None = None
     has_prefill: bool = True
+    has_lookahead: bool = False
     shares_prefix: bool = True
     memo: dict[Any, Any] = field(default_factory=dict)

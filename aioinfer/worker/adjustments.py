@@ -39,14 +39,14 @@ class _Adjustment(NamedTuple):
 
     Attributes:
         flag: the sampling flag of rows that need it.
-        in_torch: changes rows [n] of logits, given their slots and positions, int32 [n], and the
-            token id of the first column.
+        in_torch: changes some of the rows of logits, given their numbers [n], and the token id of
+            the first column.
         with_kernel: changes those of all rows of logits whose slots need it, given the token id of
             the first column.
     """
 
     flag: int
-    in_torch: Callable[[torch.Tensor, Slots, npt.NDArray[Any], I32, I32, int], None]
+    in_torch: Callable[[torch.Tensor, Slots, SamplingRows, npt.NDArray[Any], int], None]
     with_kernel: Callable[[torch.Tensor, Slots, RowTensors, int], None]
 
 
@@ -78,7 +78,7 @@ def adjust_logits(
             with_kernel(logits, slots, rows.there, first)
         else:
             some = np.flatnonzero(flags & flag)
-            in_torch(logits, slots, some, rows.slot_ids[some], rows.positions[some], first)
+            in_torch(logits, slots, rows, some, first)
 
 
 def count_sampled(
@@ -109,10 +109,10 @@ def count_sampled(
 
 
 def _add_biases(
-    logits: torch.Tensor, slots: Slots, rows: npt.NDArray[Any], slot_ids: I32, _: I32, first: int
+    logits: torch.Tensor, slots: Slots, rows: SamplingRows, some: npt.NDArray[Any], first: int
 ) -> None:
     lists = slots.bias_ids, slots.params["num_bias"], slots.bias_values
-    _add(logits, rows, slot_ids, first, *lists)
+    _add(logits, some, rows.slot_ids[some], first, *lists)
 
 
 def _add_biases_with_kernel(
@@ -125,9 +125,9 @@ def _add_biases_with_kernel(
 
 
 def _ban(
-    logits: torch.Tensor, slots: Slots, rows: npt.NDArray[Any], slot_ids: I32, _: I32, first: int
+    logits: torch.Tensor, slots: Slots, rows: SamplingRows, some: npt.NDArray[Any], first: int
 ) -> None:
-    _add(logits, rows, slot_ids, first, slots.banned_ids, slots.params["num_banned"])
+    _add(logits, some, rows.slot_ids[some], first, slots.banned_ids, slots.params["num_banned"])
 
 
 def _ban_with_kernel(logits: torch.Tensor, slots: Slots, rows: RowTensors, first: int) -> None:
@@ -164,23 +164,18 @@ def _add(
 
 
 def _penalize(
-    logits: torch.Tensor,
-    slots: Slots,
-    rows: npt.NDArray[Any],
-    slot_ids: I32,
-    positions: I32,
-    first: int,
+    logits: torch.Tensor, slots: Slots, rows: SamplingRows, some: npt.NDArray[Any], first: int
 ) -> None:
-    """Applies the penalties of `slot_ids` to `rows` of `logits`, in place.
+    """Applies penalties to the rows `some` of `logits`, in place.
 
     Repetition: divides positive and multiplies negative logits of tokens of prompt and output
     (CTRL, Keskar et al. 2019). Frequency and presence: subtracted for each, and once for any,
     occurrence in the output (OpenAI). Only the tokens that occur are touched. One that occurs twice
-    is read and written twice, with the same value.
+    is read and written twice, with the same value. Drafts before a row count as its output.
     """
-    device = logits.device
-    where = torch.from_numpy(rows).to(device)[:, None]
-    at = torch.from_numpy(slot_ids).long().to(device)
+    device, positions = logits.device, rows.positions[some]
+    where = torch.from_numpy(some).to(device)[:, None]
+    at = torch.from_numpy(rows.slot_ids[some]).long().to(device)
     lengths = torch.from_numpy(positions).to(device)[:, None]
     longest = int(positions.max())
     tokens = slots.tokens[:, :longest][at].long()
@@ -188,6 +183,9 @@ def _penalize(
     occurrences = slots.occurrences
     counted = occurrences.row_of_slot[at].long()[:, None]
     counts = occurrences.rows[counted, tokens] & (IN_PROMPT - 1)
+    if rows.lookahead is not None:
+        offsets = rows.lookahead.offsets[torch.from_numpy(some)]
+        counts += _count_drafts(slots.tokens, at, lengths, offsets[:, None], tokens)
     repetition, presence, frequency = (
         slots.params[f"{name}_penalty"][at][:, None]
         for name in ("repetition", "presence", "frequency")
@@ -202,6 +200,21 @@ def _penalize(
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counts + presence * (counts > 0)
     logits[where, tokens] = values
+
+
+def _count_drafts(
+    tokens_of_slots: torch.Tensor,
+    slot_ids: torch.Tensor,
+    lengths: torch.Tensor,
+    offsets: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Returns how often each of `tokens` [n, m] is among the last `offsets` (int32 [n, 1]) of the
+    first `lengths` (int32 [n, 1]) tokens of a row's slot: [n, m]."""
+    back = torch.arange(1, int(offsets.max()) + 1, device=tokens.device)
+    drafts = tokens_of_slots[slot_ids[:, None], (lengths - back).clamp(min=0)]
+    drafts = torch.where(back <= offsets, drafts, -1)
+    return (tokens[:, :, None] == drafts[:, None, :]).sum(-1)
 
 
 def _penalize_with_kernel(logits: torch.Tensor, slots: Slots, rows: RowTensors, first: int) -> None:

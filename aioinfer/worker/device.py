@@ -8,17 +8,19 @@ without use. All other parts of a step are the same on both: see `runner`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
-from aioinfer.worker.features import PendingSection
+from aioinfer.worker.features import PendingSection, ProposalRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
-from aioinfer.worker.slots import SamplingRows, Slots
+from aioinfer.worker.slots import LookaheadTensors, SamplingRows, Slots
 
 #: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
 #: prepared, one is being read. With P pipeline stages P + 1 are in flight.
@@ -49,6 +51,11 @@ class Device:
         """Begins the step of a plan: applies the host's part of it. Once for each plan, in
         order."""
         raise NotImplementedError
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan that has been begun, its rows at their positions as far as the host
+        knows them: of rows with lookahead the plan has the lowest positions that they can have."""
+        return plan
 
     def hold(self, received: torch.Tensor) -> None:
         """Makes hidden states [T, hidden_size] the beginning of `received`."""
@@ -86,6 +93,10 @@ class Device:
     def apply(self, plan: StepPlan, late: I32 | None) -> None:
         """Applies a plan to block tables, slots and KV blocks. The rows `late` (int32 [M]) of the
         sampled ones are sampled by a later call."""
+        raise NotImplementedError
+
+    def proposal_rows(self, plan: StepPlan) -> ProposalRows:
+        """Returns the decodes of a plan with lookahead, after `apply`."""
         raise NotImplementedError
 
     def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
@@ -139,6 +150,16 @@ class CpuDevice(Device):
         """See `Device.begin`."""
         self.index = (self.index + 1) % NUM_BUFFERS
         self._staged = self.slots.stage(plan)
+        self._offsets: I32 | None = None  # of the sampled rows of a step with lookahead
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """See `Device.resolve`. All positions are known."""
+        rows = plan.section(LookaheadRows)
+        if rows is None:
+            return plan
+        self._offsets = rows.offsets[np.flatnonzero(plan.samples)]
+        behind = self.slots.next_start.numpy()[plan.slots] + rows.offsets
+        return dataclasses.replace(plan, starts=np.where(rows.settled, plan.starts, behind))
 
     def hold(self, received: torch.Tensor) -> None:
         """See `Device.hold`."""
@@ -155,6 +176,15 @@ class CpuDevice(Device):
             counts, copies = sort_copies(plan, len(self.kv.groups))
             self.kv.copy_blocks(counts, *torch.from_numpy(copies))
 
+    def proposal_rows(self, plan: StepPlan) -> ProposalRows:
+        """See `Device.proposal_rows`; the plan is resolved."""
+        rows, decodes = plan.section(LookaheadRows), count_decodes(plan)
+        assert rows is not None
+        bases = plan.starts - rows.offsets
+        return ProposalRows(
+            *(torch.tensor(each[:decodes]) for each in (plan.slots, bases, rows.offsets))
+        )
+
     def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
         """See `Device.prepare`."""
         step = prepare_step(plan, self.slots)
@@ -165,6 +195,14 @@ class CpuDevice(Device):
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
         """See `Device.last_tokens`."""
         return torch.from_numpy(np.cumsum(plan.lengths)[np.flatnonzero(plan.samples)] - 1)
+
+    def sampled_rows(self, slot_ids: I32, positions: I32) -> SamplingRows:
+        """See `Device.sampled_rows`."""
+        lookahead = None
+        if self._offsets is not None:
+            inputs = self.slots.tokens.numpy()[slot_ids, positions - 1]
+            lookahead = LookaheadTensors(torch.tensor(self._offsets), torch.from_numpy(inputs))
+        return SamplingRows(slot_ids, positions, self.index, lookahead=lookahead)
 
     def fetch(
         self, count: int, pending: Sequence[PendingSection]
@@ -207,7 +245,10 @@ def prepare_step(plan: StepPlan, slots: Slots) -> Step:
         rotary=rotary,
     )
     host = HostRows(plan.lengths.tolist(), seq_lens.tolist())
-    return Step(inputs, count_decodes(plan), _sampled_rows(plan, inputs), host)
+    return Step(
+        inputs, count_decodes(plan), _sampled_rows(plan, inputs), host,
+        has_lookahead=plan.section(LookaheadRows) is not None,
+    )  # fmt: skip
 
 
 def count_decodes(plan: StepPlan) -> int:

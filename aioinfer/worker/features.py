@@ -61,6 +61,21 @@ class Rank:
         return upload(array, self.device)
 
 
+class ProposalRows(NamedTuple):
+    """The decodes of a step with lookahead, int32 [R] each on the device (see `ipc.lookahead`).
+
+    Attributes:
+        slots: the slot of each row.
+        bases: the position of the slot's last known token; the same for all rows of a slot.
+        offsets: the number of the row among the adjacent rows of its slot; a row with an offset
+            above 0 computes a draft.
+    """
+
+    slots: torch.Tensor
+    bases: torch.Tensor
+    offsets: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class PendingSection:
     """A section of a result whose arrays are still on the device, or on their way to the host.
@@ -102,18 +117,29 @@ class WorkerFeature:
         suits_graphs: whether the CUDA graph of a decode step may be replayed for a plan with the
             section: the feature needs no hidden states.
         adjusts_logits: whether `adjust` changes logits.
+        proposes: whether `propose` writes drafts; of one feature at most.
         is_needed: false where the rank's model gives it nothing to do: it is never called then.
     """
 
     section: ClassVar[type[Section] | None] = None
     suits_graphs: ClassVar[bool] = True
     adjusts_logits: ClassVar[bool] = False
+    proposes: ClassVar[bool] = False
 
     def __init__(self, rank: Rank):
         self.rank = rank
         self.is_needed = True
 
     # ---------------------------------------------------------------- a step, in this order
+
+    def propose(self, rows: ProposalRows) -> None:
+        """Writes a draft into `Slots.tokens[slot, base + offset]` for each row with an offset above
+        0, from the tokens of its slot up to `base`: any token id, right or wrong.
+
+        Called before the inputs of a step with lookahead rows are prepared, on all ranks, of a
+        pipeline on the first and the last stage; all propose the same. On a GPU it may be captured
+        in a CUDA graph: it launches the same work for any values of `rows`, and waits for nothing.
+        """
 
     def needs_all_tokens(self, plan: StepPlan, section: Any) -> bool:
         """Whether `read_hidden` needs the hidden states of all tokens of the step, and not just
@@ -324,6 +350,7 @@ class StepWorks:
         self.all = [work for work in works if work.is_needed]
         self._of_every_step = [work for work in self.all if work.section is None]
         self._by_section = {work.section: work for work in self.all if work.section is not None}
+        self._proposing = next((work for work in self.all if work.proposes), None)
 
     @classmethod
     def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:
@@ -339,6 +366,12 @@ class StepWorks:
             return StepCalls(plan)
         found = ((self._by_section.get(type(section)), section) for section in plan.sections)
         return StepCalls(plan, [Active(work, part) for work, part in found if work is not None])
+
+    def propose(self, rows: ProposalRows) -> None:
+        """Calls `WorkerFeature.propose` of the feature that proposes drafts. Without one, whatever
+        tokens the slots have are drafts."""
+        if self._proposing is not None:
+            self._proposing.propose(rows)
 
     def read_step(self, step_id: int) -> list[PendingSection]:
         """Returns what goes back behind a step, whatever its plan has."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
@@ -54,7 +55,7 @@ class PendingResult:
 
     Attributes:
         step_id: the plan's.
-        tokens: int32 [S] on the host, the sampled tokens.
+        tokens: int32 [S] on the host, the sampled tokens, as in `StepResult`.
         pending: its sections.
         arrived: recorded behind the copies to the host; None on a CPU.
         busy_ns: nanoseconds that the host spent on the step, less those spent waiting for a message
@@ -117,6 +118,7 @@ class ModelRunner:
         began = time.perf_counter_ns()
         device, links = self.device, self.links
         device.begin(plan)
+        plan = device.resolve(plan)
         calls = self.works.of(plan) if self.samples else StepCalls(plan)
         waited_before, received = 0, None
         if links is not None:
@@ -179,6 +181,8 @@ class ModelRunner:
             if not device.replay_idle():
                 model.take_part()
             return None, None
+        if plan.section(LookaheadRows) is not None:
+            self.works.propose(device.proposal_rows(plan))
         every = calls.need_all_tokens
         hidden = self.compute(device.prepare(plan, every_token=every), every_token=every)
         calls.read_hidden(hidden, has_all_tokens=every)

@@ -77,7 +77,8 @@ class Sampler:
     ) -> None:
         """Samples a token for each row of logits [S, local_size] by the parameters of its request,
         and enters it in its slot and in the step's results: -1 where the logits hold NaN or
-        infinity, or every token is banned.
+        infinity, or every token is banned. In a step with lookahead a row behind a draft that
+        differs from the sampled token enters `SKIPPED` in the results, and nothing in its slot.
 
         Args:
             logits: of the model, or changed ones.
@@ -107,13 +108,23 @@ class Sampler:
         self, logits: torch.Tensor, rows: RowTensors, places: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Samples a token (int32 [S]) for each row of logits [S, local_size] with kernels, by
-        temperature and filters, and enters it. It can be captured in a CUDA graph.
+        temperature and filters, and enters it, in a step with lookahead unless it is skipped. It
+        can be captured in a CUDA graph.
 
         Args:
             places: see `SamplingRows`.
         """
-        slots, positions = rows.slots, rows.positions
+        slots, positions, lookahead = rows.slots, rows.positions, rows.lookahead
         tokens = self._sample_tokens(logits, slots, positions, self._state, shard=self._shard)
+        if lookahead is not None:
+            from aioinfer.kernels.lookahead import accept_tokens
+
+            accept_tokens(
+                tokens, slots, positions, rows.is_real, lookahead.offsets, lookahead.inputs,
+                self._slots.tokens, self._slots.next_start,
+                results=self._results, buffer_index=rows.index, places=places,
+            )  # fmt: skip
+            return tokens
         self._append_tokens(
             tokens, slots, positions, rows.is_real, self._slots.tokens,
             results=self._results, buffer_index=rows.index, places=places,
@@ -131,12 +142,15 @@ class Sampler:
         else:
             sampled = host_sampling.sample_rows(scores, *of_rows)
         tokens = torch.from_numpy(sampled)
+        if rows.lookahead is None:
+            self._slots.append(rows.slot_ids, rows.positions, tokens)
+        else:
+            self._slots.accept(rows.slot_ids, rows.positions, rows.lookahead, tokens)
         results = self._results[rows.index]
         if rows.places is None:
             results[: len(tokens)] = tokens
         else:
             results[rows.places.long()] = tokens
-        self._slots.append(rows.slot_ids, rows.positions, tokens)
         return tokens
 
 

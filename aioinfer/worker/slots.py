@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.ipc.lookahead import SKIPPED
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import (
     RECORD,
@@ -131,6 +132,20 @@ class Occurrences:
 
 
 @dataclass(frozen=True, slots=True)
+class LookaheadTensors:
+    """What the sampled rows of a step with lookahead have beside their positions, int32 [S] each on
+    the device (see `ipc.lookahead`).
+
+    Attributes:
+        offsets: the number of the row among the adjacent rows of its slot, 0 for the first.
+        inputs: the last token that the row computed: of a row with an offset above 0, its draft.
+    """
+
+    offsets: torch.Tensor
+    inputs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class RowTensors:
     """The sampled rows as kernels read them, int32 [S] each.
 
@@ -138,12 +153,14 @@ class RowTensors:
         slots, positions: the slot of each row, and the position of the sampled token.
         is_real: 0 for padding, and for rows that are sampled later.
         index: int32 [1], the number of the step's result buffer.
+        lookahead: of a step with lookahead; else None.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     is_real: torch.Tensor
     index: torch.Tensor
+    lookahead: LookaheadTensors | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +174,7 @@ class SamplingRows:
         places: int32 [S] on the device, the place of each row in the step's results; None where it
             is its number.
         there: the same for kernels; None without them.
+        lookahead: of a step with lookahead, without kernels; else None.
     """
 
     slot_ids: I32
@@ -164,6 +182,7 @@ class SamplingRows:
     index: int
     places: torch.Tensor | None = None
     there: RowTensors | None = None
+    lookahead: LookaheadTensors | None = None
 
 
 class Slots:
@@ -171,7 +190,10 @@ class Slots:
 
     Attributes:
         tokens: int32 [S, max_model_len + 1], prompt and output. One more than a request can have,
-            since the last token is sampled but never computed.
+            since the last token is sampled but never computed. Behind the last known token there
+            may be drafts, which nothing but their own step reads.
+        next_start: int32 [S], the position of the first token that is not computed, which is the
+            last known one; written by steps with lookahead (see `ipc.lookahead`).
         block_tables: int32 [groups * S, blocks of max_model_len], valid block ids, or
             of states negative where there is none; row group * S + slot.
         tables_by_group: the same by KV group, each [S, blocks of max_model_len].
@@ -210,6 +232,7 @@ class Slots:
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
+        self.next_start = zeros(max_num_seqs)
         max_blocks = -(-max_model_len // block_size)
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
         self.rotary_offsets = zeros(max_num_seqs) if has_rotary_offsets else None
@@ -347,6 +370,24 @@ class Slots:
         # a row that failed must still leave an id that can be embedded
         self.tokens[where] = tokens.clamp(min=0)
 
+    def accept(
+        self, slot_ids: I32, positions: I32, lookahead: LookaheadTensors, tokens: torch.Tensor
+    ) -> None:
+        """Keeps the tokens that the rows of a step with lookahead sampled (int32 [n], -1 where they
+        could not), as long as the drafts of a slot equal the sampled tokens: writes the kept ones
+        to `positions` of `slot_ids`, and replaces the others by `SKIPPED`, in place. In plain
+        torch."""
+        sampled, offsets = tokens.numpy(), lookahead.offsets.numpy()
+        differs = np.zeros(len(sampled), np.bool_)
+        differs[1:] = (offsets[1:] > 0) & (lookahead.inputs.numpy()[1:] != sampled[:-1])
+        count = np.cumsum(differs)
+        is_kept = count == count[np.arange(len(count)) - offsets]
+        kept = np.flatnonzero(is_kept)
+        self.append(slot_ids[kept], positions[kept], tokens[torch.from_numpy(kept)])
+        # of several rows of a slot the last one counts
+        self.next_start.numpy()[slot_ids[kept]] = positions[kept]
+        sampled[~is_kept] = SKIPPED
+
     def current_flags(self, slot_ids: I32, positions: I32) -> npt.NDArray[np.uint8]:
         """Returns the flags (uint8 [n]) that bear on sampling the tokens at `positions` of
         `slot_ids`."""
@@ -357,8 +398,8 @@ class Slots:
     def reset(self) -> None:
         """Forgets everything, as if no request had ever been admitted."""
         for tensor in (
-            self.tokens, self.block_tables, self.seeds, self.records, self.bias_ids,
-            self.bias_values, self.banned_ids, self.rotary_offsets,
+            self.tokens, self.next_start, self.block_tables, self.seeds, self.records,
+            self.bias_ids, self.bias_values, self.banned_ids, self.rotary_offsets,
         ):  # fmt: skip
             if tensor is not None:
                 tensor.zero_()
