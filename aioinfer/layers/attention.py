@@ -199,11 +199,12 @@ class Attention(Mixer):
         """See `Part.kinds`."""
         return self.qkv.weight.kind, self.output.weight.kind
 
-    def unsupported_head_size(self, block_size: int) -> int | None:
-        """See `Mixer.unsupported_head_size`."""
+    def lacks(self, block_size: int) -> str | None:
+        """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_attention import supports
 
-        return None if supports(self.shape, block_size) else self.shape.head_size
+        is_supported = supports(self.shape, block_size)
+        return None if is_supported else f"head size {self.shape.head_size}"
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""

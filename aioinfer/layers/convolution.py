@@ -142,11 +142,11 @@ class ShortConvolution(Mixer):
         self.inputs.warm_up(self._norm)
         self.output.warm_up()
 
-    def unsupported_head_size(self, block_size: int) -> int | None:
-        """See `Mixer.unsupported_head_size`."""
+    def lacks(self, block_size: int) -> str | None:
+        """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_states import supports
 
-        return None if supports(block_size) else len(self.convolution.weight)
+        return None if supports(block_size) else "states"
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""

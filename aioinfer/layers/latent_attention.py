@@ -104,11 +104,12 @@ class LatentAttention(Mixer):
         query_kind = None if self.query_up is None else self.query_up[1].weight.kind
         return "latent", self.down.weight.kind, query_kind, self.output.weight.kind
 
-    def unsupported_head_size(self, block_size: int) -> int | None:
-        """See `Mixer.unsupported_head_size`: the channels of a latent vector."""
+    def lacks(self, block_size: int) -> str | None:
+        """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_attention import supports_latents
 
-        return None if supports_latents(self.shape, block_size) else self.shape.cached_size
+        is_supported = supports_latents(self.shape, block_size)
+        return None if is_supported else f"latent vectors of {self.shape.cached_size} channels"
 
     def finalize(self) -> None:
         """Brings the rotated channels into GPT-NeoX's order where the checkpoint has them in

@@ -89,9 +89,9 @@ class Mixer(Part):
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """Gives the part its KV caches, one for each of `kv_specs`; with plans, for the kernels."""
 
-    def unsupported_head_size(self, block_size: int) -> int | None:
-        """Returns the head size if the kernels lack it with blocks of `block_size` tokens, else
-        None."""
+    def lacks(self, block_size: int) -> str | None:
+        """Returns what the kernels lack to compute the part with blocks of `block_size` tokens,
+        such as "head size 48"; None if nothing."""
         return None
 
     @abstractmethod

@@ -191,15 +191,14 @@ class CausalLM(Protocol):
         ...
 
 
-def describe_attention(unsupported: Sequence[int], block_size: int) -> str:
-    """Returns whether kernels compute the attention of a model on a GPU, given the head sizes that
-    they lack with blocks of `block_size` tokens."""
-    if not unsupported:
+def describe_mixers(lacking: Sequence[str], block_size: int) -> str:
+    """Returns whether kernels compute attention and states of a model on a GPU, given what they
+    lack with blocks of `block_size` tokens (see `Mixer.lacks`)."""
+    if not lacking:
         return "Triton kernels"
-    sizes = ", ".join(map(str, unsupported))
     return (
-        f"Triton kernels, but attention in plain torch: they lack head size {sizes} with blocks of "
-        f"{block_size} tokens"
+        f"Triton kernels, but attention and states in plain torch: they lack {', '.join(lacking)} "
+        f"with blocks of {block_size} tokens"
     )
 
 
@@ -368,24 +367,23 @@ class DecoderModel:
     ) -> AttentionPlans | None:
         """Returns the plans for attention by the kernels, or None if a layer's shape needs plain
         torch."""
-        if not self.backend.has_kernels or self._unsupported_head_sizes(block_size):
+        if not self.backend.has_kernels or self._lacking(block_size):
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
         backend = self.backend
         return AttentionPlans(rows, tokens, backend.dtype, programs, cascade=backend.cascade)
 
-    def _unsupported_head_sizes(self, block_size: int) -> list[int]:
-        """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
+    def _lacking(self, block_size: int) -> list[str]:
+        """Returns what the kernels lack to compute the layers' mixers with such blocks."""
         mixers = (mixer for layer in self.layers for mixer in layer.mixers)
-        sizes = (mixer.unsupported_head_size(block_size) for mixer in mixers)
-        return sorted({size for size in sizes if size is not None})
+        return sorted(set(filter(None, (mixer.lacks(block_size) for mixer in mixers))))
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
         computed = "plain torch"
         if self.backend.has_kernels:
-            computed = describe_attention(self._unsupported_head_sizes(block_size), block_size)
+            computed = describe_mixers(self._lacking(block_size), block_size)
         parts = [computed, self._make.describe_weights()]
         parts.append("pictures are not read yet" if self._has_other_parts else "")
         return "; ".join(filter(None, parts))

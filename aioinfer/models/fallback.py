@@ -36,7 +36,7 @@ from aioinfer.layers.shards import Shard
 from aioinfer.layers.step import Step
 from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype, read_json
-from aioinfer.models.decoder import describe_attention
+from aioinfer.models.decoder import describe_mixers
 from aioinfer.models.text_model import lay_over
 
 #: The name under which transformers finds our attention.
@@ -245,27 +245,27 @@ class FallbackModel:
                 self._attentions[layer].bind(cache, number, self._plans, self.backend)
 
     def _make_plans(self, block_size: int, rows: int, tokens: int) -> Any:
-        if not self.backend.has_kernels or self._unsupported_head_sizes(block_size):
+        if not self.backend.has_kernels or self._lacking(block_size):
             return None
         from aioinfer.layers.kernel_attention import AttentionPlans
 
         backend = self.backend
         return AttentionPlans(rows, tokens, backend.dtype, cascade=backend.cascade)
 
-    def _unsupported_head_sizes(self, block_size: int) -> list[int]:
-        """Returns the head sizes that the attention kernels lack with such blocks, ascending."""
+    def _lacking(self, block_size: int) -> list[str]:
+        """Returns the head sizes that the attention kernels lack with such blocks."""
         from aioinfer.layers.kernel_attention import supports
 
         shapes = [attention.shape for attention in self._attentions]
-        return sorted({shape.head_size for shape in shapes if not supports(shape, block_size)})
+        lacking = (shape.head_size for shape in shapes if not supports(shape, block_size))
+        return [f"head size {size}" for size in sorted(set(lacking))]
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
         modules = f"transformers' modules of {self._config.architecture}, step by step"
         if not self.backend.has_kernels:
             return f"{modules}; attention: plain torch"
-        attention = describe_attention(self._unsupported_head_sizes(block_size), block_size)
-        return f"{modules}; attention: {attention}"
+        return f"{modules}; attention: {describe_mixers(self._lacking(block_size), block_size)}"
 
     @property
     def supports_graphs(self) -> bool:

@@ -134,6 +134,13 @@ def test_what_graphs_hold(tmp_path: Path) -> None:
         assert_close(graph.kv[0], whole.kv[0])
 
 
+def test_blocks_that_the_kernels_of_states_lack_are_named(tmp_path: Path) -> None:
+    tiny_model("bamba", tmp_path, vocab_size=100, head_dim=64, num_attention_heads=2)
+    model = Bound(tmp_path, kernels=True).model
+    assert model.describe(16) == "Triton kernels"
+    assert "they lack head size 64, states with blocks of 24 tokens" in model.describe(24)
+
+
 def test_head_sizes_that_the_kernels_lack_are_named(tmp_path: Path) -> None:
     """Their attention is computed in plain torch, in the same model."""
     heads = {"head_dim": 48, "num_attention_heads": 4}
