@@ -20,6 +20,7 @@ from aioinfer.kernels.delta_prefill import (
     delta_prefill,
     plans_of,
 )
+from aioinfer.kernels.gated_norm import gated_norm
 from aioinfer.kernels.mamba import MambaInputs, MambaWeights, mamba_decode, mamba_prefill
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
@@ -31,6 +32,7 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
+    from aioinfer.layers.mamba import GroupRMSNorm
 
 #: Kernels take blocks of a multiple of so many tokens.
 _BLOCK_MULTIPLE = 16
@@ -253,7 +255,7 @@ class KernelMamba2:
     Args:
         shape: of this rank.
         taps: [channels of x, B and C, width], of the convolution. bias: [channels], or None.
-        decay, skip: of the layer.
+        decay, skip, norm: of the layer.
         windows, matrices: the layer's caches.
         plans: of the model.
         pdl: launch as programmatic dependents.
@@ -266,6 +268,7 @@ class KernelMamba2:
         bias: torch.Tensor | None,
         decay: HeadDecay,
         skip: HeadVector,
+        norm: GroupRMSNorm | None,
         windows: LayerCache,
         matrices: LayerCache,
         plans: AttentionPlans,
@@ -274,6 +277,7 @@ class KernelMamba2:
     ):
         self._weights = MambaWeights(decay.logs, decay.biases, skip.values, *shape.step_limits)
         self._matrices, self._pdl = matrices, pdl
+        self._norm, self._gates_first = norm, shape.norm == "after gate"
         self._convolve = KernelConvolution(taps, bias, windows, plans, pdl=pdl, has_silu=True)
         size, dtype, device = matrices.block_size, taps.dtype, taps.device
         self._plans = plans.share(
@@ -305,3 +309,15 @@ class KernelMamba2:
                 out, block_size=size, pdl=self._pdl,
             )  # fmt: skip
         return out
+
+    def gate(self, outputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Returns the outputs of `mix` gated and normed, of gates [T, channels] and in their dtype,
+        where this rank has whole groups."""
+        norm, out = self._norm, torch.empty_like(outputs, dtype=gates.dtype)
+        weight, groups, eps = (None, 1, 0.0) if norm is None else (
+            norm.weight, norm.groups.size, norm.eps,
+        )  # fmt: skip
+        return gated_norm(
+            outputs, gates, out, weight=weight, groups=groups, eps=eps,
+            gates_first=self._gates_first, pdl=self._pdl,
+        )  # fmt: skip

@@ -46,12 +46,18 @@ class GroupRMSNorm:
         groups: which groups these heads are of.
         eps: added to the mean square.
         backend: of the rank.
+
+    Attributes:
+        weight: [channels]. eps: as above.
+        groups: which of the model's groups the rank has channels of.
+        is_divided: whether the rank has a part of a group.
     """
 
     def __init__(self, name: str, channels: Shard, groups: Shard, eps: float, backend: Backend):
-        self._name, self._channels, self._groups = name, channels, groups
-        self._eps = eps
+        self._name, self._channels, self.groups = name, channels, groups
+        self.eps = eps
         self._size = channels.total // groups.total
+        self.is_divided = channels.size < groups.size * self._size
         self._group = backend.group
         self.weight = torch.ones(channels.size, dtype=backend.dtype, device=backend.device)
 
@@ -66,14 +72,14 @@ class GroupRMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the norm, float32 [T, channels], of x, float32 [T, channels]."""
-        groups = x.unflatten(-1, (self._groups.size, -1))
+        groups = x.unflatten(-1, (self.groups.size, -1))
         sums = groups.square().sum(-1)
-        if groups.shape[-1] < self._size:
-            here = slice(self._groups.start, self._groups.start + self._groups.size)
-            of_all = sums.new_zeros(len(sums), self._groups.total)
+        if self.is_divided:
+            here = slice(self.groups.start, self.groups.start + self.groups.size)
+            of_all = sums.new_zeros(len(sums), self.groups.total)
             of_all[:, here] = sums
             sums = self._group.all_reduce(of_all)[:, here]
-        scale = torch.rsqrt(sums / self._size + self._eps).unsqueeze(-1)
+        scale = torch.rsqrt(sums / self._size + self.eps).unsqueeze(-1)
         return (groups * scale).flatten(1) * self.weight
 
 
@@ -149,8 +155,8 @@ class Mamba2(Mixer):
 
             (windows, matrices), taps = caches, self.convolution.weight
             self._kernel = KernelMamba2(
-                self.shape, taps, self.convolution.bias, self.decay, self.skip, windows, matrices,
-                plans, pdl=self._pdl,
+                self.shape, taps, self.convolution.bias, self.decay, self.skip, self.output_norm,
+                windows, matrices, plans, pdl=self._pdl,
             )  # fmt: skip
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
@@ -164,18 +170,19 @@ class Mamba2(Mixer):
         else:
             outputs = self._mix_in_torch(mixed, steps, step)
         outputs = self._gate(outputs, gates)
-        outputs = select_sampled(stream, step, outputs.to(mixed.dtype), is_last=is_last)
+        outputs = select_sampled(stream, step, outputs, is_last=is_last)
         if len(stream):
             self.output.add_to(stream, outputs, scale=self._residual_scale)
 
     def _gate(self, outputs: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs, float32 [T, channels], gated and normed."""
-        gates = F.silu(gates.float())
-        if self.output_norm is None:
-            return outputs * gates
-        if self.shape.norm == "before gate":
-            return self.output_norm(outputs) * gates
-        return self.output_norm(outputs * gates)
+        """Returns the outputs, float32 [T, channels], gated and normed, in the gates' dtype."""
+        norm, first = self.output_norm, self.shape.norm == "after gate"
+        if self._kernel is not None and not (norm is not None and norm.is_divided):
+            return self._kernel.gate(outputs, gates)
+        factors = F.silu(gates.float())
+        outputs = outputs * factors if first or norm is None else outputs
+        outputs = outputs if norm is None else norm(outputs)
+        return (outputs if first or norm is None else outputs * factors).to(gates.dtype)
 
     def _mix_in_torch(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns the heads' outputs, float32 [T, channels], for the inputs of the convolution [T,

@@ -17,6 +17,7 @@ from aioinfer.kernels.delta_chunks import MAX_PART, _channel_chunk_kernel, _chun
 from aioinfer.kernels.delta_decode import _delta_decode_kernel, delta_decode_config
 from aioinfer.kernels.delta_inputs import _inputs_kernel
 from aioinfer.kernels.delta_prefill import _norm_kernel, _scan_kernel, delta_prefill_config
+from aioinfer.kernels.gated_norm import _gated_norm_kernel
 from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
 from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
 from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
@@ -160,3 +161,16 @@ def test_mamba(shape: MambaShape, is_prefill: bool, tmp_path: Path) -> None:
         kernel = compile_call(_mamba_decode, options, **arguments, HAS_STARTS=True)
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert spilled(kernel, tmp_path) <= (192 if is_prefill else 0)
+
+
+@pytest.mark.parametrize(("size", "block"), [(512, 512), (8192, 8192)])
+def test_gates_and_norms_of_mamba(size: int, block: int, tmp_path: Path) -> None:
+    """Nemotron-3's groups, and Bamba's only one."""
+    kernel = compile_call(
+        _gated_norm_kernel, SimpleNamespace(num_warps=4 if block <= 2048 else 8, num_stages=1),
+        x=FLOATS, gates=BF16, weight=BF16, out=BF16, size=size, channels=8192, x_stride=8192,
+        gate_stride=18560, out_stride=8192, eps=1e-5, BLOCK=block, HAS_NORM=True, GATES_FIRST=True,
+        PDL=True,
+    )  # fmt: skip
+    assert spilled(kernel, tmp_path) == 0
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
