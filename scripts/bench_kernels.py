@@ -52,6 +52,7 @@ def time_case(case: Case) -> float:
     """Returns the median seconds of one run, over replays of a CUDA graph of `repeats` runs, or of
     all `runs` if these are more."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # on which the operands were made
     with torch.cuda.stream(stream):
         case.runs[0]()
         stream.synchronize()

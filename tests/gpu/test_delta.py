@@ -1,6 +1,6 @@
 """Kernels of layers with a state on a GPU, against float64 recurrences: the gated delta rule at
-Qwen3.5's sizes, on one rank and on two, with decodes inside a CUDA graph; Mamba-2 at Nemotron's and
-Falcon-H1's."""
+Qwen3.5's sizes, on one rank and on two, with decodes inside a CUDA graph; Kimi delta attention at
+Kimi-Linear's; Mamba-2 at Nemotron's and Falcon-H1's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from aioinfer.kernels.delta_decode import DeltaDecodeConfig, delta_decode, make_tickets
 from aioinfer.kernels.delta_prefill import DeltaPrefillConfig
+from aioinfer.kernels.gated_norm import gated_norm
+from cases import error
 from delta_cases import DeltaCase, DeltaProblem, Row, decode, prefill
 from mamba_cases import MIXED, MambaCase, run
 
 REAL = DeltaCase(
     torch.bfloat16, "cuda", key_heads=16, group=2, key=128, value=128, block_size=64
+)  # fmt: skip
+KIMI = DeltaCase(
+    torch.bfloat16, "cuda", key_heads=32, group=1, key=128, value=128, block_size=64,
+    by_channel=True,
 )  # fmt: skip
 LENGTHS = [1, 2, 63, 64, 65, 128, 300, 1]
 #: Rows of one chunk, of several, from zero and not, with snapshots; decodes and padding.
@@ -118,6 +125,57 @@ def test_prefill_with_decays_near_one_and_zero(a_log: tuple[float, float], shift
     assert windows == 0
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_decodes_with_decays_by_channel(heads: int, state_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    case = replace(KIMI, key_heads=heads, state_dtype=state_dtype)
+    output, windows, matrices = decode(case, [Row(1, length) for length in LENGTHS])
+    assert output < 4e-3
+    assert windows == 0
+    assert matrices < (1e-5 if state_dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("heads", [16, 32])
+def test_prefill_with_decays_by_channel(heads: int, block_size: int) -> None:
+    torch.manual_seed(0)
+    output, windows, matrices = prefill(replace(KIMI, key_heads=heads, block_size=block_size), ROWS)
+    assert max(output, matrices) < 1e-2
+    assert windows == 0
+
+
+@pytest.mark.parametrize(
+    "config", [DeltaPrefillConfig(32, 4, 1, 4), DeltaPrefillConfig(128, 8, 1, 8)]
+)
+@pytest.mark.parametrize("case", [REAL, KIMI], ids=["one decay", "by channel"])
+def test_prefill_in_configurations_of_one_stage(
+    case: DeltaCase, config: DeltaPrefillConfig
+) -> None:
+    torch.manual_seed(0)
+    output, windows, matrices = prefill(case, ROWS, config=config)
+    assert max(output, matrices) < 1e-2
+    assert windows == 0
+
+
+@pytest.mark.parametrize(
+    ("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0), ((-3.0, 3.0), 2.0)]
+)
+def test_prefill_by_channel_with_decays_near_one_and_zero(
+    a_log: tuple[float, float], shift: float
+) -> None:
+    torch.manual_seed(0)
+    output, windows, matrices = prefill(replace(KIMI, a_log=a_log, shift=shift), ROWS)
+    assert max(output, matrices) < 2e-2
+    assert windows == 0
+
+
+@pytest.mark.timeout(600)
+def test_prefill_by_channel_in_float32() -> None:
+    torch.manual_seed(0)
+    assert max(prefill(replace(KIMI, dtype=torch.float32, key_heads=2), ROWS)) < 1e-5
+
+
 @pytest.mark.timeout(600)  # products in float32 at this size are compiled slowly
 def test_prefill_in_float32() -> None:
     torch.manual_seed(0)
@@ -144,3 +202,19 @@ def test_mamba_in_float32() -> None:
     case = MambaCase(torch.float32, "cuda", 2, 8, 64, 128, block_size=64)
     assert max(run(case, MIXED, prefill=False)) < 1e-5
     assert max(run(case, ROWS, prefill=True)) < 1e-5
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(4096, 8), (8192, 1), (3072, 1)])
+@pytest.mark.parametrize("gates_first", [True, False])
+def test_gates_and_norms_of_mamba(gates_first: bool, channels: int, groups: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(33, channels, device="cuda")
+    gates = torch.randn(33, channels + 64, device="cuda").bfloat16()[:, 64:]
+    weight, out = torch.randn(channels, device="cuda").bfloat16(), torch.empty_like(gates)
+    gated_norm(x, gates, out, weight=weight, groups=groups, eps=1e-5, gates_first=gates_first)
+    factors, expected = F.silu(gates.double()), x.double()
+    expected = expected * factors if gates_first else expected
+    by_group = expected.unflatten(1, (groups, -1))
+    squares = by_group.square().mean(-1, keepdim=True)
+    expected = (by_group / (squares + 1e-5).sqrt()).flatten(1) * weight
+    assert error((out, expected if gates_first else expected * factors)) < 4e-3
