@@ -34,6 +34,7 @@ _KEYS = {
     "distributed_executor_backend": "parallel.executor",
     "enable_expert_parallel": "parallel.expert_parallel",
     "kv_cache_dtype": "cache.dtype",
+    "mamba_ssm_cache_dtype": "cache.state_dtype",
     "num_gpu_blocks_override": "cache.num_blocks",
     "scheduling_policy": "scheduler.policy",
     "served_model_name": "server.served_model_names",
@@ -47,6 +48,7 @@ _OPPOSITES = {
 #: vLLM's names of values, by key. A checkpoint says itself how it is quantized.
 _VALUES: dict[str, dict[Any, str]] = {
     "cache.dtype": {"fp8_e4m3": "fp8"},
+    "cache.state_dtype": {"auto": "float32"},
     "model.dtype": {"half": "float16", "float": "float32"},
     "model.quantization": dict.fromkeys(
         ("awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "mxfp4"), "auto"

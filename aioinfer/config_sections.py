@@ -178,6 +178,11 @@ class CacheConfig:
         "random prompt. `one`: nothing.",
         "auto",
     )
+    state_dtype: Literal["float32", "bfloat16"] = key(
+        "Data type of the matrices that layers with a state keep between steps. `bfloat16` takes "
+        "half the memory, and half the bytes of a decode; each step rounds the state.",
+        "float32",
+    )
     enable_prefix_caching: bool = key(
         "Keep the KV blocks of finished requests for prompts that begin alike. Blocks are shared; "
         "where they have more than 16 tokens, one that only begins alike is copied.",

@@ -43,6 +43,7 @@ class Backend:
 
     Attributes:
         device, dtype: of weights and arithmetic.
+        state_dtype: the name of the dtype of matrices that layers keep as a state.
         group: the tensor-parallel ranks that share each layer.
         expert_parallel: whether each of these ranks has some of the experts, whole, instead of some
             channels of every expert.
@@ -63,6 +64,7 @@ class Backend:
     device: torch.device
     dtype: torch.dtype
     group: ParallelGroup
+    state_dtype: str = "float32"
     has_kernels: bool = False
     expert_parallel: bool = False
     expert_group: ParallelGroup | None = None

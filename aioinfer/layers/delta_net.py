@@ -75,15 +75,15 @@ class GatedDeltaNet(Mixer):
         self.convolution, self.decay = convolution, decay
         self.output_norm, self.output = output_norm, output
         self._norm = norm
-        self._pdl = backend.pdl
+        self._pdl, self._state_dtype = backend.pdl, backend.state_dtype
         self._caches: Sequence[LayerCache] = ()
         self._kernel: KernelDeltaNet | None = None
 
     @property
     def kv_specs(self) -> tuple[StateSpec, StateSpec]:
-        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices in float32."""
+        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices."""
         shape = self.shape
-        matrices = StateSpec((shape.num_heads, shape.key_size, shape.value_size), "float32")
+        matrices = StateSpec((shape.num_heads, shape.key_size, shape.value_size), self._state_dtype)
         return self.convolution.kv_spec, matrices
 
     @property

@@ -120,15 +120,17 @@ class Mamba2(Mixer):
         self.decay, self.skip = decay, skip
         self.output_norm = output_norm
         self._norm, self._residual_scale = norm, residual_scale
-        self._pdl = backend.pdl
+        self._pdl, self._state_dtype = backend.pdl, backend.state_dtype
         self._caches: Sequence[LayerCache] = ()
         self._kernel: KernelMamba2 | None = None
 
     @property
     def kv_specs(self) -> tuple[StateSpec, StateSpec]:
-        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices in float32."""
+        """See `Mixer.kv_specs`: the convolution's window, and the heads' matrices."""
         shape = self.shape
-        matrices = StateSpec((shape.num_heads, shape.state_size, shape.head_size), "float32")
+        matrices = StateSpec(
+            (shape.num_heads, shape.state_size, shape.head_size), self._state_dtype
+        )
         return self.convolution.kv_spec, matrices
 
     @property

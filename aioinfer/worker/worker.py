@@ -159,6 +159,7 @@ class Worker:
             num_stages=peers.pp.size,
         )
         self._backend.cascade = config.cache.cascade_attention
+        self._backend.state_dtype = config.cache.state_dtype
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             self._model = build_model(self._folder, self._backend, config.model)
         if self.device.type == "cpu":
