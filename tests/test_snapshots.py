@@ -193,6 +193,37 @@ def test_a_snapshot_that_one_request_alone_began_with_goes_first() -> None:
     assert pool.allocate(1) == [blocks[0]]
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_prompt_gives_way_to_the_last_answers_of_others(at_once: bool) -> None:
+    """Four conversations in turn, of which two run at once, in a pool with a state for each, one
+    for what all share, and two more for each that runs."""
+    blocks, slots = (9, 2) if at_once else (7, 1)
+    harness = make_harness(num_blocks=(256, blocks, blocks), max_num_seqs=slots)
+    talks = [[*SHARED[:20], *[50 + n] * 24] for n in range(4)]
+    for turn in range(4):
+        requests = [make_request(f"{n}-{turn}", tokens, 30) for n, tokens in enumerate(talks)]
+        found = run(harness, *requests)
+        if turn:
+            assert found == [(len(tokens) - 9) // 4 * 4 for tokens in talks]
+        for number, request in enumerate(requests):
+            talks[number] = [*request.tokens, *[70 + number] * 8]
+
+
+def test_a_request_does_not_want_what_it_began_behind() -> None:
+    """A waiting prompt shares less with it than it had found."""
+    harness = make_harness()
+    first = make_request("first", [*SHARED[:24], *[50] * 20], 9)
+    run(harness, first)
+    second = make_request("second", [*first.tokens, *[51] * 20], 3)
+    other = make_request("other", [*SHARED[:24], *[60] * 20], 3)
+    harness.add(second, other)
+    harness.step()
+    assert second.num_cached == 52
+    assert second.snapshots == [13, 18]
+    harness.run()
+    assert_complete(other)
+
+
 def test_a_superseded_snapshot_is_dropped_unless_it_is_used_or_elsewhere() -> None:
     pool = SnapshotPool(3)
     blocks = pool.allocate(3)

@@ -392,8 +392,8 @@ class KVCacheManager:
             self._extend_hashes(other)
             shared = _count_common(request.block_hashes, other.block_hashes)
             shared = min(shared, (other.total - 1) // self._block_size)
-            nearest = max((n for n in request.snapshots if n <= shared), default=0)
-            if shared - nearest >= MIN_SHARED_BLOCKS:
+            before = [n for n in request.snapshots if n <= shared]
+            if before and shared - before[-1] >= MIN_SHARED_BLOCKS:  # behind where it began
                 insort(request.snapshots, shared)
 
     def computes_state(self, request: Request) -> bool:

@@ -26,7 +26,10 @@ snapshot's value is the number of tokens that it saves computing, behind the sna
 `_find_former`), plus the highest value of a snapshot that had been evicted when it was used last.
 So values age, and snapshots that save equally many tokens are evicted in the order of their last
 use. A snapshot that one request alone has begun with goes first: that request makes later ones of
-the same text. Snapshots of a pool are equally large, so that bytes need no place in the rule.
+the same text. So does one of a prompt with which no request has begun by the time that the answer
+has a snapshot: most conversations go on behind the answer, and where memory is scarce, a snapshot
+of each prompt would take the place of another conversation's last one. Snapshots of a pool are
+equally large, so that bytes need no place in the rule.
 """
 
 from __future__ import annotations
@@ -102,12 +105,18 @@ class SnapshotPool(BlockPool):
             if not self._references[block] and self._hash_of[block] is not None:
                 self._enter(block, self._floor + self._saved[block])
 
-    def demote(self, block: int) -> None:
-        """Has a snapshot evicted before the others if one request alone has begun with it: that
-        one makes a later snapshot of the same text."""
+    def demote(self, block: int, max_shares: int = 1) -> None:
+        """Has a snapshot evicted before the others if at most `max_shares` requests have begun
+        with it: the caller's request makes a later snapshot of the same text."""
         is_evictable = not self._references[block] and self._hash_of[block] is not None
-        if is_evictable and self._shares[block] <= 1:
+        if is_evictable and self._shares[block] <= max_shares:
             self._enter(block, self._floor)
+
+    def demote_unused(self, block_hash: bytes) -> None:
+        """Has the snapshot with a hash, if there is one, evicted before the others if no request
+        has begun with it."""
+        if (block := self._cached.get(block_hash)) is not None:
+            self.demote(block, 0)
 
     def _enter(self, block: int, value: float) -> None:
         """Enters a free cached block among the ones to be evicted."""
@@ -273,12 +282,19 @@ class StateBlocks(WholeBlocks):
             request.left = None
             if index + 1 not in request.snapshots and index < request.num_committed:
                 request.left = request.block_hashes[index], blocks
+                self._demote_prompt(request)
             for block, (number, pool) in zip(blocks, self._states, strict=True):
                 pool.release([block])
                 if [index + 1] == request.snapshots[:1]:
                     pool.demote(block)
                 request.blocks[number][index] = NULL_BLOCK
         del states[:count]
+
+    def _demote_prompt(self, request: Request) -> None:
+        """Has the snapshots of a request's prompt that nothing else uses evicted first."""
+        for end in request.snapshots[1:]:
+            for _, pool in self._states:
+                pool.demote_unused(request.block_hashes[end - 1])
 
     def forked_tables(
         self, leader: Request, num_tokens: int
