@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.ipc.kv_spec import AttentionSpec, group_layers
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8, AttentionShape, KVCache, KVScales
 from aioinfer.layers.parallel import ParallelGroup
@@ -153,13 +153,14 @@ def test_a_needle_among_32k_keys() -> None:
 def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
     """Logits of all positions, however texts are cut and batched, are those of a model that rounds
     keys and values alike, and not those of one that does not."""
-    for number, scales in enumerate(model.kv_scales):
+    for number, scales in model.kv_scales.items():
         heads = scales.table.shape[1]
         scales.set(0.003 * (number + 1) * torch.arange(1.0, heads + 1), torch.full((heads,), 0.002))
-    of_layers = {n: (s.keys.clone(), s.values.clone()) for n, s in enumerate(model.kv_scales)}
+    of_layers = {n: (s.keys.clone(), s.values.clone()) for n, s in model.kv_scales.items()}
     shifts = {}
-    for number, scales in enumerate(model.kv_scales):
-        heads, size = scales.table.shape[1], model.kv_specs[number][0].head_size
+    for number, scales in model.kv_scales.items():
+        (spec,) = (spec for spec in model.kv_specs[number] if isinstance(spec, AttentionSpec))
+        heads, size = scales.table.shape[1], spec.head_size
         scales.allow_key_shifts(size)
         shifts[number] = torch.zeros(heads, size)
         if scales.key_shifts is not None:
@@ -179,10 +180,21 @@ def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
     assert max(errors) < 0.25 * min(distances), (errors, distances)
 
 
-@pytest.mark.parametrize(("family", "is_shifted"), [("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("family", "is_shifted"),
+    [
+        ("llama", True),
+        ("gemma2", False),
+        ("qwen3_5_text", True),  # states in other layers
+        ("nemotron_h", False),  # layers that keep nothing, too; no RoPE
+        ("falcon_h1", True),  # states in the same layer
+    ],
+)
 def test_a_family(family: str, is_shifted: bool, tmp_path: Path) -> None:
-    """Keys of Gemma 2 are not shifted, as its scores have a soft cap."""
-    tiny_model(family, tmp_path)
+    """Keys of Gemma 2 are not shifted, as its scores have a soft cap. Falcon-H1's multipliers of
+    keys are in the scores here, and not in the keys that are stored."""
+    ones = {"key_multiplier": 1.0, "attention_in_multiplier": 1.0}
+    tiny_model(family, tmp_path, **(ones if family == "falcon_h1" else {}))
     check_model(load_model(tmp_path, ParallelGroup.single()), tmp_path, is_shifted=is_shifted)
 
 
@@ -228,8 +240,8 @@ def test_scales_are_found_under_every_name(folder: Path, suffixes: tuple[str, ..
     stored |= {name: torch.ones(1) for name in names("q_scale", "prob_scale")}
     add_tensors(folder, stored)
     model = load_model(folder, ParallelGroup.single())
-    assert load_kv_scales(folder, model.kv_scales)
-    for layer, scales in enumerate(model.kv_scales):
+    assert load_kv_scales(folder, model.kv_scales.values())
+    for layer, scales in model.kv_scales.items():
         prefix = f"model.layers.{layer}.self_attn."
         keys, values = stored[prefix + suffixes[0]], stored[prefix + suffixes[-1]]
         assert scales.table[:2].tolist() == [[float(keys)] * 2, [float(values)] * 2]
@@ -244,9 +256,9 @@ def test_scales_of_heads_belong_to_the_ranks_that_have_them(
     stored = {name: torch.tensor([[[1.0]], [[2.0]]]) for name in names("k_scale", "v_scale")}
     add_tensors(folder, stored)
     model = build_model(folder, Backend(CPU, torch.float32, ParallelGroup(rank, size)))
-    assert load_kv_scales(folder, model.kv_scales)
+    assert load_kv_scales(folder, model.kv_scales.values())
     expected = [1.0, 2.0] if size == 1 else [2.0]
-    assert all(scales.keys.tolist() == expected for scales in model.kv_scales)
+    assert all(scales.keys.tolist() == expected for scales in model.kv_scales.values())
 
 
 @pytest.mark.parametrize(
@@ -265,20 +277,20 @@ def test_wrong_scales_are_refused(
     add_tensors(folder, stored)
     model = load_model(folder, ParallelGroup.single())
     with pytest.raises(ConfigError, match=message):
-        load_kv_scales(folder, model.kv_scales)
+        load_kv_scales(folder, model.kv_scales.values())
 
 
 def test_scales_of_some_layers_are_refused(folder: Path) -> None:
     add_tensors(folder, {name: torch.ones(1) for name in names("k_scale", "v_scale")[:2]})
     model = load_model(folder, ParallelGroup.single())
     with pytest.raises(ConfigError, match="for 1 of 2 layers: set cache"):
-        load_kv_scales(folder, model.kv_scales)
+        load_kv_scales(folder, model.kv_scales.values())
 
 
 def test_a_checkpoint_without_scales_sets_none(folder: Path) -> None:
     model = load_model(folder, ParallelGroup.single())
-    assert not load_kv_scales(folder, model.kv_scales)
-    assert all((scales.table == 1).all() for scales in model.kv_scales)
+    assert not load_kv_scales(folder, model.kv_scales.values())
+    assert all((scales.table == 1).all() for scales in model.kv_scales.values())
 
 
 def test_which_schemes_are_read() -> None:
@@ -338,7 +350,7 @@ def test_the_checkpoint_decides_unless_the_configuration_does(
     assert load_worker(worker).cache_dtype == expected
     worker.allocate((4,), 60)
     worker.warm_up()
-    table = torch.stack([scales.table for scales in worker._model.kv_scales])
+    table = torch.stack([scales.table for scales in worker._model.kv_scales.values()])
     if "the checkpoint's" in expected:
         assert (table[:, :2] == 0.5).all()
     else:
@@ -368,7 +380,7 @@ def test_calibrated_scales_leave_a_margin(folder: Path) -> None:
         load_worker(worker)
         worker.allocate((16,), 200)
         worker.warm_up()
-        tables.append(torch.stack([scales.table for scales in worker._model.kv_scales]))
+        tables.append(torch.stack([scales.table for scales in worker._model.kv_scales.values()]))
     assert torch.equal(*tables)
     assert (tables[0].log2() == tables[0].log2().round()).all()
     stored = largest_of(folder) / tables[0][:, :2]
@@ -390,7 +402,7 @@ def test_calibration_finds_scales_of_every_size(size: float) -> None:
     def compute_prompt() -> None:
         cache.write(torch.arange(6), new, -new)
 
-    calibrate([scales], groups, [kv], 6, 6, compute_prompt, ParallelGroup.single())
+    calibrate({0: scales}, groups, [kv], 6, 6, compute_prompt, ParallelGroup.single())
     expected = 2.0 ** np.ceil(np.log2(size * MARGIN / 448))
     assert scales.keys.tolist() == scales.values.tolist() == pytest.approx([expected, 1.0])
 
@@ -416,7 +428,7 @@ def test_calibration_finds_the_mean_key_over_all_positions(factor: float) -> Non
         stored[:] = cache.write(torch.arange(tokens), rotated, torch.ones_like(keys))
 
     calibrate(
-        [scales], group_layers([(AttentionShape(2, heads, size, 1.0).kv_spec,)]), [kv], tokens,
+        {0: scales}, group_layers([(AttentionShape(2, heads, size, 1.0).kv_spec,)]), [kv], tokens,
         max_len, compute_prompt, ParallelGroup.single(),
     )  # fmt: skip
     everywhere = apply_rope(key.repeat(max_len, 1, 1), *rotary.at(torch.arange(max_len)))
@@ -434,5 +446,5 @@ def test_nan_leaves_the_scales() -> None:
     scales = KVScales("", Shard.whole(1), CPU)
     groups = group_layers([(AttentionShape(1, 1, 8, 1.0).kv_spec,)])
     kv = torch.full((2, 1, 1, 4, 1, 8), torch.nan).to(FLOAT8)
-    calibrate([scales], groups, [kv], 4, 4, lambda: None, ParallelGroup.single())
+    calibrate({0: scales}, groups, [kv], 4, 4, lambda: None, ParallelGroup.single())
     assert (scales.table == 1).all()

@@ -121,3 +121,18 @@ def test_two_ranks(case: Case, kind: str) -> None:
     with LLM(str(case.folder), settings=two, progress=False) as llm:
         for _ in range(2):
             assert generate(llm, case.prompts)[0] == case.expected
+
+
+def test_keys_in_float8_beside_states(case: Case) -> None:
+    """Prefix hits give what a cold run gives. Kimi-Linear's attention keeps latent vectors, and is
+    refused."""
+    if "Kimi" in (case.folder / "config.json").read_text():
+        pytest.skip("latent vectors")
+    narrow = SETTINGS | {"cache.dtype": "fp8"}
+    with LLM(str(case.folder), settings=narrow, progress=False) as llm:
+        (first, _), (second, cached) = (generate(llm, case.prompts) for _ in range(2))
+    assert cached > 0.4 * sum(LENGTHS)
+    without = narrow | {"cache.enable_prefix_caching": False}
+    with LLM(str(case.folder), settings=without, progress=False) as llm:
+        cold, _ = generate(llm, case.prompts)
+    assert first == second == cold

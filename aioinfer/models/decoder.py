@@ -6,7 +6,7 @@ models that are built from our layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,8 +46,8 @@ class CausalLM(Protocol):
         kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
             loaded.
         layer_numbers: which of these layers this rank's pipeline stage has.
-        kv_scales: of each layer of the stage, for a KV cache in float8; made when the model is
-            loaded, and 1. None at all if the cache cannot be in float8.
+        kv_scales: for a KV cache in float8, of the layers of the stage that keep keys and values,
+            by number; made when the model is loaded, and 1.
         finishes_with_hidden_states: whether `finish` returns hidden states, and not values that
             only `logits` can read.
         has_rotary_sections: whether the rotary positions of a step are three a token.
@@ -64,7 +64,7 @@ class CausalLM(Protocol):
     weights_bytes: int
     kv_specs: Sequence[Sequence[KVSpec]]
     layer_numbers: range
-    kv_scales: Sequence[KVScales]
+    kv_scales: Mapping[int, KVScales]
     expert_counters: Sequence[ExpertCounter]
 
     def load(
@@ -259,12 +259,15 @@ class DecoderModel:
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
-    def _find_scales(self) -> list[KVScales]:
-        """Returns the scales of each layer's keys and values; none if a layer keeps anything
-        else."""
-        scales = [[mixer.scales for mixer in layer.mixers] for layer in self.layers]
-        found = [of_layer[0] for of_layer in scales if len(of_layer) == 1 and of_layer[0]]
-        return found if len(found) == len(self.layers) else []
+    def _find_scales(self) -> dict[int, KVScales]:
+        """Returns the scales of the keys and values of the layers that keep any; states beside them
+        have a dtype of their own."""
+        return {
+            number: mixer.scales
+            for number, layer in enumerate(self.layers)
+            for mixer in layer.mixers
+            if mixer.scales is not None
+        }
 
     def _select_layers(
         self, num_layers: int, layer: Callable[[int], Layer], embedding: Embedding

@@ -149,7 +149,7 @@ class FallbackModel:
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
         self.kv_specs: Sequence[Sequence[KVSpec]] = ()
-        self.kv_scales: Sequence[KVScales] = ()
+        self.kv_scales: Mapping[int, KVScales] = {}
         self.expert_counters: Sequence[ExpertCounter] = ()
         self.weights_bytes = 0
         self._config = config
@@ -206,7 +206,8 @@ class FallbackModel:
             )
         self._attentions = [found[number] for number in sorted(found)]
         self.kv_specs = [(attention.shape.kv_spec,) for attention in self._attentions]
-        self.kv_scales = [self._make_scales(a.shape.num_kv_heads) for a in self._attentions]
+        heads = [attention.shape.num_kv_heads for attention in self._attentions]
+        self.kv_scales = {n: self._make_scales(count) for n, count in enumerate(heads)}
 
     def _make_scales(self, num_kv_heads: int) -> KVScales:
         """Returns the scales of a layer of which this rank has so many KV heads; the ranks share no

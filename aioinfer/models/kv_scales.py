@@ -3,7 +3,7 @@ scales of keys and values among the tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,12 @@ def has_float8_cache(config: Mapping[str, Any]) -> bool:
     )
 
 
-def load_kv_scales(folder: Path, layers: Sequence[KVScales]) -> bool:
+def load_kv_scales(folder: Path, layers: Collection[KVScales]) -> bool:
     """Sets the scales of all layers to the checkpoint's.
 
     Args:
         folder: of the model.
-        layers: the scales of each layer.
+        layers: the scales of each layer that keeps keys and values.
 
     Returns:
         Whether the checkpoint has any. Nothing is set otherwise.

@@ -19,7 +19,7 @@ saturate. The prompt is the same at each start, and the ranks agree on the heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -41,7 +41,7 @@ _COARSE_STEP = 2.0**8
 
 
 def calibrate(
-    layers: Sequence[KVScales],
+    layers: Mapping[int, KVScales],
     groups: Sequence[KVGroup],
     kv: Sequence[torch.Tensor],
     num_tokens: int,
@@ -54,10 +54,10 @@ def calibrate(
     model do it at the same time.
 
     Args:
-        layers: the scales of each layer.
-        groups: the layers that share block tables.
-        kv: the cache of each group, [2, layers, num_blocks, block_size, num_kv_heads, head_size],
-            in float8, zero where the prompt does not write.
+        layers: the scales of the layers that keep keys and values, by number.
+        groups: the layers that share block tables; what groups of states keep is not looked at.
+        kv: the cache of each group: of keys and values [2, layers, num_blocks, block_size,
+            num_kv_heads, head_size] in float8, zero where the prompt does not write.
         num_tokens: of the prompt, which lies in the first blocks of each group.
         max_len: how many positions are served.
         compute_prompt: computes it.
@@ -66,12 +66,13 @@ def calibrate(
             default.
     """
     world = world or group
+    of_keys = [pair for pair in zip(groups, kv, strict=True) if not pair[0].keeps_states]
     num_blocks = -(-num_tokens // kv[0].shape[3])
-    fit = partial(_fit_scales, layers, groups, kv, num_blocks, compute_prompt, group, world)
+    fit = partial(_fit_scales, layers, of_keys, num_blocks, compute_prompt, group, world)
     fit()
-    shifts = any(scales.key_shifts is not None for scales in layers)
+    shifts = any(scales.key_shifts is not None for scales in layers.values())
     if num_tokens > 1 and _any_rank(shifts, world, kv[0].device):
-        for kv_group, tensors in zip(groups, kv, strict=True):
+        for kv_group, tensors in of_keys:
             for index, layer in enumerate(kv_group.layers):
                 stored = tensors[0, index, :num_blocks].flatten(0, 1)[:num_tokens]
                 _shift_keys(layers[layer], stored, max_len)
@@ -79,9 +80,8 @@ def calibrate(
 
 
 def _fit_scales(
-    layers: Sequence[KVScales],
-    groups: Sequence[KVGroup],
-    kv: Sequence[torch.Tensor],
+    layers: Mapping[int, KVScales],
+    kv: Sequence[tuple[KVGroup, torch.Tensor]],
     num_blocks: int,
     compute_prompt: Callable[[], None],
     group: ParallelGroup,
@@ -91,18 +91,19 @@ def _fit_scales(
     stable."""
     for passes in range(1, _MAX_PASSES + 1):
         compute_prompt()
-        largest = [torch.empty(0)] * len(layers)
-        for kv_group, tensors in zip(groups, kv, strict=True):
+        largest: dict[int, torch.Tensor] = {}
+        for kv_group, tensors in kv:
             for index, layer in enumerate(kv_group.layers):
                 stored = tensors[:, index, :num_blocks].float()
                 largest[layer] = stored.abs().amax((1, 2, 4))
         is_last = passes == _MAX_PASSES
-        rescaled = [_rescaled(s, m, is_last) for s, m in zip(layers, largest, strict=True)]
-        new = _share(layers, rescaled, group)
-        changed = any(not torch.equal(s.table[:2], n) for s, n in zip(layers, new, strict=True))
-        for scales, (keys, values) in zip(layers, new, strict=True):
+        all_scales = list(layers.values())
+        rescaled = [_rescaled(layers[n], largest[n], is_last) for n in layers]
+        new = _share(all_scales, rescaled, group)
+        changed = any(not torch.equal(s.table[:2], n) for s, n in zip(all_scales, new, strict=True))
+        for scales, (keys, values) in zip(all_scales, new, strict=True):
             scales.set(keys, values)
-        if not _any_rank(changed, world, kv[0].device):
+        if not _any_rank(changed, world, kv[0][1].device):
             return
 
 
@@ -148,7 +149,7 @@ def _share(
 ) -> list[torch.Tensor]:
     """Returns new scales of all layers, each [2, num_kv_heads]: for a head that several ranks have
     the largest that one of them found."""
-    if group.size == 1:
+    if group.size == 1 or not layers:
         return list(new)
     of_all = [torch.zeros(2, s.heads.total, 1, device=s.table.device) for s in layers]
     for scales, mine, shared in zip(layers, new, of_all, strict=True):

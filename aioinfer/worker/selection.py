@@ -12,7 +12,7 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import AttentionSpec
+from aioinfer.ipc.kv_spec import AttentionSpec, LatentSpec
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.models.config import read_config
 from aioinfer.models.decoder import CausalLM
@@ -134,20 +134,19 @@ def select_cache_dtype(
         wanted = "fp8" if has_float8_cache(found) else "model"
     if wanted != "fp8":
         return CacheDtype(dtype, str(dtype).removeprefix("torch."))
-    if not model.kv_scales:
+    kinds = {type(spec) for specs in model.kv_specs for spec in specs}
+    if AttentionSpec not in kinds or LatentSpec in kinds:
         raise ConfigError(
-            "a KV cache in float8 is not supported for latent vectors and beside states: set "
-            "cache.dtype to 'model'"
+            "a KV cache in float8 is not supported for latent vectors, and for models that keep "
+            "states alone: set cache.dtype to 'model'"
         )
     if scales == "one":
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: 1)")
     is_stored = not config.model.has_random_weights
-    if scales == "auto" and is_stored and load_kv_scales(folder, model.kv_scales):
+    if scales == "auto" and is_stored and load_kv_scales(folder, model.kv_scales.values()):
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: the checkpoint's)")
-    numbers = model.layer_numbers
-    own_specs = model.kv_specs[numbers.start : numbers.stop]
-    for layer, specs in zip(model.kv_scales, own_specs, strict=True):
-        for spec in specs:
+    for number, layer in model.kv_scales.items():
+        for spec in model.kv_specs[model.layer_numbers.start + number]:
             if isinstance(spec, AttentionSpec):
                 layer.allow_key_shifts(spec.head_size)
     return CacheDtype(FLOAT8, "float8 (e4m3; scales: calibrated)", is_calibrated=True)

@@ -46,7 +46,8 @@ class Bound:
         for tensor in self.kv:
             tensor.fill_(fill)
         if cache_dtype == FLOAT8:
-            for scales, (spec,) in zip(self.model.kv_scales, self.model.kv_specs, strict=True):
+            for number, scales in self.model.kv_scales.items():
+                (spec,) = self.model.kv_specs[number]
                 scales.allow_key_shifts(spec.head_size)
         programs = {"programs": 3} if kernels else {}
         self.model.bind(groups, self.kv, BLOCK_SIZE, 8, 80, **programs)

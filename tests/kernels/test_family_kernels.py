@@ -98,7 +98,7 @@ def test_a_float8_cache(tmp_path: Path) -> None:
         Bound(tmp_path, kernels=use, fill=torch.nan, cache_dtype=FLOAT8) for use in (True, False)
     )
     for bound in (over_kernels, plain):
-        for scales in bound.model.kv_scales:
+        for scales in bound.model.kv_scales.values():
             scales.set(torch.tensor([0.02, 0.1]), torch.tensor([0.05, 0.004]))
             assert scales.key_shifts is not None
             scales.key_shifts.copy_(torch.linspace(-1, 1, scales.key_shifts.numel()).view(2, -1))
