@@ -169,8 +169,8 @@ class CacheConfig:
     dtype: Literal["auto", "model", "fp8"] = key(
         "Data type of keys and values. `auto`: what the checkpoint is made for (its "
         "`kv_cache_scheme`), else `model`, the dtype of the arithmetic. `fp8` (e4m3) holds twice "
-        "as many tokens as 16 bits, but not of latent vectors; states beside keys keep their dtype. "
-        "See `scales`.",
+        "as many tokens as 16 bits, but not of latent vectors; states beside keys keep their "
+        "dtype. See `scales`.",
         "auto",
     )
     scales: Literal["auto", "one", "calibrated"] = key(

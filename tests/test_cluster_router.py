@@ -36,6 +36,7 @@ class Cluster:
         *,
         is_first: bool = False,
         is_leaving: bool = False,
+        of_snapshots: bool = False,
         **load: int,
     ) -> None:
         usual = {"max_tokens": 100_000, "max_requests": 64}
@@ -48,6 +49,7 @@ class Cluster:
                 BLOCK,
                 is_first,
                 is_leaving,
+                of_snapshots,
             ),
         )
 
@@ -90,6 +92,25 @@ def test_a_hit_counts_up_to_the_first_block_that_is_missing() -> None:
     cluster.report(0, prompt[:4] + prompt[5:])
     cluster.report(1, prompt[:6])
     assert cluster.route(320, prompt).num_tokens == 6 * BLOCK
+
+
+def test_a_hit_of_a_model_with_states_ends_at_a_snapshot() -> None:
+    """Each counts by itself, whether or not there are any before it; blocks without one do not."""
+    cluster, known = Cluster(3), hashes("a", 40)
+    snapshots = {0: [known[9]], 1: [known[29]], 2: [known[19], b"other"]}
+    for number, held in snapshots.items():
+        cluster.report(number, held, of_snapshots=True)
+    for length, replica, blocks in ((40, "1", 30), (29, "2", 20), (15, "0", 10)):
+        choice = cluster.route(length * BLOCK + 1, known[:length])
+        assert (choice.replica, choice.num_tokens) == (replica, blocks * BLOCK)
+        cluster.router.end(choice)
+        cluster.now += PROMISE_S + 1  # what was routed is not promised any more
+        for number in snapshots:
+            cluster.report(number, of_snapshots=True)
+    cluster.report(1, removed=[known[29]], of_snapshots=True)
+    assert cluster.route(641, known).num_tokens == 20 * BLOCK
+    nothing = cluster.route(9 * BLOCK + 1, hashes("b", 9))
+    assert nothing.num_tokens == 0
 
 
 def test_load_outweighs_a_prefix_by_its_tokens() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioinfer.gateway.reporter import load_of, take_changes
-from tests.test_scheduler import Harness, make_request
+from tests.test_scheduler import FULL, STATES, Harness, make_request
 
 SIZES = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "token_budget": 64}
 
@@ -42,3 +42,15 @@ def test_changes_are_what_is_held_and_what_is_not() -> None:
     assert set(removed) <= set(first.block_hashes)
     assert removed
     assert set(pool.hashes()) == set(added) | (set(first.block_hashes[:3]) - set(removed))
+
+
+def test_the_hashes_of_a_model_with_states_are_those_of_its_snapshots() -> None:
+    engine = Harness(groups=(FULL, *STATES), **SIZES | {"num_blocks": 64}, prefill_cap=64)
+    cache = engine.scheduler.kv_cache
+    cache.found_pool.changed = set()
+    first = make_request("a", list(range(22)), 10)
+    engine.add(first)
+    engine.run()
+    added, _ = take_changes([cache.found_pool])
+    assert set(added) == {first.block_hashes[4], first.block_hashes[6]}
+    assert cache.leading_pool.has(first.block_hashes[5])  # keys, but no request can begin there

@@ -4,6 +4,10 @@ size.
 A set of replicas is an integer with a bit for each: sets of a thousand replicas are intersected in
 some 30 ns. Where the map is full, the hash that was used least recently is forgotten; a prefix of
 which a block is forgotten counts up to that block only.
+
+Of a model with states, replicas report the hashes of their snapshots (`PrefixIndex.of_snapshots`).
+Each is held by itself: a request begins behind the last one, whether or not there are any before
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,15 @@ _SWEPT = 256
 
 
 class PrefixIndex:
-    """The blocks that replicas hold or have promised, by hash."""
+    """The blocks that replicas hold or have promised, by hash.
+
+    Attributes:
+        of_snapshots: whether a hash stands for all tokens up to its block's end, and not for the
+            block alone.
+    """
 
     def __init__(self, max_hashes: int, max_promised: int):
+        self.of_snapshots = False
         self._max_hashes, self._max_promised = max_hashes, max_promised
         self._holders: OrderedDict[bytes, int] = OrderedDict()
         # hash to (replicas, when it ends): prompts that were routed and may not be computed yet
@@ -81,14 +91,13 @@ class PrefixIndex:
             self._promising.popleft()
 
     def levels(self, hashes: Sequence[bytes], replicas: int) -> list[tuple[int, int]]:
-        """Returns (number of leading blocks, replicas that hold at least these) for each number at
-        which the set becomes smaller, ascending; of `replicas` alone."""
+        """Returns (number of leading blocks, replicas that can begin behind at least these) for
+        each number at which the set becomes smaller, ascending; of `replicas` alone."""
+        if self.of_snapshots:
+            return self._levels_of_snapshots(hashes, replicas)
         found: list[tuple[int, int]] = []
-        holders, promised = self._holders, self._promised
         for count, block_hash in enumerate(hashes):
-            mask = holders.get(block_hash, 0)
-            if (promise := promised.get(block_hash)) is not None:
-                mask |= promise[0]
+            mask = self._mask(block_hash)
             if mask & replicas != replicas:
                 if count and replicas:
                     found.append((count, replicas))
@@ -98,6 +107,24 @@ class PrefixIndex:
         if hashes and replicas:
             found.append((len(hashes), replicas))
         return found
+
+    def _levels_of_snapshots(self, hashes: Sequence[bytes], replicas: int) -> list[tuple[int, int]]:
+        """Does what `levels` does, from the last block to the first."""
+        found: list[tuple[int, int]] = []
+        able = 0
+        for count in range(len(hashes), 0, -1):
+            if more := self._mask(hashes[count - 1]) & replicas & ~able:
+                able |= more
+                found.append((count, able))
+                if able == replicas:
+                    break
+        return found[::-1]
+
+    def _mask(self, block_hash: bytes) -> int:
+        """Returns the replicas that hold a block or have promised it."""
+        mask = self._holders.get(block_hash, 0)
+        promise = self._promised.get(block_hash)
+        return mask if promise is None else mask | promise[0]
 
     def touch(self, hashes: Iterable[bytes]) -> None:
         """Records that blocks were used."""

@@ -57,10 +57,13 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         load: of now.
-        added, removed: hashes of blocks that the prefix cache holds, and no longer holds.
+        added, removed: hashes of blocks that the prefix cache holds, and no longer holds; of a
+            model with states the hashes of snapshots.
         block_size: tokens a block; 0 without a prefix cache.
         is_first: whether all earlier reports are void.
         is_leaving: whether the replica finishes its requests and takes no more.
+        of_snapshots: whether the hashes are of snapshots: a request begins behind the last one that
+            is held, whether or not the ones before it are.
     """
 
     load: ReplicaLoad
@@ -69,6 +72,7 @@ class Report(msgspec.Struct, frozen=True):
     block_size: int = 0
     is_first: bool = False
     is_leaving: bool = False
+    of_snapshots: bool = False
 
 
 def divided(report: Report) -> Iterator[Report]:

@@ -214,6 +214,7 @@ class ClusterRouter:
         if replica is None:
             return
         now = self._clock()
+        self._index.of_snapshots = report.of_snapshots  # all replicas have one model
         self._index.add(report.added, replica.bit)
         self._index.remove(report.removed, replica.bit)
         replica.load, replica.block_size = report.load, report.block_size

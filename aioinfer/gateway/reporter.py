@@ -97,7 +97,7 @@ class Reporter:
 
     def _watch(self) -> None:
         caches = [engine.scheduler.kv_cache for engine in self._living()]
-        self._pools = [cache.leading_pool for cache in caches if cache.prefix_caching]
+        self._pools = [cache.found_pool for cache in caches if cache.prefix_caching]
         for pool in self._pools:
             pool.changed = set()
 
@@ -109,10 +109,17 @@ class Reporter:
     def _report(
         self, added: list[bytes] | None = None, removed: list[bytes] | None = None, **more: bool
     ) -> Report:
-        engine = self._frontend.engines[0]
-        size = engine.scheduler.limits.block_size if engine.scheduler.kv_cache.prefix_caching else 0
-        is_leaving = self.is_leaving or not self._frontend.is_healthy()
-        return Report(self.load(), added or (), removed or (), size, is_leaving=is_leaving, **more)
+        scheduler = self._frontend.engines[0].scheduler
+        cache = scheduler.kv_cache
+        return Report(
+            self.load(),
+            added or (),
+            removed or (),
+            scheduler.limits.block_size if cache.prefix_caching else 0,
+            is_leaving=self.is_leaving or not self._frontend.is_healthy(),
+            of_snapshots=cache.finds_states,
+            **more,
+        )
 
     async def _run(self) -> None:
         while True:
@@ -121,7 +128,7 @@ class Reporter:
 
     def _tick(self) -> None:
         """Sends the changes since the last report, or a heartbeat without changes."""
-        watched = {id(engine.scheduler.kv_cache.leading_pool) for engine in self._living()}
+        watched = {id(engine.scheduler.kv_cache.found_pool) for engine in self._living()}
         if not watched >= {id(pool) for pool in self._pools}:
             # workers were restarted, or an engine is dead: the prefix cache is another
             self._unwatch()

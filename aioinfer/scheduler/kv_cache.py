@@ -128,6 +128,13 @@ class KVCacheManager:
         return self.pools[0]
 
     @property
+    def found_pool(self) -> BlockPool:
+        """The pool whose hashes tell where a request can begin: of states where there are any (the
+        same hashes in each), since a hit ends at a snapshot."""
+        of_states = (pool for pool in self.pools if isinstance(pool, SnapshotPool))
+        return next(of_states, self.leading_pool)
+
+    @property
     def num_free(self) -> int:
         """Blocks of all groups that have no owner, cached ones included."""
         return sum(pool.num_free for pool in self.pools)
