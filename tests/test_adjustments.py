@@ -8,7 +8,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.adjustments import adjust_logits
-from aioinfer.worker.slots import SamplingRows, Slots
+from aioinfer.worker.slots import LookaheadTensors, SamplingRows, Slots
 from tests.filled_slots import make_slots, sample_rows
 
 
@@ -53,6 +53,24 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     expected[0, 3] -= 0.4 + 2 * 0.25
     expected[0, 20] -= 0.4 + 0.25
     torch.testing.assert_close(adjusted(logits, slots, [0], [6]), expected)
+
+
+def test_drafts_before_a_row_count_as_output() -> None:
+    """A row with two drafts before it, behind a row of another request: as if both had been
+    sampled."""
+    torch.manual_seed(6)
+    logits = torch.randn(2, 60)
+    params = SamplingParams(presence_penalty=0.4, frequency_penalty=0.25, repetition_penalty=1.2)
+    prompt, drafts = [3, 9, 9, 20], [20, 7]
+    sampled = make_slots([params, params], 60, [[5], prompt + drafts], prompt_len=3)
+    expected = adjusted(logits, sampled, [0, 1], [1, 6])
+    slots = make_slots([params, params], 60, [[5], prompt], prompt_len=3)
+    slots.tokens[1, 4:7] = torch.tensor([*drafts, 7])
+    at, where = np.array([0, 1], np.int32), np.array([1, 6], np.int32)
+    lookahead = LookaheadTensors(*torch.tensor([[0, 2], [0, 7]], dtype=torch.int32))
+    rows = SamplingRows(at, where, 0, lookahead=lookahead)
+    adjust_logits(logits, slots, rows, slots.current_flags(at, where))
+    torch.testing.assert_close(logits, expected)
 
 
 def test_penalties_follow_the_sampled_tokens() -> None:

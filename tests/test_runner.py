@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
@@ -99,7 +100,7 @@ class Steps:
         kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
         model.ours.bind(groups, kv.tensors, block_size, 8, 100)
         works = StepWorks.load(Rank(model.ours, slots))
-        self.runner = ModelRunner(model.ours, CpuDevice(slots, kv), works)
+        self.runner = ModelRunner(model.ours, CpuDevice(slots, kv, max_lookahead=8), works)
         self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self.tables: dict[int, list[int]] = {}
         self.admissions: list[Admission] = []
@@ -222,6 +223,55 @@ def test_a_mixed_batch_equals_each_alone(model: Model) -> None:
         expected[4][2],
         expected[2][0],
     ]
+
+
+def test_rows_behind_a_wrong_draft_are_skipped(model: Model) -> None:
+    """Two requests with drafts, one of them at a position that only the worker knows, beside a
+    decode, and a prompt."""
+    prompts = {slot: PROMPT[: 4 + 3 * slot] for slot in range(4)}
+    texts = {slot: prompt + model.greedy(prompt, 12) for slot, prompt in prompts.items()}
+    lengths = {slot: len(prompt) for slot, prompt in prompts.items()}
+    steps = Steps(model)
+    tokens = steps.runner.slots.tokens
+
+    def draft(slot: int, first: int, *wrong: int) -> None:
+        """Enters what follows token `first` of a text as drafts, but at positions `wrong`."""
+        for position in range(first + 1, first + 4):
+            right = texts[slot][position]
+            tokens[slot, position] = right + 1 if position in wrong else right
+
+    for slot in (0, 1, 2):
+        steps.admit(slot, prompts[slot])
+    steps.run(*(Row(slot, 0, lengths[slot]) for slot in (0, 1, 2)))
+    a, b, c = (lengths[slot] for slot in (0, 1, 2))
+    draft(0, a, a + 3)
+    draft(2, c, c + 1)
+    steps.admit(3, prompts[3])
+    rows = [Row(0, a + i, 1) for i in range(4)] + [Row(1, b, 1)] + [Row(2, c, 1), Row(2, c + 1, 1)]
+    offsets = ids(0, 1, 2, 3, 0, 0, 1, 0)
+    found = steps.run(
+        *rows, Row(3, 0, lengths[3]), sections=[LookaheadRows(offsets, np.ones(8, np.int32))]
+    )
+    kept = [*texts[0][a + 1 : a + 4], SKIPPED, texts[1][b + 1], texts[2][c + 1], SKIPPED]
+    assert found.tokens.tolist() == [*kept, texts[3][lengths[3]]]
+    draft(0, a + 3)
+    draft(2, c + 1)
+    rows = [Row(0, a + 1 + i, 1) for i in range(3)] + [Row(2, c + 1, 1), Row(2, c + 2, 1)]
+    found = steps.run(*rows, sections=[LookaheadRows(ids(0, 1, 2, 0, 1), ids(0, 0, 0, 0, 0))])
+    assert found.tokens.tolist() == texts[0][a + 4 : a + 7] + texts[2][c + 2 : c + 4]
+    assert steps.tokens(Row(0, a + 6, 1), Row(2, c + 3, 1)) == [texts[0][a + 7], texts[2][c + 4]]
+
+
+def test_a_row_that_cannot_be_sampled_ends_the_lookahead(model: Model) -> None:
+    steps = Steps(model)
+    steps.admit(0, PROMPT)
+    steps.run(Row(0, 0, len(PROMPT)))
+    expected, first = model.greedy(PROMPT, 2), len(PROMPT)
+    steps.runner.slots.tokens[0, first + 1 : first + 3] = torch.tensor([BROKEN, expected[1]])
+    steps.runner.slots.tokens[0, first] = BROKEN
+    rows = [Row(0, first + i, 1) for i in range(3)]
+    section = LookaheadRows(ids(0, 1, 2), ids(1, 1, 1))
+    assert steps.run(*rows, sections=[section]).tokens.tolist() == [-1, SKIPPED, SKIPPED]
 
 
 def test_inputs_of_a_mixed_step(model: Model) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioinfer.ipc.lookahead import SKIPPED
 from aioinfer.ipc.plan import I32, Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
@@ -22,6 +23,7 @@ from aioinfer.worker.slots import (
     IN_PROMPT,
     PENALIZED,
     RANDOM,
+    LookaheadTensors,
     Occurrences,
     SamplingRows,
     Slots,
@@ -396,3 +398,34 @@ def test_requests_that_come_and_go_reallocate_nothing(max_num_seqs: int) -> None
         occurrences.start(slot)
         occurrences.fit()
         assert occurrences.rows is rows
+
+
+@given(st.data())
+def test_drafts_are_kept_as_long_as_they_equal_the_sampled_tokens(data: st.DataObject) -> None:
+    """Tokens of a vocabulary of two, and rows that failed."""
+    slots = make_slots(3)
+    slots.tokens.fill_(9)
+    numbers: list[int] = []
+    expected: list[int] = []
+    rows: list[tuple[int, int, int, int, int]] = []
+    starts: dict[int, int] = {}
+    for slot in data.draw(st.permutations([0, 1, 2])):
+        base, count = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
+        agrees = True
+        for offset in range(count):
+            draft, token = data.draw(st.integers(0, 1)), data.draw(st.integers(-1, 1))
+            agrees = agrees and (offset == 0 or draft == rows[-1][4])
+            rows.append((slot, base + offset + 1, offset, draft, token))
+            expected.append(token if agrees else SKIPPED)
+            if agrees:
+                starts[slot] = base + offset + 1
+                numbers.append(max(token, 0))
+    at, positions, offsets, drafts, sampled = (ids(*column) for column in zip(*rows, strict=True))
+    lookahead = LookaheadTensors(torch.from_numpy(offsets), torch.from_numpy(drafts))
+    tokens = torch.from_numpy(sampled.copy())
+    slots.accept(at, positions, lookahead, tokens)
+    assert tokens.tolist() == expected
+    assert {slot: int(slots.next_start[slot]) for slot in starts} == starts
+    kept = [row[:2] for row, token in zip(rows, expected, strict=True) if token != SKIPPED]
+    assert [int(slots.tokens[where]) for where in kept] == numbers
+    assert int((slots.tokens != 9).sum()) == len(kept)

@@ -34,15 +34,17 @@ class Device:
     Attributes:
         slots: the running requests.
         kv: keys and values of all layers.
-        results: int32 [NUM_BUFFERS, rows] on the device, the sampled tokens of steps.
+        results: int32 [NUM_BUFFERS, rows] on the device, the sampled tokens of steps: of a row for
+            each slot, and for each lookahead row that a step may have.
         index: which of these buffers the step has.
         received: [tokens, hidden_size], the stream of the pipeline stage before; None without one.
     """
 
-    def __init__(self, slots: Slots, kv: KVTensors):
+    def __init__(self, slots: Slots, kv: KVTensors, max_lookahead: int = 0):
+        """`max_lookahead`: the maximum of lookahead rows in a step."""
         self.slots = slots
         self.kv = kv
-        rows, device = len(slots.tokens), slots.device
+        rows, device = len(slots.tokens) + max_lookahead, slots.device
         self.results = torch.zeros(NUM_BUFFERS, rows, dtype=torch.int32, device=device)
         self.index = 0
         self.received: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.config import Config, ModelConfig
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.models.decoder import CausalLM
@@ -40,11 +41,13 @@ class Rank:
         model: the rank's part of the model.
         slots: the running requests.
         links: to the other stages of a pipeline, if there are any.
+        config: the whole configuration.
     """
 
     model: CausalLM
     slots: Slots
     links: StageLinks | None = None
+    config: Config = field(default_factory=lambda: Config(model=ModelConfig(path="")))
 
     @property
     def uses_kernels(self) -> bool:

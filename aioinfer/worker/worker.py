@@ -327,7 +327,7 @@ class Worker:
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         model.bind(self._own_groups, kv.tensors, self.block_size, max_num_seqs, tokens)
         links = self._peers.link_stages(model.hidden_size, self._backend.dtype)
-        works = StepWorks.load(Rank(model, slots, links), config.model.features)
+        works = StepWorks.load(Rank(model, slots, links, config), config.model.features)
         device: Device
         if uses_kernels:
             from aioinfer.worker.gpu_device import GpuDevice

@@ -1,0 +1,44 @@
+"""Drafts by prompt lookup: found where a plain search finds them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
+
+
+def search(tokens: list[int], count: int) -> list[int] | None:
+    """The same by trying each suffix, the longest first, at each place, the latest first."""
+    for size in range(MAX_SUFFIX, MIN_SUFFIX - 1, -1):
+        suffix = tokens[-size:]
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == suffix and len(suffix) == size:
+                text = list(tokens)
+                while len(text) < end + count or len(text) < len(tokens) + count:
+                    text.append(text[end + len(text) - len(tokens)])
+                return text[len(tokens) :][:count]
+    return None
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
+def test_drafts_equal_a_plain_search(tokens: list[int], count: int) -> None:
+    found = find_drafts(np.array(tokens, np.int32), count)
+    assert (None if found is None else found.tolist()) == search(tokens, count)
+
+
+def test_the_longest_suffix_comes_before_the_latest() -> None:
+    tokens = [9, 1, 2, 3, 4, 50, 51, 8, 3, 4, 60, 61, 1, 2, 3, 4]
+    assert find_drafts(np.array(tokens, np.int32), 3).tolist() == [50, 51, 8]  # type: ignore[union-attr]
+
+
+def test_a_repetition_goes_on() -> None:
+    tokens = [7, 1, 2, 3, 1, 2, 3]
+    assert find_drafts(np.array(tokens, np.int32), 5).tolist() == [1, 2, 3, 1, 2]  # type: ignore[union-attr]
+    assert find_drafts(np.array([5, 5, 5], np.int32), 4).tolist() == [5, 5, 5, 5]  # type: ignore[union-attr]
+
+
+def test_nothing_is_found_without_an_earlier_occurrence_of_two_tokens() -> None:
+    for tokens in ([1], [1, 1], [1, 2, 3, 2], [3, 1, 2, 1]):
+        assert find_drafts(np.array(tokens, np.int32), 4) is None
