@@ -76,10 +76,13 @@ def add_occurrences(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_ids"])
+@triton.jit(
+    do_not_specialize=["first"],
+    do_not_specialize_on_alignment=["slot_ids", "offsets", "inputs"],
+)
 def _penalty_kernel(
-    logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab, stride,
-    occurrences_stride,
+    logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, offsets, inputs,
+    first, vocab, stride, occurrences_stride,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -89,6 +92,10 @@ def _penalty_kernel(
         return
     tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     seen = tl.load(occurrences + counts * occurrences_stride + tokens, tokens < vocab, 0)
+    if offsets is not None:
+        for back in range(tl.load(offsets + row)):
+            draft = tl.load(inputs + row - back)
+            seen += ((tokens < vocab) & (first + tokens == draft)).to(tl.int32)
     count = (seen & (_IN_PROMPT - 1)).to(tl.float32)
     place = logits + row.to(tl.int64) * stride + tokens
     x = tl.load(place, seen != 0, 0.0).to(tl.float32)
@@ -106,6 +113,10 @@ def apply_penalties(
     repetition: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    inputs: torch.Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Applies repetition, presence and frequency penalties in place to the rows whose slots have
     occurrences.
@@ -119,12 +130,16 @@ def apply_penalties(
         row_of_slot: int32 or int64 [num_slots], -1 for slots without penalties.
         occurrences: int32 [rows, V], of the tokens of these logits; rows may be strided.
         repetition, presence, frequency: float32 [num_slots].
+        offsets, inputs: int32 [S], of a step with lookahead, else both None: the number of the row
+            among the adjacent rows of its slot, and the token that it has computed. The drafts
+            among them count as output of the rows behind them.
+        first: the token id of the first column.
     """
     rows, vocab = logits.shape
     if rows and vocab:
         _penalty_kernel[(rows, triton.cdiv(vocab, CHUNK))](
-            logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, vocab,
-            logits.stride(0), occurrences.stride(0),
+            logits, slot_ids, row_of_slot, occurrences, repetition, presence, frequency, offsets,
+            inputs, first, vocab, logits.stride(0), occurrences.stride(0),
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
 

@@ -221,9 +221,13 @@ def _penalize_with_kernel(logits: torch.Tensor, slots: Slots, rows: RowTensors, 
     from aioinfer.kernels.penalties import apply_penalties
 
     counts, kinds = slots.occurrences, ("repetition", "presence", "frequency")
+    offsets = inputs = None
+    if rows.lookahead is not None:
+        offsets, inputs = rows.lookahead.offsets, rows.lookahead.inputs
     apply_penalties(
         logits, rows.slots, counts.row_of_slot, counts.rows[:, first : first + logits.shape[1]],
         *(slots.params[f"{kind}_penalty"] for kind in kinds),
+        offsets=offsets, inputs=inputs, first=first,
     )  # fmt: skip
 
 
