@@ -112,11 +112,18 @@ def test_other_families(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close((layer.parts[0].qkv(x), layer.parts[1].gate_up(x)), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", "qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear"],
+)
 def test_layers_with_states(family: str, tmp_path: Path) -> None:
-    """Rates and decays of Gated DeltaNet are not quantized, and so are a product of their own."""
+    """Rates and decays of the delta rule are not quantized, and so are a product of their own;
+    Falcon-H1's multipliers are multiplied with the scales."""
     layout = LAYOUTS["fp8 block"]
-    unquantized = ["in_proj_ba", "in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate"]
+    unquantized = [
+        "in_proj_ba", "in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate",
+        "block_sparse_moe.gate", "b_proj", "f_a_proj", "g_a_proj", "f_b_proj", "g_b_proj",
+    ]  # fmt: skip
     config = {**layout.config, "modules_to_not_convert": ["lm_head", *unquantized]}
     quantized, plain = tmp_path / "quantized", tmp_path / "plain"
     tiny_model(family, quantized, vocab_size=64)
@@ -124,7 +131,7 @@ def test_layers_with_states(family: str, tmp_path: Path) -> None:
     write_dequantized(plain, write(quantized, replace(layout, config=config)))
     ids = {0: [3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 32, 38, 46, 26, 43, 38, 32]}
     ours, theirs = (load_model(folder, ParallelGroup.single()) for folder in (quantized, plain))
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "kimi")):
         assert [len(model.layers[0].parts[0].inputs) for model in (ours, theirs)] == [2, 1]
     logits, expected = (PagedModel(model, 16).step(ids)[0] for model in (ours, theirs))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * expected.std().item())
@@ -231,6 +238,23 @@ def test_any_checkpoint_is_quantized_while_it_is_loaded(
             torch.testing.assert_close(ours[name], expected, rtol=0, atol=0)
             error = (ours[name] - exact).norm() / exact.norm()
             assert 0 < error < limit
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_multipliers_of_weights_that_are_quantized_while_they_are_loaded(
+    kind: str, tmp_path: Path
+) -> None:
+    """The multiplier of the gate is in the scales, and the values are as without it."""
+    scales = []
+    for number, multiplier in enumerate((1.0, 1.5)):
+        folder = tmp_path / str(number)
+        tiny_model("falcon_h1", folder, mlp_multipliers=[multiplier, 0.6])
+        weight = load(folder, quantization=kind).layers[0].parts[2].gate_up.weight
+        scales.append((weight.values.float(), weight.scales))
+    (values, plain), (others, multiplied) = scales
+    half = len(plain) // 2
+    assert torch.equal(values, others)
+    torch.testing.assert_close(multiplied, torch.cat((plain[:half] * 1.5, plain[half:])))
 
 
 def test_rows_use_the_whole_range() -> None:

@@ -74,15 +74,17 @@ def make_weight(
         return make_dense(sources, columns, backend)
     names, is_stacked = [source.name for source in sources], sources[0].stack is not None
     affine = quantization.affine_schemes_of(names)
-    is_scaled = any(source.scale != 1.0 for source in sources)
-    if is_scaled and (any(affine) or quantization.scheme_of_all(names) is not None):
+    is_affine = any(affine) and not is_stacked
+    scheme = None if is_affine else quantization.scheme_of_all(names)
+    if any(source.scale != 1.0 for source in sources) and (
+        is_affine or isinstance(scheme, MXFP4Scheme)
+    ):
         raise ConfigError(
-            f"{names[0]} is multiplied with a constant when it is loaded: that is supported for "
-            f"weights that are not quantized, and {quantization.name} is not"
+            f"{names[0]} is multiplied with a constant when it is loaded, which is not supported "
+            f"for {quantization.name}"
         )
-    if any(affine) and not is_stacked:  # GGUF files give the modules of a product different ones
+    if is_affine:  # GGUF files give the modules of a product different ones
         return AffineWeight(sources, columns, backend, affine)
-    scheme = quantization.scheme_of_all(names)
     if scheme is None:
         return make_dense(sources, columns, backend)
     if is_stacked and not isinstance(scheme, MXFP4Scheme):

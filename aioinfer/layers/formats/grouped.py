@@ -7,6 +7,7 @@ store them: integers packed into int32, the first in the lowest bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -134,7 +135,7 @@ class GroupedWeight(QuantizedWeight):
             packed = self._shard(part.integers, rows, self._packed_shard(columns, name))
         yield f"{name}.{names.integers}", packed
         scales = self._shard(part.scales, rows, self._groups, dummy=_DUMMY_SCALES[scheme.bits])
-        yield f"{name}.{names.scales}", scales
+        yield f"{name}.{names.scales}", replace(scales, store=source.scaling(part.scales))
         if part.zeros is not None:
             yield f"{name}.{names.zeros}", self._shard(part.zeros, packed_rows, self._groups)
         if part.group_of is not None:

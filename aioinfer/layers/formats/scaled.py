@@ -8,6 +8,7 @@ from weights of 16 or 32 bits while they are loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,7 +78,9 @@ class ScaledWeight(QuantizedWeight):
         for index, (source, blocks) in enumerate(zip(self._sources, self._block_rows, strict=True)):
             values = self.values[first : first + source.rows.size]
             scales = self.scales[first_block : first_block + blocks.size]
-            store = partial(self._quantize, values, scales) if self._scheme.is_online else None
+            store = None
+            if self._scheme.is_online:
+                store = partial(self._quantize, values, scales, source.scale)
             first, first_block = first + source.rows.size, first_block + blocks.size
             dim, part = sharded_part(source.rows, self._columns)
             yield (
@@ -86,16 +89,20 @@ class ScaledWeight(QuantizedWeight):
             )
             if self._scheme.is_online:
                 continue
-            yield f"{source.name}.{self._scheme.scales}", self._scale_shard(scales, blocks)
+            shard = self._scale_shard(scales, blocks)
+            shard = replace(shard, store=source.scaling(scales))
+            yield f"{source.name}.{self._scheme.scales}", shard
             if self._scheme.inputs == "static":
                 scale = self._input_scales[index : index + 1]
                 yield f"{source.name}.input_scale", WeightShard(scale, is_scale=True, dummy=1.0)
 
-    def _quantize(self, values: torch.Tensor, scales: torch.Tensor, part: torch.Tensor) -> None:
-        """Quantizes a part of a checkpoint tensor into views of the parameters."""
+    def _quantize(
+        self, values: torch.Tensor, scales: torch.Tensor, scale: float, part: torch.Tensor
+    ) -> None:
+        """Quantizes a part of a checkpoint tensor, times a scale, into views of the parameters."""
         quantized, row_scales = quantize_rows(part.to(values.device), self._scheme.kind)
         values.copy_(quantized)
-        scales.copy_(row_scales)
+        scales.copy_(row_scales * scale)
 
     def _scale_shard(self, scales: torch.Tensor, rows: Shard) -> WeightShard:
         """Returns where the scales of a source go; `rows` counts output features or blocks."""
