@@ -95,6 +95,17 @@ def test_parts_side_by_side_read_the_stream_as_it_was() -> None:
     torch.testing.assert_close(run(Layer([Scale(1.0), Scale(2.0)], parallel=True), x), x * 4)
 
 
+def test_parts_that_follow_parts_side_by_side_read_what_these_added() -> None:
+    """Also where the last mixer, side by side with others, leaves the sampled rows alone."""
+    x = torch.randn(5, 8)
+    layer = Layer([Scale(1.0), Scale(2.0)], parallel=True, then=[Scale(2.0)])
+    torch.testing.assert_close(run(layer, x), x * 4 * 3)
+    layer = Layer([Mean(NARROW), Mean(WIDE)], parallel=True, then=[Scale(2.0)])
+    expected = run(layer, x)
+    torch.testing.assert_close(expected, (x + 2 * x.mean(0)) * 3)
+    torch.testing.assert_close(run(layer, x, [4, 1]), expected[[4, 1]])
+
+
 def test_a_norm_that_parts_side_by_side_share_is_computed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

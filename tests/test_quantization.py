@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.formats import make_weight
 from aioinfer.layers.formats.schemes import GroupScheme, Quantization, ScaledScheme, Scheme
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard, Source
 from aioinfer.models.quantization import read_quantization
 from aioinfer.models.registry import load_model_config
-from tests.paged_model import model_options
+from tests.paged_model import CPU, model_options
 from tests.scaled_models import compressed, set_config, token
 from tests.tiny_models import tiny_model
 
@@ -235,3 +240,11 @@ def test_config_json(tmp_path: Path) -> None:
     set_config(tmp_path, quantization_config=FP8, architectures=["PersimmonForCausalLM"])
     with pytest.raises(ConfigError, match="quantized weights are supported for"):
         load_model_config(tmp_path)
+
+
+def test_multipliers_that_a_format_has_no_scales_for() -> None:
+    found = read({"quant_method": "mxfp4", "modules_to_not_convert": []})
+    backend = Backend(CPU, torch.float32, ParallelGroup.single())
+    sources = [Source("model.layers.0.mlp.experts.up_proj", Shard.whole(32), scale=2.0)]
+    with pytest.raises(ConfigError, match=r"up_proj is multiplied with a constant .* for mxfp4"):
+        make_weight(sources, Shard.whole(32), backend, found)
