@@ -34,6 +34,7 @@ from aioinfer.config_sections import (
     SamplingConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculationConfig,
     TracingConfig,
 )
 from aioinfer.errors import ConfigError, RequestError
@@ -51,12 +52,16 @@ __all__ = [
     "SamplingConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SpeculationConfig",
     "TracingConfig",
     "describe_keys",
     "load_config",
     "parse_override",
 ]
 
+#: Draft tokens in a step, at most: with more rows, products take as long as they have arithmetic,
+#: and a draft costs what it saves.
+MAX_LOOKAHEAD = 384
 #: What became of keys that there were.
 _GONE = {
     "model.tokenizer_revision": "model.tokenizer may be a folder, with any revision",
@@ -106,6 +111,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -116,6 +122,15 @@ class Config:
     def served_model_names(self) -> list[str]:
         """The names that a request's `model` may have; replies carry the first."""
         return self.server.served_model_names or [self.model.path]
+
+    @property
+    def max_lookahead(self) -> int:
+        """The maximum of draft tokens in a step, of all requests together; 0 without
+        speculation."""
+        speculation = self.speculation
+        if speculation.method == "none" or self.parallel.pipeline_parallel_size > 1:
+            return 0
+        return min(MAX_LOOKAHEAD, speculation.max_draft_tokens * self.scheduler.max_num_seqs)
 
     @property
     def max_prefill_tokens_beside_decode(self) -> int:

@@ -245,6 +245,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding: a step verifies draft tokens beside the last one of a request. The text
+    is that of plain decoding; drafts are verified only where that is expected to save time."""
+
+    method: Literal["none", "ngram"] = key(
+        "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
+        "earlier occurrence of its last tokens; for tasks that repeat their input.",
+        "none",
+    )
+    max_draft_tokens: int = key(
+        "Maximum number of draft tokens of a request in a step. How many there are follows from "
+        "how many were kept of late, and from measured times of steps.",
+        5,
+        minimum=1,
+        maximum=15,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The workers."""
 

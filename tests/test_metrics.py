@@ -28,6 +28,7 @@ from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
 from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import Planning as ExpertReports
 from aioinfer.features.expert_load.sections import ExpertTokens
+from aioinfer.features.speculation.planning import ACCEPTED, ACCEPTED_AT, DRAFT_TOKENS, DRAFTS
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeatures
@@ -332,6 +333,8 @@ async def test_the_whole_text() -> None:
     for phase in PHASES:
         metrics.phases[phase].add(len(phase) * 1e-4)
     metrics.count("constrained_rows", 9)
+    for number, name in enumerate((DRAFTS, DRAFT_TOKENS, ACCEPTED, f"{ACCEPTED_AT}1"), 2):
+        metrics.count(name, number)
     metrics.count("words", 3)
     metrics.observe("mask_fill_seconds", 0.003)
     metrics.observe("waiting", 0.5)

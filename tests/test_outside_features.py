@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.config import load_config
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features import FEATURES, load_halves
 from aioinfer.llm import Output
@@ -306,8 +308,10 @@ def test_a_package_that_cannot_be_used(
 
 
 def test_names_and_arguments_are_taken_once() -> None:
+    config = load_config(overrides={"model.path": "m"})
+    host: Any = SimpleNamespace(config=config)
     halves = load_halves("planning", ("only_even", "only_even"))
-    features = [half.Planning(None) for half in halves]
+    features = [half.Planning(host) for half in halves]
     assert len(features) == len(FEATURES) + 2
     with pytest.raises(ConfigError, match="several are named 'only_even'"):
         StepFeatures(features)

@@ -343,6 +343,7 @@ class Beam(Use):
 
     __slots__ = ("run",)
     feature: ClassVar[str] = "beam_search"
+    allows_lookahead: ClassVar[bool] = False  # each token decides how the search goes on
 
     def __init__(self, run: BeamRun):
         self.run = run

@@ -107,6 +107,7 @@ class Engine:
             self.requests.fail_request,
             self._plan_and_post,
             self.metrics,
+            self._config,
         )
         halves = load_halves("planning", tuple(self._config.model.features))
         searches = BeamSearches(host, self.requests, self.emission)
@@ -149,6 +150,7 @@ class Engine:
     def _limits(self, report: WorkerReport) -> SchedulerLimits:
         """Returns the scheduler's limits for workers of these sizes."""
         limits = self._config.scheduler
+        has_states = any(group.keeps_states for group in report.groups)
         return SchedulerLimits(
             groups=report.groups,
             num_blocks=report.num_blocks,
@@ -161,6 +163,8 @@ class Engine:
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
             num_stages=self._config.parallel.pipeline_parallel_size,
+            max_lookahead=0 if has_states else self._config.max_lookahead,
+            row_seconds=report.row_seconds,
             plan_ahead=limits.plan_ahead,
         )
 

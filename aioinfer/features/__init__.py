@@ -27,6 +27,7 @@ FEATURES = (
     "token_states",
     "prompt_progress",
     "expert_load",
+    "speculation",
     "masks",
 )
 HALVES = ("planning", "worker")

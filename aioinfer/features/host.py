@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from aioinfer.config import Config
 from aioinfer.executor.base import Executor
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
@@ -32,6 +33,7 @@ class Host:
         fail: ends the request of a sequence with an error; the others go on.
         go_on: plans and posts steps, after `StepFeature.is_waiting` has become false.
         metrics: of the engine.
+        config: the whole configuration.
     """
 
     scheduler: Callable[[], Scheduler]
@@ -39,3 +41,4 @@ class Host:
     fail: Callable[[Request, Exception], None]
     go_on: Callable[[], None]
     metrics: FeatureMetrics
+    config: Config

@@ -90,6 +90,11 @@ class PlanBuilder:
         return bool(self._lookahead)
 
     @property
+    def num_decodes(self) -> int:
+        """The rows of the step, if all are decodes; else 0."""
+        return 0 if self._prefills else len(self._decodes)
+
+    @property
     def prefill_left(self) -> int:
         """Prefill tokens that the step may still take."""
         return min(self._prefill.tokens_left, self.budget_left)

@@ -58,6 +58,8 @@ class Use:
 
     #: The name of the feature: `StepFeature.name`.
     feature: ClassVar[str]
+    #: Whether a step may have lookahead rows of the request.
+    allows_lookahead: ClassVar[bool] = True
 
     @property
     def result_bytes(self) -> int:

@@ -46,7 +46,7 @@ from aioinfer.scheduler.prefill_pacing import NO_PREFILL, PrefillPacing
 from aioinfer.scheduler.request import Finish, Request, RequestStatus
 from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_planner import StepPlanner
-from aioinfer.scheduler.steps import PostedSteps, Row, StepOutput
+from aioinfer.scheduler.steps import PostedStep, PostedSteps, Row, StepOutput
 from aioinfer.scheduler.waiting_queue import FairQueuing, WaitingQueue
 
 
@@ -75,6 +75,7 @@ class Scheduler:
         self._arrivals = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
+        self._last_came = 0.0  # when the last result came; kept for a feature that looks ahead
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_replacement_blocks)
 
@@ -300,7 +301,11 @@ class Scheduler:
 
     def _record(self, builder: PlanBuilder, rows: Mapping[str, Sequence[Row]]) -> None:
         """Records a step that will be posted."""
-        self._posted.add(builder.step_id, builder.sampled_requests, rows, builder.has_lookahead)
+        sampled: list[Request | None] = [*builder.sampled_requests]
+        step = PostedStep(builder.step_id, sampled, rows, builder.has_lookahead)
+        if self.features.ahead is not None:
+            step.num_decodes, step.posted = builder.num_decodes, self._clock()
+        self._posted.add(step)
         if self.pacing.is_active:
             self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
@@ -318,6 +323,8 @@ class Scheduler:
         step = self._posted.take(result.step_id)
         if self.pacing.is_active:
             self.pacing.finish(self._clock() if came is None else came)
+        if self.features.ahead is not None:
+            self._note_step(step, self._clock() if came is None else came)
         self.stats.wasted_rows += step.num_dropped
         requests: list[Request] = []
         tokens: list[int] = []
@@ -343,6 +350,13 @@ class Scheduler:
         if step.rows or result.sections:
             output = self.features.take(step.rows, result, output)
         return output
+
+    def _note_step(self, step: PostedStep, came: float) -> None:
+        """Tells the feature that looks ahead how long a step took: from when workers could begin
+        with it, which is when they had it and the step before was done."""
+        began, self._last_came = max(step.posted, self._last_came), came
+        if step.num_decodes and self.features.ahead is not None:
+            self.features.ahead.note_step(step.num_decodes, came - began)
 
     def _settle(self, sampled: Sequence[Request | None], tokens: Sequence[int]) -> None:
         """Takes in how much of the lookahead of a step was kept, for each request with any.

@@ -67,6 +67,9 @@ class PostedStep:
             where the token is dropped.
         rows: the rows that concern features, by the feature's name.
         has_lookahead: whether requests may have several rows.
+        num_decodes: its rows, if all are decodes; else 0.
+        posted: when it was planned, in seconds of the scheduler's clock; kept for a feature that
+            looks ahead.
         num_dropped: tokens that are dropped because an appended token took their place.
     """
 
@@ -74,6 +77,8 @@ class PostedStep:
     sampled: list[Request | None]
     rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     has_lookahead: bool = False
+    num_decodes: int = 0
+    posted: float = 0.0
     num_dropped: int = 0
 
 
@@ -91,15 +96,9 @@ class PostedSteps:
         """The step that was posted last."""
         return self._steps[-1]
 
-    def add(
-        self,
-        step_id: int,
-        sampled: Sequence[Request],
-        rows: Mapping[str, Sequence[Row]],
-        has_lookahead: bool = False,
-    ) -> None:
+    def add(self, step: PostedStep) -> None:
         """Records that a step is posted."""
-        self._steps.append(PostedStep(step_id, list(sampled), rows, has_lookahead))
+        self._steps.append(step)
 
     def take(self, step_id: int) -> PostedStep:
         """Removes and returns the oldest step, as its result has come.

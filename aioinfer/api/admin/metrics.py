@@ -33,6 +33,7 @@ from aioinfer.api.http.connections import CONNECTIONS
 from aioinfer.api.http.limits import ACCOUNTS
 from aioinfer.engine.metrics import Histogram
 from aioinfer.features.expert_load.planning import ExpertLoad, imbalance
+from aioinfer.features.speculation.planning import ACCEPTED, ACCEPTED_AT, DRAFT_TOKENS, DRAFTS
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -101,8 +102,15 @@ def _rank_imbalance(load: ExpertLoad) -> Value:
     return dict(zip(map(str, load.layers), imbalance(by_rank).tolist(), strict=True))
 
 
+def _by_position(engine: Engine) -> Value:
+    counts = engine.metrics.counts
+    names = {f"{ACCEPTED_AT}0", *(name for name in counts if name.startswith(ACCEPTED_AT))}
+    return {name.removeprefix(ACCEPTED_AT): counts[name] for name in sorted(names)}
+
+
 #: Measurements of the package's own features, which have rows of their own.
 _ROWS, _FILLING = "constrained_rows", "mask_fill_seconds"
+_OWN = {_ROWS, DRAFTS, DRAFT_TOKENS, ACCEPTED}
 
 # fmt: off
 #: Of each engine: the source is the `Engine`.
@@ -143,6 +151,14 @@ _OF_ENGINES = (
         "Seconds of steps whose time was predicted: from when workers could begin with it."),
     Row("aioinfer:step_prediction_error_seconds", _COUNTER, lambda e: e.scheduler.pacing.error_s,
         "Seconds by which steps took more or less than was predicted."),
+    Row("vllm:spec_decode_num_drafts", _COUNTER, lambda e: e.metrics.counts[DRAFTS],
+        "Rows of a step with draft tokens: one a request."),
+    Row("vllm:spec_decode_num_draft_tokens", _COUNTER, lambda e: e.metrics.counts[DRAFT_TOKENS],
+        "Draft tokens that were verified."),
+    Row("vllm:spec_decode_num_accepted_tokens", _COUNTER, lambda e: e.metrics.counts[ACCEPTED],
+        "Draft tokens that were kept."),
+    Row("vllm:spec_decode_num_accepted_tokens_per_pos", _COUNTER, lambda e: _by_position(e),
+        "Draft tokens that were kept, by their position in the draft.", "position"),
     Row(f"aioinfer:{_ROWS}", _COUNTER, lambda e: e.metrics.counts[_ROWS],
         "Rows that were sampled under a mask of allowed tokens."),
     Row("aioinfer:worker_busy_seconds", _COUNTER, lambda e: e.metrics.worker_busy_ns * 1e-9,
@@ -233,7 +249,8 @@ def _of_features(engines: Iterable[Engine]) -> Iterator[Row]:
     """Yields rows for what features of other packages have measured."""
     measured = [engine.metrics for engine in engines]
     about = "Measured by a step feature of another package."
-    for name in sorted({name for each in measured for name in each.counts} - {_ROWS}):
+    named = {name for each in measured for name in each.counts} - _OWN
+    for name in sorted(name for name in named if not name.startswith(ACCEPTED_AT)):
         yield Row(f"aioinfer:feature_{name}", _COUNTER, _entry("counts", name), about)
     for name in sorted({name for each in measured for name in each.observed} - {_FILLING}):
         yield Row(f"aioinfer:feature_{name}", _HISTOGRAM, _entry("observed", name), about)

@@ -129,6 +129,7 @@ class Constrained(Use):
 
     __slots__ = ("constraint",)
     feature: ClassVar[str] = "masks"
+    allows_lookahead: ClassVar[bool] = False  # a draft's mask would have to know the draft
 
     def __init__(self, constraint: Constraint):
         self.constraint = constraint
