@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -69,14 +70,12 @@ async def good_reply(request: web.Request) -> web.StreamResponse:
     )
 
 
-async def run_bench(*arguments: str) -> tuple[int, str, str]:
-    """Runs the script as a process of its own. Returns its exit status, output and error output."""
+async def run_bench(arguments: str) -> tuple[int, str, str]:
+    """Runs the script as a process of its own, with arguments as a shell reads them. Returns its
+    exit status, output and error output."""
+    pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        BENCH,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        sys.executable, BENCH, *shlex.split(arguments), stdout=pipe, stderr=pipe
     )
     output, errors = await process.communicate()
     assert process.returncode is not None

@@ -102,16 +102,14 @@ async def timed_record(
 
 
 async def test_times_of_a_stream(clock: Clock) -> None:
-    record = await timed_record(
-        clock,
-        [
-            (0.25, sse(text_event("a"))),
-            (0.5, sse(text_event("b"))),
-            (0.125, sse(text_event(""))),  # no output: neither a chunk nor the end of a gap
-            (0.125, sse(text_event("c"))),
-            (1.0, sse(text_event("", "length"), USAGE_EVENT, "[DONE]")),
-        ],
-    )
+    blocks = [
+        (0.25, sse(text_event("a"))),
+        (0.5, sse(text_event("b"))),
+        (0.125, sse(text_event(""))),  # no output: neither a chunk nor the end of a gap
+        (0.125, sse(text_event("c"))),
+        (1.0, sse(text_event("", "length"), USAGE_EVENT, "[DONE]")),
+    ]
+    record = await timed_record(clock, blocks)
     assert record.error is None
     assert record.ttft == 0.25
     assert list(record.gaps) == [0.5, 0.25]
@@ -138,13 +136,8 @@ async def test_a_chat_role_is_not_the_first_token(clock: Clock) -> None:
 
 
 async def test_chunks_that_arrive_together_have_no_time_between_them(clock: Clock) -> None:
-    record = await timed_record(
-        clock,
-        [
-            (0.5, sse(text_event("a"), text_event("b"))),
-            (0.5, sse(text_event("c", "stop"), "[DONE]")),
-        ],
-    )
+    two, last = sse(text_event("a"), text_event("b")), sse(text_event("c", "stop"), "[DONE]")
+    record = await timed_record(clock, [(0.5, two), (0.5, last)])
     assert record.ttft == 0.5
     assert list(record.gaps) == [0.0, 0.5]
 
@@ -171,12 +164,7 @@ async def test_whole_replies_have_no_first_token() -> None:
     assert record.error is None
     assert (record.ttft, record.tpot, record.tokens) == (None, None, 4)
     figures = summarize(Run([record], duration_s=2.0))
-    assert (
-        figures["latency_ms"]["ttft"]
-        is figures["latency_ms"]["itl"]
-        is figures["latency_ms"]["tpot"]
-        is None
-    )
+    assert [figures["latency_ms"][name] for name in ("ttft", "itl", "tpot")] == [None] * 3
     assert figures["throughput"] == {
         "output_tokens_per_s": 2.0,
         "total_tokens_per_s": 5.5,
@@ -193,37 +181,21 @@ async def test_failures_are_counted_by_kind_with_an_example() -> None:
     async def overloaded(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "queue is full"}}, status=503)
 
-    async def error_event(request: web.Request) -> web.StreamResponse:
-        return await stream(
-            request, started, sse({"error": {"message": "worker died", "code": 500}})
-        )
-
     async def cut_off(request: web.Request) -> web.StreamResponse:
         response = await stream(request, started)
         assert request.transport is not None
         request.transport.close()
         return response
 
-    async def no_end(request: web.Request) -> web.StreamResponse:
-        return await stream(request, started, sse(text_event("b")))
+    def sending(*blocks: bytes) -> Handler:
+        return lambda request: stream(request, *blocks)
 
-    async def garbage(request: web.Request) -> web.StreamResponse:
-        return await stream(request, started, sse("{nonsense"))
-
-    async def nothing(request: web.Request) -> web.StreamResponse:
-        return await stream(request, sse("[DONE]"))
-
-    replies: list[Handler] = [
-        overloaded,
-        error_event,
-        good_reply,
-        cut_off,
-        no_end,
-        garbage,
-        overloaded,
-        nothing,
-    ]
-    waiting = iter(replies)
+    error_event = sending(started, sse({"error": {"message": "worker died", "code": 500}}))
+    no_end = sending(started, sse(text_event("b")))
+    garbage, nothing = sending(started, sse("{nonsense")), sending(sse("[DONE]"))
+    waiting = iter(
+        [overloaded, error_event, good_reply, cut_off, no_end, garbage, overloaded, nothing]
+    )
 
     async def reply(request: web.Request) -> web.StreamResponse:
         return await next(waiting)(request)
@@ -291,13 +263,10 @@ def test_events_are_the_same_however_the_stream_is_cut() -> None:
     text = (
         b': ping\n\ndata: {"a": 1}\n\nevent: x\ndata:two\r\ndata: lines\r\n\r\n\ndata: [DONE]\n\n'
     )
+    events = [b'{"a": 1}', b"two\nlines", b"[DONE]"]
     for cut in range(len(text)):
         splitter = EventSplitter()
-        assert [*splitter.feed(text[:cut]), *splitter.feed(text[cut:])] == [
-            b'{"a": 1}',
-            b"two\nlines",
-            b"[DONE]",
-        ]
+        assert [*splitter.feed(text[:cut]), *splitter.feed(text[cut:])] == events
 
 
 def test_an_event_that_is_too_long_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,24 +420,12 @@ def test_shared_prefixes() -> None:
     assert len({tuple(prompt[40:]) for prompt in prompts}) == 120
     assert workload.item(7) == workload.item(7)
     assert replace(workload, seed=2).item(7) != workload.item(7)
-    chat = SharedPrefixPrompts(
-        RequestShape("m", chat=True),
-        PromptMaker(None),
-        1,
-        4,
-        IntRange(2, 2),
-        IntRange(8, 8),
-        seed=1,
-    )
-    [[system, user], [same, other]] = [
-        json.loads(chat.item(index).body)["messages"] for index in range(2)
-    ]
-    assert (
-        system["role"],
-        user["role"],
-        len(system["content"].split()),
-        len(user["content"].split()),
-    ) == ("system", "user", 4, 2)
+    shape, two, eight = RequestShape("m", chat=True), IntRange(2, 2), IntRange(8, 8)
+    chat = SharedPrefixPrompts(shape, PromptMaker(None), 1, 4, two, eight, seed=1)
+    bodies = [json.loads(chat.item(index).body) for index in range(2)]
+    [[system, user], [same, other]] = [body["messages"] for body in bodies]
+    said = [(each["role"], len(each["content"].split())) for each in (system, user)]
+    assert said == [("system", 4), ("user", 2)]
     assert system == same
     assert user != other
     words = replace(chat, shape=SHAPE)
@@ -478,14 +435,9 @@ def test_shared_prefixes() -> None:
 def test_bodies_by_endpoint() -> None:
     body = json.loads(RequestShape("m", ignore_eos=True).body([1, 2], 8))
     assert body == {
-        "model": "m",
-        "prompt": [1, 2],
-        "max_tokens": 8,
-        "temperature": 0.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-    }
+        "model": "m", "prompt": [1, 2], "max_tokens": 8, "temperature": 0.0, "stream": True,
+        "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
     shape = RequestShape("m", chat=True, stream=False, temperature=0.5)
     assert shape.path == "/v1/chat/completions"
     call = RandomPrompts(shape, PromptMaker(None), IntRange(7, 7), IntRange(8, 8), seed=0).item(0)
@@ -499,23 +451,14 @@ def test_bodies_by_endpoint() -> None:
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "two"}]
-    file.write_text(
-        json.dumps({"prompt": "one", "max_tokens": 3})
-        + "\n\n"
-        + json.dumps({"messages": messages})
-        + "\n",
-        "utf-8",
-    )
-    workload = FilePrompts(
-        RequestShape("m", chat=True), read_entries(file, chat=True), IntRange(9, 9), seed=0
-    )
+    lines = (json.dumps({"prompt": "one", "max_tokens": 3}), "", json.dumps({"messages": messages}))
+    file.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    shape, nine = RequestShape("m", chat=True), IntRange(9, 9)
+    workload = FilePrompts(shape, read_entries(file, chat=True), nine, seed=0)
     calls = [workload.item(index) for index in range(3)]
     bodies = [json.loads(call.body) for call in calls]
-    assert [body["messages"] for body in bodies] == [
-        [{"role": "user", "content": "one"}],
-        messages,
-        bodies[0]["messages"],
-    ]
+    first = [{"role": "user", "content": "one"}]
+    assert [body["messages"] for body in bodies] == [first, messages, first]
     assert [call.max_tokens for call in calls] == [3, 9, 3]
     assert [body["max_tokens"] for body in bodies] == [3, 9, 3]
 
@@ -551,37 +494,17 @@ def test_ranges() -> None:
 
 def test_figures_of_known_records() -> None:
     first = Record(
-        0.0,
-        3,
-        e2e=1.0,
-        ttft=0.2,
-        gaps=array("d", [0.1, 0.7]),
-        chunks=3,
-        prompt_tokens=10,
-        output_tokens=5,
-        cached_tokens=6,
-    )
+        0.0, 3, e2e=1.0, ttft=0.2, gaps=array("d", [0.1, 0.7]), chunks=3, prompt_tokens=10,
+        output_tokens=5, cached_tokens=6,
+    )  # fmt: skip
     second = Record(
-        0.0,
-        9,
-        e2e=3.0,
-        ttft=0.4,
-        gaps=array("d", [0.3]),
-        chunks=2,
-        prompt_tokens=20,
+        0.0, 9, e2e=3.0, ttft=0.4, gaps=array("d", [0.3]), chunks=2, prompt_tokens=20,
         output_tokens=3,
-    )
+    )  # fmt: skip
     failed = Record(
-        0.0,
-        9,
-        e2e=9.0,
-        ttft=7.0,
-        gaps=array("d", [5.0]),
-        chunks=2,
-        prompt_tokens=1,
-        output_tokens=1,
-        error="timeout",
-    )
+        0.0, 9, e2e=9.0, ttft=7.0, gaps=array("d", [5.0]), chunks=2, prompt_tokens=1,
+        output_tokens=1, error="timeout",
+    )  # fmt: skip
     figures = summarize(Run([first, failed, second], duration_s=4.0, client_cpus=[0.2, 0.5]))
     assert figures["requests"] == {"sent": 3, "succeeded": 2, "failed": 1}
     assert figures["tokens"] == {
@@ -604,11 +527,8 @@ def test_figures_of_known_records() -> None:
     assert latency["tpot"] == pytest.approx({"mean": 750, "p50": 750, "p90": 1190, "p99": 1289})
     assert latency["e2e"] == pytest.approx({"mean": 2000, "p50": 2000, "p90": 2800, "p99": 2980})
     assert percentiles([]) is None
-    assert (figures["peak_in_flight"], figures["client_cpu"], figures["client_cpus"]) == (
-        3,
-        0.5,
-        [0.2, 0.5],
-    )
+    assert (figures["peak_in_flight"], figures["client_cpu"]) == (3, 0.5)
+    assert figures["client_cpus"] == [0.2, 0.5]
     assert figures["goodput"] is None
 
 
@@ -629,11 +549,8 @@ def test_peak_in_flight() -> None:
 def test_a_client_that_is_the_bottleneck_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(0.0, 1, e2e=1.0, chunks=1, output_tokens=1)
     for cpu, warned in ((0.89, False), (0.95, True)):
-        show(
-            summarize(Run([record], duration_s=1.0, client_cpus=[0.1, cpu])),
-            "title",
-            Console(width=200),
-        )
+        run = Run([record], duration_s=1.0, client_cpus=[0.1, cpu])
+        show(summarize(run), "title", Console(width=200))
         output = capsys.readouterr().out
         assert f"10%, {cpu:.0%} of a core" in output
         assert ("measured itself" in output) == warned
@@ -652,20 +569,9 @@ async def test_the_command_writes_a_table_and_json(tmp_path: Path) -> None:
 
     file = tmp_path / "result.json"
     async with serving(reply) as url:
-        arguments = [
-            "--url",
-            f"{url}/v1",
-            "--num-requests",
-            "6",
-            "--warmup",
-            "2",
-            "--concurrency",
-            "3",
-            "--input-len",
-            "5-9",
-        ]
         status, output, errors = await run_bench(
-            *arguments, "--ignore-eos", "--header", "X-Key: secret", "--output", str(file)
+            f"--url {url}/v1 --num-requests 6 --warmup 2 --concurrency 3 --input-len 5-9"
+            f" --ignore-eos --header 'X-Key: secret' --output {file}"
         )
     assert status == 0, errors
     assert len(bodies) == 8
@@ -673,8 +579,8 @@ async def test_the_command_writes_a_table_and_json(tmp_path: Path) -> None:
         body["model"] == "known-model" and 5 <= len(body["prompt"]) <= 9 and body["ignore_eos"]
         for body in bodies
     )
-    for word in ("TTFT", "ITL", "TPOT", "end to end", "output tokens/s", "6 of 6", "p99"):
-        assert word in output
+    words = ("TTFT", "ITL", "TPOT", "end to end", "output tokens/s", "6 of 6", "p99")
+    assert [word for word in words if word not in output] == []
     figures = json.loads(file.read_text("utf-8"))
     assert figures["requests"]["succeeded"] == 6  # the warm-up does not count
     assert figures["settings"]["input_len"] == "5-9"
@@ -699,17 +605,9 @@ async def test_the_command_shows_goodput_and_the_cache(tmp_path: Path) -> None:
         "".join(json.dumps({"prompt": [5] * length}) + "\n" for length in (3, 70, 4, 5)), "utf-8"
     )
     async with serving(reply) as url:
-        arguments = [
-            "--url",
-            url,
-            "--file",
-            str(file),
-            "--slo",
-            "ttft=300ms,itl=300ms,e2e=10s",
-            "--output",
-            str(result),
-        ]
-        status, output, errors = await run_bench(*arguments)
+        status, output, errors = await run_bench(
+            f"--url {url} --file {file} --slo ttft=300ms,itl=300ms,e2e=10s --output {result}"
+        )
     assert status == 0, errors
     figures = json.loads(result.read_text("utf-8"))
     assert (figures["goodput"]["met"], figures["goodput"]["share"]) == (3, 0.75)
@@ -725,24 +623,23 @@ async def test_the_command_shows_goodput_and_the_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate", "0"], "--rate must be above 0"),
-        (["--sweep", "rate=1,2", "--rate", "3"], "excludes --rate"),
-        (["--sweep", "speed=1"], "no sweep"),
-        (["--sweep", "concurrency=1,0"], "no sweep"),
-        (["--slo", "ttft=200"], "no limit"),
-        (["--slo", "itl=20ms", "--no-stream"], "e2e limit only"),
-        (["--workload", "multi-turn", "--num-requests", "4"], "--conversations"),
-        (["--workload", "multi-turn", "--prompts", "tokens"], "are text"),
-        (["--conversations", "4"], "needs --workload multi-turn"),
-        (["--workload", "shared-prefix", "--file", "x"], "takes no --file"),
-        (["--force"], "needs --compare"),
+        ("--rate 0", "--rate must be above 0"),
+        ("--sweep rate=1,2 --rate 3", "excludes --rate"),
+        ("--sweep speed=1", "no sweep"),
+        ("--slo ttft=200", "no limit"),
+        ("--slo itl=20ms --no-stream", "e2e limit only"),
+        ("--workload multi-turn --num-requests 4", "--conversations"),
+        ("--workload multi-turn --prompts tokens", "are text"),
+        ("--conversations 4", "needs --workload multi-turn"),
+        ("--workload shared-prefix --file x", "takes no --file"),
+        ("--force", "needs --compare"),
     ],
 )
 def test_options_that_do_not_go_together(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        parse_arguments(arguments)
+        parse_arguments(arguments.split())
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -753,16 +650,11 @@ async def test_the_command_fails_if_a_request_did() -> None:
     async def reply(request: web.Request) -> web.StreamResponse:
         nonlocal count
         count += 1
-        return (
-            await good_reply(request)
-            if count != 2
-            else web.Response(status=500, text="[oops] no markup")
-        )
+        failure = web.Response(status=500, text="[oops] no markup")
+        return failure if count == 2 else await good_reply(request)
 
     async with serving(reply) as url:
-        status, output, _ = await run_bench(
-            "--url", url, "--num-requests", "4", "--endpoint", "chat"
-        )
+        status, output, _ = await run_bench(f"--url {url} --num-requests 4 --endpoint chat")
     assert status == 1
     assert "3 of 4" in output
     assert "1 failed: HTTP 500, such as: [oops] no markup" in output
@@ -771,7 +663,7 @@ async def test_the_command_fails_if_a_request_did() -> None:
 async def test_the_command_without_a_server() -> None:
     async with serving(good_reply) as url:
         pass
-    status, _, errors = await run_bench("--url", url)
+    status, _, errors = await run_bench(f"--url {url}")
     assert status == 1
     assert "onnect" in errors
     assert "Traceback" not in errors

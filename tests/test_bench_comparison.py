@@ -21,28 +21,12 @@ def result(speed: float, *arguments: str) -> dict[str, Any]:
     """Returns the result of two requests, `speed` times as fast as in one second, under the
     settings of a command line."""
     options = parse_arguments(list(arguments))
-    records = [
-        Record(
-            0.0,
-            4,
-            e2e=1 / speed,
-            ttft=ttft / speed,
-            gaps=array("d", [0.1 / speed]),
-            chunks=2,
-            prompt_tokens=7,
-            output_tokens=4,
-        )
-        for ttft in (0.2, 0.4)
-    ]
+    usual = {"gaps": array("d", [0.1 / speed]), "chunks": 2, "prompt_tokens": 7, "output_tokens": 4}
+    records = [Record(0.0, 4, e2e=1 / speed, ttft=ttft / speed, **usual) for ttft in (0.2, 0.4)]
     figures = summarize(Run(records, duration_s=1 / speed), options.slo)
     if options.sweep:
         points = [{"value": value, **figures} for value in options.sweep.values]
-        return {
-            "model": "m",
-            "settings": settings_of(options),
-            "sweep": options.sweep.kind,
-            "points": points,
-        }
+        figures = {"sweep": options.sweep.kind, "points": points}
     return {"model": "m", "settings": settings_of(options), **figures}
 
 
@@ -68,14 +52,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ratios_and_arrows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        compare(
-            tmp_path,
-            result(1.0, "--seed", "1"),
-            result(2.0, "--seed", "2", "--url", "http://other", "--processes", "4"),
-        )
-        == 0
-    )
+    other = result(2.0, "--seed", "2", "--url", "http://other", "--processes", "4")
+    assert compare(tmp_path, result(1.0, "--seed", "1"), other) == 0
     found = rows(capsys.readouterr().out)
     assert found["output tokens/s"] == ["8.000", "16.000", "2.000", "▲ better"]
     assert found["TTFT mean ms"] == ["300.000", "150.000", "0.500", "▲ better"]
@@ -124,12 +102,8 @@ def test_goodput_is_compared_under_the_same_limits(
 ) -> None:
     limits = str(Slo.parse("ttft=300ms"))
     assert compare(tmp_path, result(1.0, "--slo", limits), result(2.0, "--slo", limits)) == 0
-    assert rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"] == [
-        "50.000",
-        "100.000",
-        "2.000",
-        "▲ better",
-    ]
+    row = rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"]
+    assert row == ["50.000", "100.000", "2.000", "▲ better"]
     assert compare(tmp_path, result(1.0, "--slo", limits), result(2.0, "--slo", "ttft=100ms")) == 0
     assert rows(capsys.readouterr().out)["goodput, % (ttft 300 ms)"] == ["50.000", "–", "–", ""]
 
@@ -144,13 +118,12 @@ def test_points_of_sweeps_are_matched(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Only in one of them: concurrency 4" in output
 
 
+BY_ANOTHER = "was not written by"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "was not written by"),
-        ('{"settings": {}}', "was not written by"),
-    ],
+    [("{", "is not JSON"), ("[]", BY_ANOTHER), ('{"settings": {}}', BY_ANOTHER)],
 )
 def test_other_files_are_rejected(
     tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,10 @@ from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 
-TINY = [
-    "--set",
-    "parallel.executor=inline",
-    "--set",
-    "parallel.device=cpu",
-    "--set",
-    "parallel.cpu_threads=1",
-    "--set",
-    "cache.num_blocks=256",
-    "--set",
-    "scheduler.max_num_seqs=8",
-]
+TINY = (
+    "--set parallel.executor=inline --set parallel.device=cpu --set parallel.cpu_threads=1 "
+    "--set cache.num_blocks=256 --set scheduler.max_num_seqs=8"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +43,8 @@ class Ended:
     errors: str
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ended:
-    status = bench_gpu.main([*arguments, *TINY])
+def run(capsys: pytest.CaptureFixture[str], arguments: str) -> Ended:
+    status = bench_gpu.main(f"{arguments} {TINY}".split())
     printed, errors = capsys.readouterr()
     lines = printed.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
@@ -69,21 +60,10 @@ def test_offline(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(
-        VLLM_H200, (64, 2, 1), {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)}
-    )
+    figures = {"k3x20x9": Figures(vllm=1e-3, mark=1e9), "p2": Figures(vllm=1.0)}
+    monkeypatch.setitem(VLLM_H200, (64, 2, 1), figures)
     file = tmp_path / "rows.jsonl"
-    ended = run(
-        capsys,
-        "--model",
-        str(folder),
-        "--cases",
-        "k3x20x9,p2,d1",
-        "--rounds",
-        "2",
-        "--json",
-        str(file),
-    )
+    ended = run(capsys, f"--model {folder} --cases k3x20x9,p2,d1 --rounds 2 --json {file}")
     # a prompt of 4096 tokens does not fit into this model: its row shows it, and the others are
     # measured
     assert ended.status == 1
@@ -102,17 +82,15 @@ def test_offline(
     assert row["engine_last_round"]["prefix_tokens_hit"] == 0
     assert ended.rows["d1"]["steps"] >= 256
     assert "ratio_to_vllm" not in ended.rows["d1"]
-    assert [json.loads(line) for line in file.read_text("utf-8").splitlines()] == list(
-        ended.rows.values()
-    )
+    written = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert written == list(ended.rows.values())
     assert "failed" in ended.table
     assert "✗" in ended.table
 
 
 def test_weights_that_are_quantized(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Random weights in the format of the setting."""
-    settings = ("--set", "model.quantization=fp8")
-    ended = run(capsys, "--model", str(folder), "--cases", "k2x20x4", *settings)
+    ended = run(capsys, f"--model {folder} --cases k2x20x4 --set model.quantization=fp8")
     assert ended.status == 0
     assert ended.rows["k2x20x4"]["output_tokens_per_s"] > 0
 
@@ -134,9 +112,9 @@ def test_tokens_of_experts(
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
     fields |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **experts}
     (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
-    settings = ("--set", f"model.load_format={load_format}")
+    settings = f"--set model.load_format={load_format}"
     # reports come every second, with a step: the long case brings one of many tokens
-    ended = run(capsys, "--model", str(tmp_path), "--cases", "k8x200x100", *settings)
+    ended = run(capsys, f"--model {tmp_path} --cases k8x200x100 {settings}")
     assert ended.status == 0
     low, high = bounds
     assert low < ended.rows["experts"]["busiest_tenth"] < high
@@ -157,8 +135,8 @@ def test_gpt_oss_made_small(
         "intermediate_size": 64, "vocab_size": 49_152,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields | small), "utf-8")
-    settings = ("--set", "model.max_model_len=512")
-    ended = run(capsys, "--model", str(tmp_path), "--cases", "k4x300x8", *settings)
+    settings = "--set model.max_model_len=512"
+    ended = run(capsys, f"--model {tmp_path} --cases k4x300x8 {settings}")
     assert ended.status == 0
     assert "quantized weights (mxfp4)" in ended.rows["startup"]["implementation"]
     assert ended.rows["k4x300x8"]["output_tokens_per_s"] > 0
@@ -166,9 +144,7 @@ def test_gpt_oss_made_small(
 
 @pytest.mark.extended
 def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = run(
-        capsys, "--model", str(folder), "--http", "--cases", "s3,h2", "--client-processes", "2"
-    )
+    ended = run(capsys, f"--model {folder} --http --cases s3,h2 --client-processes 2")
     # 512 tokens and 256 more do not fit into this model
     assert (ended.status, list(ended.rows)) == (1, ["startup", "s3", "h2"]), ended.errors
     assert "2 of 2 requests failed: HTTP 400" in ended.rows["h2"]["error"]
@@ -185,9 +161,7 @@ def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_engine_that_does_not_start_is_a_failed_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run(
-        capsys, "--model", str(folder), "--cases", "d1", "--set", "model.max_model_len=100000"
-    )
+    ended = run(capsys, f"--model {folder} --cases d1 --set model.max_model_len=100000")
     assert ended.status == 1
     assert "100000" in ended.rows["startup"]["error"]
 
@@ -195,16 +169,16 @@ def test_an_engine_that_does_not_start_is_a_failed_run(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--cases", "x3"], "no offline case 'x3'"),
-        (["--cases", "d0"], "'d0'"),
-        (["--cases", "d1", "--http"], "no HTTP case 'd1'"),
+        ("--cases x3", "no offline case 'x3'"),
+        ("--cases d0", "'d0'"),
+        ("--cases d1 --http", "no HTTP case 'd1'"),
     ],
 )
 def test_a_mistyped_case(
-    folder: Path, arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, arguments: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        bench_gpu.main(["--model", str(folder), *arguments])
+        bench_gpu.main(f"--model {folder} {arguments}".split())
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -260,33 +234,20 @@ def test_another_number_of_tokens_is_an_error() -> None:
 
 
 def test_marks() -> None:
-    row = {
-        "output_tokens_per_s": 120.0,
-        "seconds": 20.0,
-        "ttft_ms": {"mean": 9.0, "p99": 30.0},
-        "itl_ms": {"p50": 5.0, "p99": 40.0},
-    }
+    times = {"ttft_ms": {"mean": 9.0, "p99": 30.0}, "itl_ms": {"p50": 5.0, "p99": 40.0}}
+    row = {"output_tokens_per_s": 120.0, "seconds": 20.0, **times}
     known = Figures(vllm=100, mark=110, ttft=(10, 30), itl=(6, 200), itl_p99_mark=60)
     assert compare(row, known)["mark_reached"] is True
     assert compare(row, known)["ratio_to_vllm"] == pytest.approx(1.2)
-    for worse in (
-        replace(known, mark=121),
-        replace(known, itl_p99_mark=40),
-        replace(known, ttft=(8, 30)),
-        replace(known, ttft=(10, 29)),
-    ):
-        assert compare(row, worse)["mark_reached"] is False
+    for worse in ({"mark": 121}, {"itl_p99_mark": 40}, {"ttft": (8, 30)}, {"ttft": (10, 29)}):
+        assert compare(row, replace(known, **worse))["mark_reached"] is False
     startup = compare(row, Figures(vllm=50, mark=15, unit="s"))
     assert (startup["ratio_to_vllm"], startup["mark_reached"]) == (2.5, False)
 
 
 def test_figures_belong_to_the_models_shape(tmp_path: Path) -> None:
-    fields = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 40_960,
-    }
+    fields = {"hidden_size": 4096, "num_hidden_layers": 36, "vocab_size": 151_936}
+    fields["max_position_embeddings"] = 40_960
     (tmp_path / "config.json").write_text(json.dumps(fields), "utf-8")
     assert Model.load(tmp_path).figures["d1"].mark == 240
     assert Model.load(tmp_path, 2).figures["d1"].mark == 330

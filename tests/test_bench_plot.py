@@ -31,18 +31,8 @@ def records(count: int) -> list[Record]:
     made = []
     for number in range(count):
         gaps = array("d", random.exponential(0.02, 30).tolist())
-        made.append(
-            Record(
-                0.1 * number,
-                32,
-                e2e=0.2 + sum(gaps),
-                ttft=0.2,
-                gaps=gaps,
-                chunks=31,
-                prompt_tokens=8,
-                output_tokens=31,
-            )
-        )
+        times = {"e2e": 0.2 + sum(gaps), "ttft": 0.2, "gaps": gaps}
+        made.append(Record(0.1 * number, 32, **times, chunks=31, prompt_tokens=8, output_tokens=31))
     return made
 
 
@@ -65,12 +55,8 @@ def test_a_sweep(tmp_path: Path) -> None:
         {"value": value, **summarize(Run(records(5 * number), duration_s=3.0), slo)}
         for number, value in ((1, 1.0), (2, float("inf")))
     ]
-    points.append(
-        {
-            "value": 3.0,
-            **summarize(Run([Record(0.0, 1, e2e=1.0, error="timeout")], duration_s=1.0), slo),
-        }
-    )
+    failed = Run([Record(0.0, 1, e2e=1.0, error="timeout")], duration_s=1.0)
+    points.append({"value": 3.0, **summarize(failed, slo)})
     plot_sweep(points, "rate", "title", tmp_path / "sweep.png")
     check_picture(tmp_path / "sweep.png")
 
@@ -122,21 +108,13 @@ def test_matplotlib_is_not_imported_without_plot() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS, check=True)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--sweep", "concurrency=1,2"]], ids=["run", "sweep"])
-async def test_the_command(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", ["", "--sweep concurrency=1,2"], ids=["run", "sweep"])
+async def test_the_command(tmp_path: Path, arguments: str) -> None:
     pytest.importorskip("matplotlib")
     file, result = tmp_path / "plot.png", tmp_path / "result.json"
     async with serving(good_reply) as url:
         status, _, errors = await run_bench(
-            "--url",
-            url,
-            "--num-requests",
-            "4",
-            "--plot",
-            str(file),
-            "--output",
-            str(result),
-            *arguments,
+            f"--url {url} --num-requests 4 --plot {file} --output {result} {arguments}"
         )
     assert status == 0, errors
     check_picture(file)

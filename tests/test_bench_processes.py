@@ -36,17 +36,12 @@ def processes() -> Iterator[ClientProcesses]:
 
 
 def random_record(random: np.random.Generator) -> Record:
-    record = Record(
-        float(random.uniform(10, 20)),
-        50,
-        ttft=float(random.exponential(0.1)),
-        prompt_tokens=9,
-        cached_tokens=3,
-    )
+    ttft = float(random.exponential(0.1))
+    sent = float(random.uniform(10, 20))
+    record = Record(sent, 50, ttft=ttft, prompt_tokens=9, cached_tokens=3)
     record.gaps.extend(random.exponential(0.01, int(random.integers(0, 40))).tolist())
     record.chunks = record.output_tokens = 1 + len(record.gaps)
-    assert record.ttft is not None
-    record.e2e = record.ttft + sum(record.gaps)
+    record.e2e = ttft + sum(record.gaps)
     record.error = "timeout" if random.random() < 0.1 else None
     return record
 
@@ -58,16 +53,10 @@ def test_merged_runs_have_the_statistics_of_one() -> None:
     one = summarize(merge_runs([Run(list(records), client_cpus=[0.4])]), slo)
     # so that a mean of percentiles would be another figure
     unequal = [records[:200], records[200:290], records[290:]]
-    merged = summarize(
-        merge_runs(
-            [
-                Run(share, client_cpus=[cpu])
-                for share, cpu in zip(unequal, (0.1, 0.4, 0.2), strict=True)
-            ]
-        ),
-        slo,
-    )
-    assert merged.pop("client_cpus") == [0.1, 0.4, 0.2]
+    cpus = [0.1, 0.4, 0.2]
+    runs = [Run(share, client_cpus=[cpu]) for share, cpu in zip(unequal, cpus, strict=True)]
+    merged = summarize(merge_runs(runs), slo)
+    assert merged.pop("client_cpus") == cpus
     assert one.pop("client_cpus") == [0.4]
     assert merged == one
     assert 0 < one["goodput"]["share"] < 1
@@ -75,12 +64,8 @@ def test_merged_runs_have_the_statistics_of_one() -> None:
 
 def test_runs_of_several_processes_are_one() -> None:
     early, late = Record(10.0, 5, e2e=2.0), Record(11.0, 5, e2e=6.0)
-    run = merge_runs(
-        [
-            Run([late], 6.0, num_items=3, client_cpus=[0.25]),
-            Run([early], 2.0, num_items=2, client_cpus=[0.5]),
-        ]
-    )
+    first = Run([late], 6.0, num_items=3, client_cpus=[0.25])
+    run = merge_runs([first, Run([early], 2.0, num_items=2, client_cpus=[0.5])])
     assert run.records == [early, late]
     assert (run.duration_s, run.num_items, run.peak_in_flight, run.client_cpu) == (7.0, 3, 2, 0.5)
     assert merge_runs([Run()]).duration_s == 0.0
@@ -104,27 +89,19 @@ async def test_three_processes_send_the_requests_of_one(
         return await good_reply(request)
 
     progress: list[tuple[int, int]] = []
+    options = {"first": 10, "on_progress": lambda *counts: progress.append(counts)}
     async with serving(reply) as url:
-        run = await asyncio.to_thread(
-            lambda: processes.send(
-                Target(url, SHAPE),
-                WORKLOAD,
-                load,
-                first=10,
-                on_progress=lambda *counts: progress.append(counts),
-            )
-        )
+        target = Target(url, SHAPE)
+        run = await asyncio.to_thread(processes.send, target, WORKLOAD, load, **options)
     assert [record.error for record in run.records] == [None] * 40
-    assert sorted(sent) == sorted(
-        json.loads(WORKLOAD.item(index).body)["prompt"] for index in range(10, 50)
-    )
+    items = [WORKLOAD.item(index) for index in range(10, 50)]
+    assert sorted(sent) == sorted(json.loads(item.body)["prompt"] for item in items)
     assert run.num_items == 40
     assert len(run.client_cpus) == 3
     assert len(ports) >= 3
     assert progress[-1] == (40, 0)
-    assert sorted(record.max_tokens for record in run.records) == sorted(
-        WORKLOAD.item(index).max_tokens for index in range(10, 50)
-    )
+    lengths = sorted(record.max_tokens for record in run.records)
+    assert lengths == sorted(item.max_tokens for item in items)
 
 
 async def test_processes_begin_together_and_keep_the_concurrency(

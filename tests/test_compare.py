@@ -33,13 +33,8 @@ def test_medians_and_the_ratio_of_each_round(capsys: pytest.CaptureFixture[str])
     compare.show(options, rounds, 0.0012, {"first": 15.04, "second": 7.96})
     output = capsys.readouterr().out
     row = next(line for line in output.splitlines() if "1 stream " in line)
-    assert [word for word in row.split() if word[0].isdigit()] == [
-        "1",
-        "30.0",
-        "300.0",
-        "30.0",
-        "60.0",
-    ]
+    numbers = [float(word) for word in row.split() if word[0].isdigit()]
+    assert numbers == [1.0, 30.0, 300.0, 30.0, 60.0]
     # of 1.5, 4 and 2.5; the ratio of the medians would be 1.5
     assert "one stream against transformers: 2.50 times" in output
     assert "idle: 0.12% of a core" in output
