@@ -23,6 +23,7 @@ from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError
 from bench_loop import make_frontend
+from tests.waiting import until
 
 CONFIG = load_config(None, {"model.path": "nowhere", "server.port": 0})
 
@@ -139,8 +140,10 @@ async def test_until_the_model_is_loaded_requests_are_answered_503(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(monkeypatch) as (loading, http, _):
-        for path in ("/health", "/health/ready", "/v1/models", "/version", "/nowhere", "/"):
+        for path in ("/health", "/health/ready", "/v1/models", "/version", "/nowhere"):
             assert await status_of(http, path) == (503, "not_ready")
+        async with http.get("/") as response:  # the page, which waits
+            assert (response.status, response.content_type) == (200, "text/html")
         async with http.post("/v1/completions", json={"prompt": "x" * 100_000}) as response:
             assert response.status == 503
         assert not loading.announced.is_set()
@@ -231,8 +234,7 @@ async def test_a_signal_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
             async with http.post("/pause", headers=admin) as response:
                 assert response.status == 200
             scheduler = frontend.engines[0].scheduler
-            while scheduler.num_in_flight:  # noqa: ASYNC110  # no event
-                await asyncio.sleep(0.001)
+            await until(lambda: not scheduler.num_in_flight)
             assert (len(scheduler.running), scheduler.num_waiting) == (1, 1)
             os.kill(os.getpid(), signal.SIGTERM)
             for response in (first, second):

@@ -23,6 +23,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from tests.test_listener import CERTIFIED, Connection, close, connect, status_of
 from tests.test_server import serve
+from tests.waiting import until
 
 SECRET = b"sk-very-secret"
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -57,12 +58,10 @@ async def dribble(connection: Connection, data: bytes) -> None:
         pass
 
 
-async def until(server: HttpServer, **numbers: int) -> None:
+async def until_there_are(server: HttpServer, **numbers: int) -> None:
     """Waits until so many connections are `open`, `idle`, `receiving` or `stalled`."""
     kinds = connections_of(server)
-    async with asyncio.timeout(10):
-        while {kind: len(getattr(kinds, kind)) for kind in numbers} != numbers:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: {kind: len(getattr(kinds, kind)) for kind in numbers} == numbers)
 
 
 async def begin_request(server: HttpServer, url: str) -> Connection:
@@ -70,9 +69,7 @@ async def begin_request(server: HttpServer, url: str) -> Connection:
     before = server._num_handling
     connection = await connect(url)
     connection[1].write(POST)
-    async with asyncio.timeout(10):
-        while server._num_handling == before:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.005)
+    await until(lambda: server._num_handling != before)
     return connection
 
 
@@ -90,7 +87,7 @@ async def test_a_head_that_comes_byte_by_byte_is_ended_by_a_408() -> None:
                 status, error = 0, {}
             await asyncio.wait_for(sending, 30)
             await close(connection)
-            await until(server, open=0, receiving=0, idle=0)
+            await until_there_are(server, open=0, receiving=0, idle=0)
             if status:
                 break
         assert (status, error["code"]) == (408, "timeout")
@@ -101,7 +98,7 @@ async def test_a_new_connection_without_a_request_is_closed_without_a_reply() ->
         connection = await connect(url)
         assert await asyncio.wait_for(connection[0].read(), 10) == b""
         await close(connection)
-        await until(server, open=0)
+        await until_there_are(server, open=0)
 
 
 async def test_an_idle_connection_is_closed() -> None:
@@ -109,10 +106,10 @@ async def test_an_idle_connection_is_closed() -> None:
         reader, _ = connection = await connect(url)
         for _ in range(2):
             assert await status_of(connection) == 200
-        await until(server, idle=1, receiving=0)
+        await until_there_are(server, idle=1, receiving=0)
         assert await asyncio.wait_for(reader.read(), 10) == b'{"status":"ok"}'
         await close(connection)
-        await until(server, open=0, idle=0)
+        await until_there_are(server, open=0, idle=0)
 
 
 async def test_a_second_head_has_its_own_time() -> None:
@@ -124,7 +121,7 @@ async def test_a_second_head_has_its_own_time() -> None:
         assert await status_of(connection) == 200
         await reader.readexactly(len(b'{"status":"ok"}'))
         writer.write(HEAD)
-        await until(server, receiving=1, idle=0)
+        await until_there_are(server, receiving=1, idle=0)
         assert (await read_reply(connection))[0] == 408
         await close(connection)
 
@@ -153,10 +150,9 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             connection = await asyncio.open_connection(sock=plain, limit=4096)
             get = b"GET /page/vendor/markdown-it.esm.min.mjs HTTP/1.1\r\nHost: localhost\r\n\r\n"
             connection[1].write(get * 10)
-            await until(server, stalled=1)
-            await until(server, open=0, stalled=0)
-            while server._num_handling:  # noqa: ASYNC110  # no event
-                await asyncio.sleep(0.005)
+            await until_there_are(server, stalled=1)
+            await until_there_are(server, open=0, stalled=0)
+            await until(lambda: not server._num_handling)
             assert connections_of(server).counts.timeouts["send"] == 1
             await close(connection)
 
@@ -183,7 +179,7 @@ async def test_time_outs_are_counted_by_kind() -> None:
         assert await status_of(idle) == 200
         dribbling[1].write(HEAD)
         assert (await read_reply(dribbling))[0] == 408
-        await until(server, open=0)
+        await until_there_are(server, open=0)
         kinds = await figures(url, "aioinfer:client_timeouts", "kind")
         assert kinds == {"head": 2, "idle": 1}
         reasons = await figures(url, "aioinfer:http_errors", "reason")
@@ -246,7 +242,7 @@ async def test_connections_without_a_request_make_room(monkeypatch: pytest.Monke
         slow = [await connect(url) for _ in range(40)]
         for _, writer in slow:
             writer.write(HEAD)
-        await until(server, receiving=40)
+        await until_there_are(server, receiving=40)
         served = [await connect(url) for _ in range(10)]
         for connection in served:
             assert await status_of(connection) == 200
@@ -260,7 +256,7 @@ async def test_a_flood_of_young_connections_gives_way_to_new_clients() -> None:
     """With the real bounds: those of a tenth of a second go, before their second is over."""
     async with serve(max_connections=40) as (server, url):
         silent = [await connect(url) for _ in range(40)]
-        await until(server, receiving=40)
+        await until_there_are(server, receiving=40)
         await asyncio.sleep(connections.CROWDED_WAIT_S * 2)
         served = [await connect(url) for _ in range(10)]
         for connection in served:
@@ -277,16 +273,16 @@ async def test_a_client_amid_its_head_outlives_half_as_many_new_ones_as_there_ar
         busy = [await begin_request(server, url) for _ in range(20)]
         honest = await connect(url)
         honest[1].write(HEAD)
-        await until(server, receiving=1)
+        await until_there_are(server, receiving=1)
         flood = [await connect(url) for _ in range(19)]
-        await until(server, open=40, receiving=20)
+        await until_there_are(server, open=40, receiving=20)
         another = await connect(url)  # the honest one has waited for longest now
-        await until(server, receiving=20)
+        await until_there_are(server, receiving=20)
         assert await asyncio.wait_for(honest[0].read(), 10) == b""
         late = await connect(url)
         late[1].write(HEAD)
         flood += [await connect(url) for _ in range(18)]
-        await until(server, open=40, receiving=20)
+        await until_there_are(server, open=40, receiving=20)
         late[1].write(b"\r\n")
         assert (await asyncio.wait_for(late[0].readline(), 10)).split()[1] == b"200"
         await close(honest, another, late, *busy, *flood)
@@ -298,7 +294,7 @@ async def test_where_few_wait_a_head_has_its_second(monkeypatch: pytest.MonkeyPa
     async with serve(max_connections=5) as (server, url):
         busy = [await begin_request(server, url) for _ in range(3)]
         young = [await connect(url) for _ in range(2)]
-        await until(server, receiving=2)
+        await until_there_are(server, receiving=2)
         refused = await connect(url)
         assert (await read_reply(refused))[1]["code"] == "too_many_connections"
         for connection in young:
@@ -317,7 +313,7 @@ async def test_the_longest_idle_connection_goes_first(monkeypatch: pytest.Monkey
         for connection in (newer, older, newer):
             assert await status_of(connection) == 200
             await connection[0].readexactly(len(b'{"status":"ok"}'))
-        await until(server, idle=2, receiving=1)
+        await until_there_are(server, idle=2, receiving=1)
         fourth = await connect(url)
         assert await status_of(fourth) == 200
         assert await asyncio.wait_for(older[0].read(), 10) == b""
@@ -346,12 +342,12 @@ async def test_handshakes_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MIN_WAIT_S", 0.0)
     async with serve(max_connections=2, **CERTIFIED) as (server, url):
         silent = [await connect(url) for _ in range(2)]
-        await until(server, open=2)
+        await until_there_are(server, open=2)
         another = await connect(url)
         assert await asyncio.wait_for(silent[0][0].read(), 10) == b""
-        await until(server, open=2, receiving=2)
+        await until_there_are(server, open=2, receiving=2)
         await close(*silent, another)
-        await until(server, open=0, receiving=0)
+        await until_there_are(server, open=0, receiving=0)
 
 
 # ---------------------------------------------------------------- malformed requests
@@ -403,7 +399,7 @@ async def test_a_head_of_many_headers_is_cut_off(earlier: int) -> None:
         head = await asyncio.wait_for(connection[0].readline(), 10)
         assert head.split()[1] == b"431"
         await close(connection)
-        await until(server, open=0, receiving=0)
+        await until_there_are(server, open=0, receiving=0)
 
 
 async def test_the_rest_of_a_refused_body_is_not_taken_for_a_head() -> None:
@@ -441,9 +437,7 @@ async def test_a_body_whose_chunks_are_malformed_is_answered() -> None:
         connection[1].write(
             POST.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked") + b"2\r\n{}\r\n"
         )
-        async with asyncio.timeout(10):
-            while not server._num_handling:  # noqa: ASYNC110  # no event
-                await asyncio.sleep(0.005)
+        await until(lambda: server._num_handling)
         connection[1].write(b"nonsense\r\n")
         assert (await read_reply(connection))[0] == 400
         await close(connection)
@@ -461,5 +455,5 @@ async def test_clients_that_reset_leave_the_line_of_their_request_alone(
                 await asyncio.get_running_loop().sock_sendall(client, sent)
                 await asyncio.sleep(0.05)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        await until(server, open=0)
+        await until_there_are(server, open=0)
     assert [record.name for record in caplog.records] == ["aioinfer.requests"] * 2  # POST

@@ -17,6 +17,7 @@ from aioinfer.errors import RequestError
 from aioinfer.text.pieces import PIECE_CHARS
 from aioinfer.text.tokenizer import Tokenizer
 from tests.real_tokenizers import mistral_folder, qwen_folder
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -137,8 +138,7 @@ async def test_a_cancelled_long_prompt_stops_after_a_piece(
 
     monkeypatch.setattr(tokenizer, "encode", count)
     task = asyncio.ensure_future(encoder.encode(PROSE * 60_000))
-    while len(pieces) < 2:  # noqa: ASYNC110  # a thread sets no event here
-        await asyncio.sleep(0.001)
+    await until(lambda: len(pieces) >= 2)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await threads.run(lambda: None, is_long=True)

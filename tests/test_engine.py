@@ -18,6 +18,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import EchoExecutor, make_frontend
+from tests.waiting import until
 
 PROMPT = [5] * 20
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -112,9 +113,7 @@ LONG = replace(GREEDY, max_tokens=500)
 
 
 async def until_generating(frontend: Frontend) -> None:
-    async with asyncio.timeout(20):
-        while frontend.engines[0].metrics.generation_tokens < 20:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0)
+    await until(lambda: frontend.engines[0].metrics.generation_tokens >= 20)
 
 
 async def collect(output: RequestOutput) -> str:

@@ -20,6 +20,7 @@ from aioinfer.executor.base import ProgressCallback, WorkerReport
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
 from bench_loop import CONFIG, ONE_GROUP, make_frontend
+from tests.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -158,8 +159,7 @@ async def test_one_that_dies_while_another_starts_ends_the_start(
     fleet = Fleet(folder, config, 900, 900)
     starting = await fleet.begin()
     fleet.executors[0].may_start.set()
-    while not hasattr(fleet.frontend.engines[0], "report"):  # noqa: ASYNC110  # no event
-        await asyncio.sleep(0)
+    await until(lambda: hasattr(fleet.frontend.engines[0], "report"))
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
     with pytest.raises(EngineDeadError, match=r"^engine 0: worker 0 was killed$"):
         await asyncio.wait_for(starting, 20)
@@ -204,8 +204,7 @@ async def test_the_requests_of_one_that_dies_go_to_another(folder: Path, config:
     assert [engine.metrics.is_serving for engine in fleet.frontend.engines] == [True, False]
     await fleet.frontend.submit([1], GREEDY)
     assert [len(engine.requests.sequences) for engine in fleet.frontend.engines] == [4, 0]
-    while not fleet.executors[1].num_shutdowns:  # noqa: ASYNC110  # no event
-        await asyncio.sleep(0)
+    await until(lambda: fleet.executors[1].num_shutdowns)
     fleet.executors[0].fail(EngineDeadError("worker 0 was killed"))
     await asyncio.wait_for(fleet.frontend.wait_dead(), 1)
     assert not fleet.frontend.is_healthy()

@@ -12,6 +12,7 @@ import pytest
 
 from aioinfer.api.http import request_body
 from aioinfer.api.http.request_body import LARGE_BODY, Heap
+from tests.waiting import until
 
 BLOCK = 60_000  # below what glibc maps apart from its heaps
 COUNT = 2000
@@ -43,8 +44,7 @@ async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.Monke
     assert timer is not None
     async with asyncio.timeout(10):
         enough = before - BLOCK * COUNT // 2
-        while psutil.Process().memory_info().rss > enough:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.01)
+        await until(lambda: psutil.Process().memory_info().rss <= enough)
     assert given._timer is None, "three bodies are one call"
     free_last()
 

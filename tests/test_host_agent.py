@@ -27,8 +27,9 @@ from aioinfer.ipc.host_link import HostListener
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.placement import place_on_hosts
 from tests.executor_runs import Run, broken_plan, decode_plan, greedy, tiny_config, tiny_llama
-from tests.test_multiprocess import until, workers
+from tests.test_multiprocess import workers
 from tests.tiny_models import tiny_model
+from tests.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow]
 

@@ -25,6 +25,7 @@ from aioinfer.ipc.host_link import FrameKind, HostLink, HostListener, LinkError,
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
 from aioinfer.worker.process import FailureReport
 from aioinfer.worker.worker import LoadReport
+from tests.waiting import until
 
 SECRET = secrets.token_bytes(32)
 
@@ -39,12 +40,6 @@ class End:
 
     def _take(self, kind: FrameKind, number: int, payload: memoryview) -> None:
         self.frames.append((kind, number, bytes(payload)))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the other side sets no event here
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

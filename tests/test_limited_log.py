@@ -9,6 +9,7 @@ import re
 import pytest
 
 from aioinfer.api.http.logs import LimitedLog
+from tests.waiting import until
 
 LOGGER = logging.getLogger("tests.limited_log")
 
@@ -18,9 +19,7 @@ async def test_events_are_logged_together(caplog: pytest.LogCaptureFixture) -> N
     for number in range(1000):
         log.count(f"of {number}")
     assert caplog.messages == ["odd things: 1, the last of 0"]
-    async with asyncio.timeout(10):
-        while len(caplog.messages) < 2:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.01)
+    await until(lambda: len(caplog.messages) >= 2)
     assert caplog.messages[1] == "odd things: 999, the last of 999"
     log.close()
 

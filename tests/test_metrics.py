@@ -35,6 +35,7 @@ from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
+from tests.waiting import until
 
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "docs" / "grafana.json").read_text("utf-8")
@@ -191,14 +192,12 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
     lag.watch()
     time.sleep(0.15)  # noqa: ASYNC251  # what must be noticed
     async with asyncio.timeout(5):
-        while not lag.seconds.count:  # noqa: ASYNC110  # the timer sets no event
-            await asyncio.sleep(0.001)
+        await until(lambda: lag.seconds.count)
         assert lag.seconds.count == 1, "one timer, however many need it"
         assert 0.09 < lag.seconds.sum < 1
         assert lag.is_watched
         busy = False
-        while lag.is_watched:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: not lag.is_watched)
 
 
 def test_the_phases_of_a_step() -> None:

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from tests.executor_runs import (
     tiny_config,
     tiny_llama,
 )
+from tests.waiting import until
 
 pytestmark = [pytest.mark.longest, pytest.mark.slow]
 
@@ -103,12 +104,6 @@ async def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
     yield run
     await run.executor.shutdown()
     assert workers() == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - other processes set no event here
-            await asyncio.sleep(0.01)
 
 
 def keep_the_loop_until_ended(*processes: psutil.Process) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import until
+
 pytestmark = [pytest.mark.extended, pytest.mark.slow]
 
 ray = pytest.importorskip("ray")
@@ -189,9 +191,7 @@ async def test_a_node_is_lost_and_another_one_joins(tmp_path: Path) -> None:
                 cluster.remove_node(node, allow_graceful=False)
                 lost = time.monotonic()
                 asyncio.get_running_loop().call_later(12, lambda: cluster.add_node(num_cpus=1))
-                async with asyncio.timeout(10):
-                    while engine.state is EngineState.SERVING:  # noqa: ASYNC110 - no event
-                        await asyncio.sleep(0.02)
+                await until(lambda: engine.state is not EngineState.SERVING)
                 assert time.monotonic() - lost < 10
             tokens = list(output.token_ids)
         assert tokens == whole

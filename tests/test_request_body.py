@@ -14,6 +14,7 @@ from aioinfer.api.http.request_body import REQUEST_BODIES, RequestBodies
 from aioinfer.api.server import HttpServer
 from tests.test_listener import Connection, close, connect
 from tests.test_server import serve
+from tests.waiting import until
 
 KIB = 1024
 
@@ -43,9 +44,7 @@ async def read_reply(connection: Connection) -> tuple[int, str | None]:
 
 
 async def until_held(server: HttpServer, number: int) -> None:
-    async with asyncio.timeout(10):
-        while bodies_of(server).held_bytes != number:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.005)
+    await until(lambda: bodies_of(server).held_bytes == number)
 
 
 async def dribble(connection: Connection, data: bytes, interval_s: float) -> None:

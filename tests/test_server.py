@@ -19,6 +19,7 @@ from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.errors import ConfigError
+from tests.waiting import until
 
 
 def make_server(**settings: Any) -> HttpServer:
@@ -110,8 +111,7 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
-        while not server._num_handling:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.001)
+        await until(lambda: server._num_handling)
         draining = asyncio.ensure_future(server.drain())
         await asyncio.sleep(0)
         with pytest.raises(aiohttp.ClientConnectionError):

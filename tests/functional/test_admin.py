@@ -14,7 +14,7 @@ from aioinfer.features.expert_load.planning import ExpertLoad
 from aioinfer.features.expert_load.planning import Planning as ExpertReports
 from aioinfer.features.expert_load.sections import ExpertTokens
 from tests.functional.conftest import Served, serve
-from tests.functional.test_disconnect import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 

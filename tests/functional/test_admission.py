@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.functional.conftest import Served
-from tests.functional.test_disconnect import check_freed_at_once, until
+from tests.functional.test_disconnect import check_freed_at_once
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -21,12 +21,9 @@ GREEDY = {"temperature": 0, "max_tokens": 8}
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     """Joins the text of a choice's chunks."""
-    choices = [
-        choice for event in events for choice in event["choices"] if choice["index"] == index
-    ]
+    choices = [each for event in events for each in event["choices"] if each["index"] == index]
     return "".join(
-        choice["text"] if "text" in choice else choice["delta"].get("content", "")
-        for choice in choices
+        each["text"] if "text" in each else each["delta"].get("content", "") for each in choices
     )
 
 
@@ -41,18 +38,11 @@ class TestCompletions:
         (choice,) = reply["choices"]
         assert choice["index"] == 0
         assert "Paris" in choice["text"]
-        assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == (
-            "length",
-            None,
-            None,
-        )
-        prompt_tokens = len(await served.frontend.encode(PROMPT))
-        usage = reply["usage"]
-        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
-            prompt_tokens,
-            8,
-            prompt_tokens + 8,
-        )
+        assert choice["finish_reason"] == "length"
+        assert (choice["stop_reason"], choice["logprobs"]) == (None, None)
+        count = len(await served.frontend.encode(PROMPT))
+        counts = {"prompt_tokens": count, "completion_tokens": 8, "total_tokens": count + 8}
+        assert reply["usage"].items() >= counts.items()
 
     async def test_a_stream_gives_the_same_text_in_pieces(self, served: Served) -> None:
         reply = await served.complete(prompt=PROMPT, **GREEDY)
@@ -63,20 +53,15 @@ class TestCompletions:
         assert {event["object"] for event in events} == {"text_completion"}
         assert {event["model"] for event in events} == {"smollm2"}
         assert all("usage" not in event for event in events)
-        assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (
-            len(events) - 1
-        ) + ["length"]
-
-    async def test_usage_comes_last_in_a_stream_with_include_usage(self, served: Served) -> None:
+        reasons = [event["choices"][0]["finish_reason"] for event in events]
+        assert reasons == [None] * (len(events) - 1) + ["length"]
         *events, last = await served.stream(
             "/v1/completions", prompt=PROMPT, stream_options={"include_usage": True}, **GREEDY
         )
         assert all(event["usage"] is None for event in events)
         assert last["choices"] == []
-        assert (
-            last["usage"]
-            == (await served.post("/v1/completions", prompt=PROMPT, **GREEDY))["usage"]
-        )
+        whole = await served.post("/v1/completions", prompt=PROMPT, **GREEDY)
+        assert last["usage"] == whole["usage"]
 
     async def test_token_ids_are_as_good_as_text(self, served: Served) -> None:
         ids = await served.frontend.encode(PROMPT)
@@ -91,24 +76,16 @@ class TestCompletions:
         alone = [(await served.complete(prompt=text, **GREEDY))["text"] for text in texts]
         reply = await served.post("/v1/completions", prompt=prompts, n=2, **GREEDY)
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in reply["choices"]] == [
-            text for text in alone for _ in range(2)
-        ]
-        assert reply["usage"]["prompt_tokens"] == sum(
-            [len(await served.frontend.encode(text)) for text in texts]
-        )
+        both = [text for text in alone for _ in range(2)]
+        assert [choice["text"] for choice in reply["choices"]] == both
+        counts = [len(await served.frontend.encode(text)) for text in texts]
+        assert reply["usage"]["prompt_tokens"] == sum(counts)
         assert reply["usage"]["completion_tokens"] == 4 * 8
         events = await served.stream("/v1/completions", prompt=prompts, n=2, **GREEDY)
-        assert [text_of(events, index) for index in range(4)] == [
-            choice["text"] for choice in reply["choices"]
-        ]
-        finished = [
-            choice["index"]
-            for event in events
-            for choice in event["choices"]
-            if choice["finish_reason"]
-        ]
-        assert sorted(finished) == [0, 1, 2, 3]
+        assert [text_of(events, index) for index in range(4)] == both
+        choices = [choice for event in events for choice in event["choices"]]
+        ended = sorted(choice["index"] for choice in choices if choice["finish_reason"])
+        assert ended == [0, 1, 2, 3]
 
     async def test_max_tokens_is_sixteen_by_default(self, served: Served) -> None:
         reply = await served.post("/v1/completions", prompt=PROMPT, ignore_eos=True)
@@ -125,25 +102,18 @@ class TestCompletions:
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
         assert (await served.complete(prompt=PROMPT, echo=True, **GREEDY))["text"] == PROMPT + text
         assert (await served.complete(prompt=ids, echo=True, **GREEDY))["text"] == PROMPT + text
-        assert (
-            text_of(await served.stream("/v1/completions", prompt=PROMPT, echo=True, **GREEDY))
-            == PROMPT + text
-        )
+        events = await served.stream("/v1/completions", prompt=PROMPT, echo=True, **GREEDY)
+        assert text_of(events) == PROMPT + text
 
     async def test_stop_strings(self, served: Served) -> None:
         text = (await served.complete(prompt=PROMPT, **GREEDY))["text"]
         stop = text[5:8]  # begins and ends within tokens
         expected = text[: text.index(stop)]
         choice = await served.complete(prompt=PROMPT, stop=stop, **GREEDY)
-        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
-            expected,
-            "stop",
-            stop,
-        )
-        assert (
-            text_of(await served.stream("/v1/completions", prompt=PROMPT, stop=[stop], **GREEDY))
-            == expected
-        )
+        assert choice["text"] == expected
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        events = await served.stream("/v1/completions", prompt=PROMPT, stop=[stop], **GREEDY)
+        assert text_of(events) == expected
         choice = await served.complete(
             prompt=PROMPT, stop=stop, include_stop_str_in_output=True, **GREEDY
         )
@@ -157,26 +127,11 @@ class TestCompletions:
         assert len(choice["text"]) < len(text)
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
 
-    async def test_logit_bias(self, served: Served) -> None:
-        (token,) = await served.frontend.encode(" cheese")
-        choice = await served.complete(
-            prompt=PROMPT, temperature=0, max_tokens=3, logit_bias={str(token): 100}
-        )
-        assert choice["text"] == " cheese cheese cheese"
-
     async def test_a_seed_repeats(self, served: Served) -> None:
-        body = {
-            "prompt": PROMPT,
-            "temperature": 1.5,
-            "max_tokens": 8,
-            "top_p": 0.99,
-            "top_k": 1000,
-            "min_p": 0.0001,
-        }
-        first, second, other = [
-            (await served.complete(seed=seed, **body))["text"] for seed in (7, 7, 8)
-        ]
-        assert first == second != other
+        body: dict[str, Any] = {"prompt": PROMPT, "temperature": 1.5, "max_tokens": 8}
+        body |= {"top_p": 0.99, "top_k": 1000, "min_p": 0.0001}
+        texts = [(await served.complete(seed=seed, **body))["text"] for seed in (7, 7, 8)]
+        assert texts[0] == texts[1] != texts[2]
 
     async def test_logprobs(self, served: Served) -> None:
         choice = await served.complete(prompt=PROMPT, logprobs=3, **GREEDY)
@@ -190,12 +145,8 @@ class TestCompletions:
             assert len(top) == 3
             assert top[token] == logprob == max(top.values()) < 0
         events = await served.stream("/v1/completions", prompt=PROMPT, logprobs=3, **GREEDY)
-        parts = [
-            event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]
-        ]
-        assert {
-            key: [entry for part in parts for entry in part[key]] for key in logprobs
-        } == logprobs
+        parts = [part for event in events if (part := event["choices"][0]["logprobs"])]
+        assert {key: [e for part in parts for e in part[key]] for key in logprobs} == logprobs
 
     async def test_a_repeated_prompt_is_cached(self, served: Served) -> None:
         prompt = "A hash table maps keys to values. " * 12
@@ -206,9 +157,8 @@ class TestCompletions:
 
     @pytest.mark.parametrize("model", ["smollm2", "org/alias", None])
     async def test_names_of_the_model(self, served: Served, model: str | None) -> None:
-        assert (await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, model=model))[
-            "model"
-        ] == "smollm2"
+        reply = await served.post("/v1/completions", prompt=PROMPT, max_tokens=1, model=model)
+        assert reply["model"] == "smollm2"
 
     async def test_nul_bytes_are_text(self, served: Served) -> None:
         counts = {}
@@ -262,10 +212,8 @@ class TestChat:
         first, *chunks, finish, usage = events
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in chunks)
-        assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == (
-            {},
-            "length",
-        )
+        (choice,) = finish["choices"]
+        assert (choice["delta"], choice["finish_reason"]) == ({}, "length")
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 6)
         assert text_of(events) == reply["choices"][0]["message"]["content"]
 
@@ -273,12 +221,8 @@ class TestChat:
         events = await served.stream(
             "/v1/chat/completions", messages=QUESTION, n=3, temperature=0, max_tokens=3
         )
-        opened = [
-            event["choices"][0]["index"]
-            for event in events
-            if "role" in event["choices"][0]["delta"]
-        ]
-        assert sorted(opened) == [0, 1, 2]
+        choices = [event["choices"][0] for event in events]
+        assert sorted(each["index"] for each in choices if "role" in each["delta"]) == [0, 1, 2]
         assert text_of(events, 0) == text_of(events, 1) == text_of(events, 2) != ""
 
     async def test_limits_by_either_name(self, served: Served) -> None:
@@ -291,45 +235,29 @@ class TestChat:
         reply = await served.post("/v1/chat/completions", logprobs=True, top_logprobs=2, **body)
         choice = reply["choices"][0]
         content = choice["logprobs"]["content"]
-        assert (
-            b"".join(bytes(entry["bytes"]) for entry in content).decode()
-            == choice["message"]["content"]
-        )
+        data = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert data.decode() == choice["message"]["content"]
         for entry in content:
-            assert len(entry["top_logprobs"]) == 2
-            assert entry["top_logprobs"][0] == {
-                key: entry[key] for key in ("token", "logprob", "bytes")
-            }
+            first, _ = entry["top_logprobs"]
+            assert first == {key: entry[key] for key in ("token", "logprob", "bytes")}
 
     async def test_what_makes_up_the_prompt(self, served: Served) -> None:
         async def prompt(**body: Any) -> str:
             tokens = (await served.post("/tokenize", **body))["tokens"]
             return (await served.post("/detokenize", tokens=tokens))["prompt"]
 
-        parts = [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}],
-            }
-        ]
-        assert await prompt(messages=parts) == await prompt(
-            messages=[{"role": "user", "content": "Hi\nthere"}]
-        )
+        parts = [{"type": "text", "text": text} for text in ("Hi", "there")]
+        whole = await prompt(messages=[{"role": "user", "content": "Hi\nthere"}])
+        assert await prompt(messages=[{"role": "user", "content": parts}]) == whole
         developer, system = (
             [{"role": role, "content": "Be brief."}, *QUESTION] for role in ("developer", "system")
         )
-        assert (
-            await prompt(messages=developer)
-            == await prompt(messages=system)
-            != await prompt(messages=QUESTION)
-        )
-        assert (await prompt(messages=QUESTION)).startswith(
-            await prompt(messages=QUESTION, add_generation_prompt=False)
-        )
+        plain = await prompt(messages=QUESTION)
+        assert await prompt(messages=developer) == await prompt(messages=system) != plain
+        assert plain.startswith(await prompt(messages=QUESTION, add_generation_prompt=False))
         unfinished = [*QUESTION, {"role": "assistant", "content": "The capital is"}]
-        assert (await prompt(messages=unfinished, continue_final_message=True)).endswith(
-            "The capital is"
-        )
+        continued = await prompt(messages=unfinished, continue_final_message=True)
+        assert continued.endswith("The capital is")
 
     async def test_going_on_with_the_last_message(self, served: Served) -> None:
         unfinished = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]

@@ -15,6 +15,7 @@ from yarl import URL
 
 from aioinfer.api.http.request_body import largest_body
 from tests.functional.conftest import Served
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -23,7 +24,8 @@ CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = {"Content-Type": "application/json"}
 
-#: (path, changes to a good body, parameter that the error names)
+#: (path, changes to a good body, parameter that the error names): one of each kind, and all that
+#: depend on the model. `test_protocol` and `test_sampling_params` have every field's.
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
@@ -38,38 +40,18 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"prompt": [1, -1]}, "prompt[1]"),
     (COMPLETIONS, {"prompt": [1, 2**40]}, "prompt[1]"),
     (COMPLETIONS, {"temperature": -0.5}, "temperature"),
-    (COMPLETIONS, {"temperature": "warm"}, "temperature"),
-    (COMPLETIONS, {"top_p": 0}, "top_p"),
-    (COMPLETIONS, {"top_p": 1.5}, "top_p"),
-    (COMPLETIONS, {"top_k": -2}, "top_k"),
-    (COMPLETIONS, {"min_p": 2}, "min_p"),
-    (COMPLETIONS, {"n": 0}, "n"),
     (COMPLETIONS, {"n": 10_000}, "n"),
-    (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"max_tokens": -5}, "max_tokens"),
     (COMPLETIONS, {"max_tokens": 4000}, "max_tokens"),
     (COMPLETIONS, {"max_tokens": 2**31 - 1}, "max_tokens"),
     (COMPLETIONS, {"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
-    (COMPLETIONS, {"stop": 3}, "stop"),
-    (COMPLETIONS, {"stop": ""}, "stop"),
-    (COMPLETIONS, {"stop": ["x"] * 100}, "stop"),
     (COMPLETIONS, {"stop_token_ids": [99_999]}, "stop_token_ids"),
     (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),
-    (COMPLETIONS, {"presence_penalty": 3}, "presence_penalty"),
-    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"suffix": "x"}, "suffix"),
-    (COMPLETIONS, {"best_of": 129}, "best_of"),
-    (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
     (COMPLETIONS, {"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
-    (COMPLETIONS, {"cache_salt": ""}, "cache_salt"),
     (COMPLETIONS, {"logit_bias": {"two words": 1}}, "logit_bias"),
     (COMPLETIONS, {"prompt_embeds": "x"}, "prompt_embeds"),
-    (COMPLETIONS, {"temprature": 1}, "temprature"),
-    (CHAT, {"best_of": 2}, "best_of"),
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
-    (CHAT, {"modalities": ["audio"]}, "modalities"),
     (COMPLETIONS, {"priority": 1}, "priority"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
@@ -81,18 +63,13 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (COMPLETIONS, {"guided_json": {"not": {}}}, "guided_json"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     (COMPLETIONS, {"guided_regex": "a", "grammar": 'start: "a"'}, "grammar"),
-    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids"),
     (COMPLETIONS, {"allowed_token_ids": [99_999]}, "allowed_token_ids"),
-    (COMPLETIONS, {"bad_words": [""]}, "bad_words"),
-    (
-        CHAT,
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message",
-    ),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True},
+     "continue_final_message"),
     (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-]
+]  # fmt: skip
 
 #: Of a beam search, which cannot be streamed.
 WRONG_SEARCHES = [
@@ -110,19 +87,11 @@ WRONG_SEARCHES = [
     ({"echo": True, "max_tokens": 0}, "max_tokens"),
 ]
 
+#: `test_protocol` has more of them.
 RAW_BODIES = [
     b"",
-    b"{",
     b"[]",
-    b"null",
-    b'{"prompt": "x"',
-    b'{"prompt": NaN}',
-    b'{"prompt": "x", "temperature": Infinity}',
-    b'{"prompt": "x", "temperature": 1e999}',
-    b'{"prompt": "x\x00"}',
     b'{"prompt": "\\ud800"}',
-    b'{"prompt": "\xed\xa0\x80"}',
-    b'{"prompt": "\xff\xfe"}',
     b'{"prompt": "x", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"prompt": "x", "seed": ' + b"9" * 100_000 + b"}",
 ]
@@ -154,15 +123,12 @@ async def nothing_is_scheduled(served: Served) -> AsyncIterator[None]:
         assert response.status == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "param"), WRONG_FIELDS)
-async def test_wrong_fields(
-    served: Served, path: str, fields: dict[str, Any], param: str, stream: bool
-) -> None:
+async def test_wrong_fields(served: Served, path: str, fields: dict[str, Any], param: str) -> None:
+    """Where an endpoint streams, in the reply's status as well."""
     body = body_for(path)
-    if body:  # the endpoint generates
-        body |= {"stream": stream}
-    check_error(await served.post(path, 400, **body | fields), param)
+    for stream in [{"stream": False}, {"stream": True}] if body else [{}]:
+        check_error(await served.post(path, 400, **body | stream | fields), param)
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG_SEARCHES)
@@ -306,9 +272,7 @@ async def test_a_body_that_never_ends(served: Served) -> None:
     )
     await writer.drain()
     async with asyncio.timeout(10):
-        while not served.server._num_handling:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.001)
+        await until(lambda: served.server._num_handling)
         writer.close()
         await writer.wait_closed()
-        while served.server._num_handling:  # noqa: ASYNC110  # no event
-            await asyncio.sleep(0.001)
+        await until(lambda: not served.server._num_handling)

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from aioinfer.api.batch import batches, objects, store
 from tests.functional.conftest import Served, serve
-from tests.functional.test_disconnect import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.asyncio(loop_scope="session")]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import pytest_asyncio
 from aioinfer.sampling_params import SamplingParams
 from tests.functional.conftest import Served, serve
 from tests.functional.prompts import PROMPTS
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,12 +39,6 @@ def finished(pair: Served) -> list[int]:
 
 def running(pair: Served) -> list[int]:
     return [len(engine.scheduler.running) for engine in pair.frontend.engines]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
-            await asyncio.sleep(0.001)
 
 
 async def complete_on(pair: Served, *bodies: dict[str, Any]) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from yarl import URL
 
 from tests.functional.conftest import Served
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -39,13 +40,6 @@ async def client(
     finally:
         writer.close()
         await writer.wait_closed()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits until the engine is in a state."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
-            await asyncio.sleep(0.001)
 
 
 async def check_freed_at_once(served: Served, steps: int) -> None:

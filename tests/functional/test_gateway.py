@@ -18,6 +18,7 @@ from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import ReplicaServer
 from tests.functional.chromium import EXECUTABLE, open_page
 from tests.gpu.random_models import random_model
+from tests.waiting import until
 
 TOKEN = "secret"
 
@@ -35,9 +36,7 @@ class Fleet:
     http: aiohttp.ClientSession
 
     async def wait_for(self, count: int) -> None:
-        async with asyncio.timeout(30):
-            while len(self.gateway.router) != count:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.gateway.router) == count)
 
     async def complete(self, prompt: list[int], **more: object) -> dict[str, object]:
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | more

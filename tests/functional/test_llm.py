@@ -64,26 +64,21 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     ]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"top_k": 20},
-        {"top_p": 0.8},
-        {"min_p": 0.05},
+def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm):
+    kinds = [
+        {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05},
         {"repetition_penalty": 1.2, "presence_penalty": 0.5},
-    ],
-)
-def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm, fields):
-    (alone,) = llm.generate(PROMPTS[1], sampled(7, **fields))
+    ]  # fmt: skip
+    tested = [sampled(7, **fields) for fields in kinds]
+    alone = [llm.generate(PROMPTS[1], params)[0].token_ids for params in tested]
     others = [sampled(seed) for seed in range(100, 118)]
-    crowd = llm.generate(
-        [*PROMPTS[2:11], PROMPTS[1], *PROMPTS[11:20]],
-        [*others[:9], sampled(7, **fields), *others[9:]],
-    )
-    assert crowd[9].token_ids == alone.token_ids
-    (other,) = llm.generate(PROMPTS[1], sampled(8, **fields))
-    assert other.token_ids != alone.token_ids
+    params = [*others[:9], *tested, *others[9:]]
+    prompts = [*PROMPTS[2:11], *[PROMPTS[1]] * len(tested), *PROMPTS[11:20]]
+    crowd = [output.token_ids for output in llm.generate(prompts, params)]
+    assert crowd[9 : 9 + len(tested)] == alone
+    seeded = llm.generate([PROMPTS[1]] * len(kinds), [sampled(8, **fields) for fields in kinds])
+    for output, text in zip(seeded, alone, strict=True):
+        assert output.token_ids != text
 
 
 def test_siblings_differ_and_repeat(llm):
@@ -95,15 +90,11 @@ def test_siblings_differ_and_repeat(llm):
 
 
 def test_a_stop_string_across_tokens_does_not_leak(llm):
-    (whole,) = llm.generate(
-        "The three primary colours are red,",
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-    )
+    prompt = "The three primary colours are red,"
+    greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    (whole,) = llm.generate(prompt, SamplingParams(**greedy))
     stop = whole.text[9:14]  # begins and ends within words
-    (cut,) = llm.generate(
-        "The three primary colours are red,",
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop),
-    )
+    (cut,) = llm.generate(prompt, SamplingParams(**greedy, stop=stop))
     completion = cut.completions[0]
     assert completion.text == whole.text[: whole.text.index(stop)]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
@@ -121,34 +112,18 @@ def test_min_tokens_holds_the_end_back(llm):
 
 
 def test_logit_bias_and_stop_token_ids(llm):
-    (biased,) = llm.generate(
-        "Hello",
-        SamplingParams(temperature=0, max_tokens=4, logit_bias={1234: 100.0}, ignore_eos=True),
-    )
+    bias = {"temperature": 0, "max_tokens": 4, "logit_bias": {1234: 100.0}}
+    (biased,) = llm.generate("Hello", SamplingParams(**bias, ignore_eos=True))
     assert biased.token_ids == [1234] * 4
-    (stopped,) = llm.generate(
-        "Hello",
-        SamplingParams(
-            temperature=0, max_tokens=4, logit_bias={1234: 100.0}, stop_token_ids=[1234]
-        ),
-    )
-    assert (stopped.token_ids, stopped.text, stopped.completions[0].stop_reason) == (
-        [1234],
-        "",
-        1234,
-    )
+    (stopped,) = llm.generate("Hello", SamplingParams(**bias, stop_token_ids=[1234]))
+    assert (stopped.token_ids, stopped.text) == ([1234], "")
+    assert stopped.completions[0].stop_reason == 1234
 
 
 def test_penalties_keep_a_text_from_repeating_itself(llm):
-    plain, penalized = (
-        llm.generate(
-            "la la la la la la la",
-            SamplingParams(
-                temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=penalty
-            ),
-        )[0]
-        for penalty in (0.0, 2.0)
-    )
+    usual = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    params = [SamplingParams(**usual, frequency_penalty=penalty) for penalty in (0.0, 2.0)]
+    plain, penalized = llm.generate(["la la la la la la la"] * 2, params)
     assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
 
 
@@ -192,12 +167,8 @@ def test_what_users_of_vllm_write(llm):
         (output,) = llm.chat(messages=given, sampling_params=greedy, use_tqdm=False)
         assert output.outputs[0].text == whole.text
     ids = llm.frontend.tokenizer.encode(PROMPTS[0])
-    texts = [
-        output.text
-        for output in llm.generate(
-            [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}], greedy
-        )
-    ]
+    forms = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
+    texts = [output.text for output in llm.generate(forms, greedy)]
     assert texts == texts[:1] * 3
     with pytest.raises(RequestError, match="priorities must be one for each request"):
         llm.generate("Hello", greedy, priorities=[1, 2])

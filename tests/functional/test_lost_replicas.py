@@ -21,6 +21,7 @@ from aioinfer.config import Config, load_config
 from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address
 from tests.functional.test_lifecycle import ROOT
+from tests.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 TOKEN = "secret"
@@ -94,9 +95,7 @@ class Fleet:
     async def be(self, *members: Address) -> None:
         """Makes these the replicas, and returns when the gateway knows all of them."""
         self.members[:] = members
-        async with asyncio.timeout(30):
-            while set(self.gateway.router.names) != {member.name for member in members}:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: set(self.gateway.router.names) == {member.name for member in members})
 
     async def begin(self, path: str, body: dict[str, Any]) -> tuple[Reply, asyncio.Task[Reply]]:
         """Asks, and returns when a part of the reply is there."""
@@ -160,9 +159,7 @@ class Reply:
     async def grow(self) -> None:
         """Returns when more of it is there."""
         size = len(self.data) + 1500
-        async with asyncio.timeout(60):
-            while len(self.data) < size:  # noqa: ASYNC110  # no event
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.data) >= size)
 
     def events(self) -> list[dict[str, Any]]:
         lines = [line.removeprefix(b"data: ") for line in self.data.splitlines()]

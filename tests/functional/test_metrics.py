@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -19,6 +18,7 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.detokenizer import Detokenizer
 from tests.functional.conftest import SMOLLM2, Served
 from tests.test_metrics import OF_SERVER
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -97,13 +97,6 @@ def check_counts(
     for name in OF_REQUESTS:
         assert change.get(f"{name}_count", 0) == whole, name
     assert change.get("inter_token_latency_seconds_count", 0) == sum(tokens) - len(tokens)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits until the engine is in a state."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
-            await asyncio.sleep(0.001)
 
 
 async def test_one_request(served: Served) -> None:

@@ -18,7 +18,7 @@ from aiohttp import web
 from aioinfer import LLM, AsyncLLM, GrammarSpec, LLMEngine, SamplingParams, create_app, load_config
 from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.conftest import SMOLLM2, Served
-from tests.functional.test_disconnect import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.extended
 

@@ -1,5 +1,5 @@
-"""Scheduler and worker over models with states: greedy outputs equal transformers', with snapshots
-from the prefix cache, prompts in chunks, preemption and forks."""
+"""Scheduler and worker over models with states: where snapshots are found, in forks and in
+conversations. (Prefix hits, chunks and preemption of all families: `test_state_models`.)"""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from aioinfer import LLM, SamplingParams
-from tests.scheduled_worker import (
-    check_chunks_and_preemption,
-    check_prefix_hits,
-    expected_outputs,
-    generate,
-    prompts_that_begin_alike,
-)
+from tests.scheduled_worker import expected_outputs, generate, prompts_that_begin_alike
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
@@ -39,21 +33,6 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     return expected_outputs(folder, prompts)
 
 
-@pytest.mark.sample
-def test_prefix_hits(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    scheduler = check_prefix_hits(folder, prompts, expected)
-    keeps_states = [group.keeps_states for group in scheduler.kv_cache.groups]
-    assert True in keeps_states
-    assert keeps_states == sorted(keeps_states), "groups of states are behind the others"
-
-
-@pytest.mark.sample
-def test_chunks_and_preemption_change_nothing(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    check_chunks_and_preemption(folder, prompts, expected)
-
-
 @pytest.mark.parametrize("budget", [5, 512])
 def test_forks_begin_with_a_snapshot_of_their_prompt(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], budget: int
@@ -62,6 +41,9 @@ def test_forks_begin_with_a_snapshot_of_their_prompt(
     assert outputs == [output for output in expected[:4] for _ in range(4)]
     cached = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts[:4])
     assert scheduler.stats.prefix_hit >= 3 * (cached - 4 * BLOCK_SIZE)
+    keeps_states = [group.keeps_states for group in scheduler.kv_cache.groups]
+    assert True in keeps_states
+    assert keeps_states == sorted(keeps_states), "groups of states are behind the others"
 
 
 def test_a_conversation_goes_on_with_the_state_behind_its_last_answer(folder: Path) -> None:
