@@ -115,9 +115,8 @@ async def test_steps_of_any_requests_count_as_if_each_token_were_looked_at() -> 
                 total += now - last[request]
             last[request] = now
         metrics.record_tokens(sampled, [3] * len(sampled), now)
-    assert {
-        bucket: count for bucket, count in enumerate(metrics.inter_token_latency.counts) if count
-    } == dict(naive)
+    counts = enumerate(metrics.inter_token_latency.counts)
+    assert {bucket: count for bucket, count in counts if count} == dict(naive)
     assert metrics.inter_token_latency.sum == pytest.approx(total)
     assert metrics.time_to_first_token.count == len(requests)
     assert metrics.generation_tokens == naive.total() + len(requests)
@@ -135,9 +134,8 @@ async def test_an_end_counts_once_and_only_a_whole_request_has_a_latency() -> No
     metrics = EngineMetrics()
     requests = begun(metrics, 5)
     metrics.record_tokens(requests, [1] * 5, 1.0)
-    for request, reason in zip(
-        requests, ("stop", "length", "abort", "error", "abort"), strict=True
-    ):
+    reasons = ("stop", "length", "abort", "error", "abort")
+    for request, reason in zip(requests, reasons, strict=True):
         metrics.end(request, reason)
         metrics.end(request, "stop")
     assert metrics.finished == {"stop": 1, "length": 1, "abort": 2, "error": 1}
@@ -176,9 +174,8 @@ async def test_only_the_first_admission_ends_the_queue_time() -> None:
     now = time.perf_counter()
     metrics.record_admissions([old, new], [1], now)
     assert metrics.queue_time.count == 1
-    metrics.record_admissions(
-        [old, new], [1, 0], now + 50
-    )  # the new one was preempted, and comes back
+    # the new one was preempted, and comes back
+    metrics.record_admissions([old, new], [1, 0], now + 50)
     assert metrics.queue_time.count == 2
     assert metrics.queue_time.sum > 50
     metrics.record_tokens([new], [1], now + 2)
@@ -209,13 +206,8 @@ def test_the_phases_of_a_step() -> None:
     result = StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000)
     metrics.record_step(result, [], [])
     assert timer.emit.seconds == 0.0, "the text of the next step is measured anew"
-    assert {phase: metrics.phases[phase].sum for phase in PHASES} == {
-        "result": 1.0,
-        "update": 4.0,
-        "plan": 2.0,
-        "post": 3.0,
-        "emit": 5.0,
-    }
+    expected = {"result": 1.0, "update": 4.0, "plan": 2.0, "post": 3.0, "emit": 5.0}
+    assert {phase: metrics.phases[phase].sum for phase in PHASES} == expected
     assert metrics.worker_busy_ns == 7
 
 
@@ -229,14 +221,9 @@ async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = Non
     features = StepFeatures([ExpertReports(None)])
     if report is not None:
         features.of(ExpertReports).take_report(report)
-    config = load_config(
-        None,
-        {
-            "model.path": "none",
-            "server.port": 0,
-            "server.served_model_names": ['a "model"', "alias"],
-        },
-    )
+    names = ['a "model"', "alias"]
+    settings = {"model.path": "none", "server.port": 0, "server.served_model_names": names}
+    config = load_config(None, settings)
     limits = SchedulerLimits(
         num_blocks=(8,), block_size=4, max_num_seqs=2, token_budget=16, prefill_cap=16
     )
@@ -252,12 +239,9 @@ async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = Non
         for number, one in enumerate(metrics)
     ]
     frontend = SimpleNamespace(
-        config=config,
-        engines=engines,
-        loop_lag=LoopLag(lambda: False),
-        is_healthy=lambda: True,
+        config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True,
         max_model_len=8,
-    )
+    )  # fmt: skip
     server = HttpServer(config, cast(Frontend, frontend))
     url = await server.start()
     async with aiohttp.ClientSession(url) as http, http.get("/metrics") as response:
@@ -283,12 +267,8 @@ async def test_the_text_is_whole_from_the_start() -> None:
         if metric.name not in ("aioinfer:open_connections", "aioinfer:asyncio_tasks"):
             assert all(sample.value == 0 for sample in metric.samples)
     (finished,) = (metric for metric in metrics if metric.name == "vllm:request_success")
-    assert {sample.labels["finished_reason"] for sample in finished.samples} == {
-        "stop",
-        "length",
-        "abort",
-        "error",
-    }
+    reasons = {sample.labels["finished_reason"] for sample in finished.samples}
+    assert reasons == {"stop", "length", "abort", "error"}
 
 
 async def test_each_engine_has_its_own_samples() -> None:
@@ -313,10 +293,8 @@ async def test_each_engine_has_its_own_samples() -> None:
         "aioinfer:step_phase_seconds_sum": 0.5,
     }
     assert {sample.labels["engine"] for sample in found.values()} == {"1"}
-    assert [sample.labels["engine"] for sample in metrics["vllm:num_requests_running"].samples] == [
-        "0",
-        "1",
-    ]
+    running = metrics["vllm:num_requests_running"].samples
+    assert [sample.labels["engine"] for sample in running] == ["0", "1"]
 
 
 async def test_the_whole_text() -> None:
@@ -352,28 +330,16 @@ async def test_buckets_are_cumulative() -> None:
     bounds = metrics.inter_token_latency.bounds
     metrics.inter_token_latency.add(bounds[3], 5)
     metrics.inter_token_latency.add(bounds[-1] * 2, 2)
-    (metric,) = (
-        metric
-        for metric in await scrape(metrics)
-        if metric.name == "vllm:inter_token_latency_seconds"
-    )
-    buckets = {
-        float(sample.labels["le"]): sample.value
-        for sample in metric.samples
-        if sample.name.endswith("_bucket")
-    }
-    assert list(buckets) == [*bounds, float("inf")]
-    assert [buckets[bound] for bound in (bounds[2], bounds[3], bounds[-1], float("inf"))] == [
-        0,
-        5,
-        5,
-        7,
-    ]
+    name, infinite = "vllm:inter_token_latency_seconds", float("inf")
+    (metric,) = (metric for metric in await scrape(metrics) if metric.name == name)
+    of_buckets = [sample for sample in metric.samples if sample.name.endswith("_bucket")]
+    buckets = {float(sample.labels["le"]): sample.value for sample in of_buckets}
+    assert list(buckets) == [*bounds, infinite]
+    chosen = (bounds[2], bounds[3], bounds[-1], infinite)
+    assert [buckets[bound] for bound in chosen] == [0, 5, 5, 7]
     values = {sample.name: sample.value for sample in metric.samples}
-    assert values["vllm:inter_token_latency_seconds_count"] == 7
-    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(
-        5 * bounds[3] + 4 * bounds[-1]
-    )
+    assert values[f"{name}_count"] == 7
+    assert values[f"{name}_sum"] == pytest.approx(5 * bounds[3] + 4 * bounds[-1])
 
 
 def panels() -> list[dict[str, Any]]:
@@ -395,19 +361,13 @@ async def test_the_dashboard_queries_all_metrics_and_no_others() -> None:
         "no panel shows this"
     )
     labels = {label for metric in metrics for sample in metric.samples for label in sample.labels}
-    assert {
-        label
-        for query in queries
-        for group in re.findall(r"by \((.*?)\)", query)
-        for label in group.split(", ")
-    } <= labels
+    groups = [group for query in queries for group in re.findall(r"by \((.*?)\)", query)]
+    assert {label for group in groups for label in group.split(", ")} <= labels
 
 
 def test_the_dashboard_is_in_order() -> None:
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
-        "datasource",
-        "model_name",
-    }
+    names = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert names == {"datasource", "model_name"}
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
     cells: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
@@ -421,10 +381,8 @@ def test_the_dashboard_is_in_order() -> None:
         assert max(x for x, _ in covered) < 24
         cells |= covered
     for panel in panels():
-        assert [target["refId"] for target in panel["targets"]] == [
-            chr(ord("A") + number) for number in range(len(panel["targets"]))
-        ]
-        assert all(
-            target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"]
-        )
-        assert all("$model_name" in target["expr"] for target in panel["targets"])
+        letters = "ABCDEFGH"[: len(panel["targets"])]
+        assert "".join(target["refId"] for target in panel["targets"]) == letters
+        for query in (target["expr"] for target in panel["targets"]):
+            assert query.count("(") == query.count(")")
+            assert "$model_name" in query

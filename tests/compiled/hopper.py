@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
@@ -31,7 +33,7 @@ def compile_kernel(
     constants: Mapping[str, Any],
     config: Any,
     *,
-    divisible: str = "",
+    divisible: str | tuple[str, ...] = "",
 ) -> CompiledKernel:
     """Compiles a kernel whose other arguments are integers that 16 divides, but for those that it
     does not specialize, and those whose names do not end in `divisible`."""
@@ -103,20 +105,22 @@ def compile_gluon(
     pdl: bool = True,
     aligned: Iterable[str] = (),
     registers: int | None = None,
+    num_warps: int = 4,
 ) -> CompiledKernel:
-    """Compiles a kernel in Gluon whose other arguments are integers; 16 divides those that are
-    `aligned`. A thread has at most so many `registers`, if they are given."""
+    """Compiles a kernel in Gluon whose other arguments are integers; 16 divides pointers, and what
+    else is `aligned`. A thread has at most so many `registers`, if they are given."""
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
+    aligned = {*aligned, *(name for name in names if signature[name].startswith("*"))}
     source = GluonASTSource(
         kernel,
         signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": 4, "launch_pdl": pdl, "maxnreg": registers}
+    options = {"num_warps": num_warps, "launch_pdl": pdl, "maxnreg": registers}
     return checked(triton.compile(source, target=HOPPER, options=options))
 
 
@@ -137,9 +141,40 @@ def box(kind: gl.dtype, *shape: int) -> str:
     return f"tensordesc<{kind}{list(shape)},{layout!r}>"
 
 
+def _print(kernel: CompiledKernel, folder: Path, tool: Any, option: str) -> str:
+    (folder / "cubin").write_bytes(kernel.asm["cubin"])
+    command = [tool.path, option, str(folder / "cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(kernel: CompiledKernel, folder: Path) -> dict[str, int]:
+    """Returns the resources of a kernel by the names of `cuobjdump`, for instance REG, registers a
+    thread, and STACK, bytes to which registers are spilled."""
+    lines = _print(kernel, folder, triton.knobs.nvidia.cuobjdump, "-res-usage").splitlines()
+    (usage,) = (line for line in lines if "STACK:" in line)
+    return {name: int(number) for name, number in (word.rsplit(":", 1) for word in usage.split())}
+
+
 def spilled(kernel: CompiledKernel, folder: Path) -> int:
     """Returns the bytes of each thread's stack."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", lines)[0])
+    return resources(kernel, folder)["STACK"]
+
+
+def machine_code(kernel: CompiledKernel, folder: Path) -> str:
+    """Returns the machine's instructions, one a line."""
+    return _print(kernel, folder, triton.knobs.nvidia.nvdisasm, "-c")
+
+
+def weight_of(
+    features: int,
+    inputs: int,
+    *,
+    bits: int = 4,
+    group: int | None = 128,
+    has_zeros: bool = False,
+) -> PackedGroups:
+    """Returns a weight of zeros, in groups of inputs."""
+    shape = features, 1 if group is None else -(-inputs // group)
+    zeros = torch.zeros(shape) if has_zeros else None
+    integers = torch.zeros(features, inputs, dtype=torch.uint8)
+    return pack_groups(integers, torch.ones(shape), zeros, bits, group)

@@ -3,20 +3,18 @@ registers. What they compute is tested in `tests/gpu/test_block_hopper.py`."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.block_hopper import _product_kernel
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, HALF, STEP, BlockConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, machine_code, spilled
 
 pytestmark = pytest.mark.extended
 
@@ -42,13 +40,6 @@ def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> Comp
     return compile_gluon(_product_kernel, types, constants)
 
 
-def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
-    """Returns the lines of the machine's instructions."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(folder / "cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
 @pytest.mark.parametrize(
     ("config", "gated"),
     [(config, gated) for gated in (False, True) for config in BLOCK_CONFIGS
@@ -61,7 +52,7 @@ def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert "convert_layout" not in kernel.asm["ttgir"]
-    lines = instructions(kernel, tmp_path)
+    lines = machine_code(kernel, tmp_path).splitlines()
     products = sum("QGMMA" in line for line in lines)
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     # sets of four products: before, in and after the loop
@@ -72,8 +63,7 @@ def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -
 
 def test_one_instruction_for_each_sum(tmp_path: Path) -> None:
     """Beside a few that multiply the scales of tokens and weight rows."""
-    lines = instructions(
-        compile_product(BlockConfig(128, 128), gated=True, residual=False), tmp_path
-    )
+    kernel = compile_product(BlockConfig(128, 128), gated=True, residual=False)
+    lines = machine_code(kernel, tmp_path).splitlines()
     scaled = 64 * (2 + 2)  # for each thread: in the loop of two stages, and after it
     assert sum(" FFMA " in line for line in lines) == 2 * scaled

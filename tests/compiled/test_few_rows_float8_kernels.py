@@ -5,7 +5,6 @@ float16. What they compute is tested in `tests/gpu/test_few_rows_float8.py`."""
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.few_rows_float8 import (
     FewRowsFloat8Config,
     _few_rows_kernel,
@@ -24,9 +22,8 @@ from aioinfer.kernels.few_rows_float8 import (
 )
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY
+from tests.compiled.hopper import SHARED_MEMORY, compile_gluon, machine_code, resources
 
 pytestmark = pytest.mark.extended
 
@@ -46,33 +43,14 @@ def compile_product(
         "HAS_NORM": normed, "HAS_RESIDUAL": not gated, "GATED": gated, "GROUPED": run > 0,
         "ROWS_PER_SCALE": max(run, 1), "PDL": True, "EARLY_TRIGGER": False,
     }  # fmt: skip
-    names = _few_rows_kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in names}
-    aligned = [name for name in names if signature[name].startswith("*") or name == "x_stride"]
-    source = GluonASTSource(
-        _few_rows_kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    return compile_gluon(
+        _few_rows_kernel, TYPES, fixed, aligned=("x_stride",), num_warps=config.num_warps
     )
-    options = {"num_warps": config.num_warps, "launch_pdl": True}
-    return triton.compile(source, target=HOPPER, options=options)
-
-
-def registers(kernel: CompiledKernel, folder: Path) -> tuple[int, int]:
-    """Returns the registers of a thread, and the bytes to which others are spilled."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ((used, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", lines)
-    return int(used), int(stack)
 
 
 def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     """Returns the names of the machine instructions of the loop over output tiles."""
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "cubin")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = machine_code(kernel, folder)
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text)
     return names[names.index("EXIT") + 1 :]  # a program without a tile ends before the loop
 
@@ -95,9 +73,9 @@ def test_the_tables_configurations(
     config = few_rows_float8_config(rows, lines, inputs, grouped=run > 0)
     kernel = compile_product(config, rows, inputs, normed=normed, gated=gated, run=run)
     ptx = kernel.asm["ptx"]
-    used, stack = registers(kernel, tmp_path)
-    assert stack == 0
-    assert used * 32 * config.num_warps * config.programs <= 65536
+    used = resources(kernel, tmp_path)
+    assert used["STACK"] == 0
+    assert used["REG"] * 32 * config.num_warps * config.programs <= 65536
     assert kernel.metadata.shared * config.programs <= SHARED_MEMORY
     assert set(re.findall(r"mma\.sync\S*", ptx)) == {
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-import triton
 from aioinfer.kernels.few_rows_grouped import (
     OFFSETS,
     FewRowsGroupedConfig,
@@ -24,21 +23,12 @@ from aioinfer.kernels.few_rows_grouped import (
     fuses_norm,
     supports,
 )
-from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
-from hopper import HOPPER, spilled
+from aioinfer.kernels.grouped_weight import PackedGroups
 from triton.compiler import CompiledKernel
-from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.compiled.hopper import compile_gluon, spilled, weight_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def weight_of(
-    features: int, inputs: int, *, group: int | None = 128, has_zeros: bool = False
-) -> PackedGroups:
-    shape = features, 1 if group is None else -(-inputs // group)
-    zeros = torch.zeros(shape) if has_zeros else None
-    integers = torch.zeros(features, inputs, dtype=torch.uint8)
-    return pack_groups(integers, torch.ones(shape), zeros, 4, group)
 
 
 def compile_kernel(
@@ -58,19 +48,9 @@ def compile_kernel(
     }  # fmt: skip
     types = {"packed": "*i16", "scales": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("x", "norm", "residual", "out"), f"*{dtype}")
-    names = _kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    source = GluonASTSource(
-        _kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    return compile_gluon(
+        _kernel, types, constants, registers=config.registers, num_warps=config.warps
     )
-    options = {"num_warps": config.warps, "maxnreg": config.registers, "launch_pdl": True}
-    return triton.compile(source, target=HOPPER, options=options)
 
 
 def count_loads(ptx: str) -> dict[str, int]:

@@ -7,7 +7,6 @@ Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS, consumer_registe
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon
+from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon, resources
 from tests.kernels.references import product_reference
 
 # the accumulators of the widest tile fill the registers
@@ -54,16 +53,6 @@ def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel
     return compile_gluon(_gated_kernel, types, constants, pdl=pdl, registers=config.registers)
 
 
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """Returns the resources of a compiled kernel by the names of `cuobjdump`, for instance REG,
-    registers a thread, and STACK, bytes to which registers are spilled."""
-    (folder / "cubin").write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    (usage,) = (line for line in lines if "STACK:" in line)
-    return {name: int(number) for name, number in (word.rsplit(":", 1) for word in usage.split())}
-
-
 @pytest.mark.parametrize(
     ("config", "dtype", "pdl"), [(config, "bf16", True) for config in CONFIGS] + FULLEST
 )
@@ -71,7 +60,7 @@ def test_every_configuration_compiles_without_spilling_registers(
     config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path
 ) -> None:
     kernel = compile_kernel(config, dtype, pdl)
-    used = resources(kernel.asm["cubin"], tmp_path)
+    used = resources(kernel, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] * 32 * (4 * config.consumers + 4) <= 65536
     assert kernel.metadata.shared <= SHARED_MEMORY
@@ -130,21 +119,10 @@ def test_the_reference_is_silu_of_gate_times_up() -> None:
 def test_configurations_by_number_of_rows_and_width_of_the_weight() -> None:
     """As measured: the largest tile for 256 rows of Qwen3-8B and for large steps; a narrow weight
     takes smaller tiles, which occupy more multiprocessors."""
-    assert [gated_config(rows, 12288, 132).tokens for rows in (64, 128, 192, 256, 512, 8192)] == [
-        64,
-        128,
-        64,
-        256,
-        256,
-        256,
-    ]
-    assert [gated_config(rows, 3072, 132).tokens for rows in (64, 128, 256, 512, 8192)] == [
-        64,
-        64,
-        64,
-        128,
-        256,
-    ]
+    wide = {64: 64, 128: 128, 192: 64, 256: 256, 512: 256, 8192: 256}
+    narrow = {64: 64, 128: 64, 256: 64, 512: 128, 8192: 256}
+    for width, tokens in ((12288, wide), (3072, narrow)):
+        assert {rows: gated_config(rows, width, 132).tokens for rows in tokens} == tokens
 
 
 def test_few_rows_take_the_tiles_whose_last_wave_is_full() -> None:

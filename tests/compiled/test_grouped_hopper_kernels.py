@@ -4,15 +4,12 @@ tested in `tests/gpu/test_grouped_hopper.py`."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-import torch
-import triton
 from aioinfer.kernels.grouped_hopper import SCALE_BOX, _kernel, scales_of_unit, word_layout
 from aioinfer.kernels.grouped_hopper_configs import (
     REGISTERS,
@@ -20,27 +17,24 @@ from aioinfer.kernels.grouped_hopper_configs import (
     configs,
     grouped_hopper_config,
 )
-from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups, pack_groups
+from aioinfer.kernels.grouped_weight import MAX_RUN, TILE, PackedGroups
 from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, scale_layout
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
+from tests.compiled.hopper import (
+    SHARED_MEMORY,
+    box,
+    compile_gluon,
+    machine_code,
+    spilled,
+    weight_of,
+)
 
 pytestmark = pytest.mark.extended
 
 #: Output features (of gate and up together) and inputs of Qwen3-8B's layers.
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-
-
-def weight_of(
-    features: int, inputs: int, group: int = 128, has_zeros: bool = False
-) -> PackedGroups:
-    """Returns a weight of zeros."""
-    shape = features, inputs // group
-    zeros = torch.zeros(shape) if has_zeros else None
-    integers = torch.zeros(features, inputs, dtype=torch.uint8)
-    return pack_groups(integers, torch.ones(shape), zeros, 4, group)
 
 
 def compile_product(
@@ -67,19 +61,12 @@ def compile_product(
     return compile_gluon(_kernel, types, constants, aligned=("partials", "counters"))
 
 
-def instructions(kernel: CompiledKernel, folder: Path) -> str:
-    """Returns the machine code."""
-    (folder / "code").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "code")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def check(kernel: CompiledKernel, folder: Path) -> None:
     """Checks what every configuration has in common."""
     # Programs that share a tile displace a few numbers over the loop.
     assert spilled(kernel, folder) <= 48
     assert kernel.metadata.shared <= SHARED_MEMORY
-    code = instructions(kernel, folder)
+    code = machine_code(kernel, folder)
     # Each of three consumers multiplies 4 runs of 4 steps, and waits for all of its products only
     # after the last run: ptxas waits after each where registers do not suffice.
     assert code.count("HGMMA.64x") == 3 * 16
@@ -101,7 +88,7 @@ def check(kernel: CompiledKernel, folder: Path) -> None:
     ],
 )
 def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str, tmp_path: Path) -> None:
-    weight = weight_of(4096, 4096, group, has_zeros)
+    weight = weight_of(4096, 4096, group=group, has_zeros=has_zeros)
     for gated in (False, True):
         config = next(c for c in configs(256, weight, gated) if c.tokens == tokens)
         check(compile_product(weight, config, gated=gated, dtype=dtype), tmp_path)

@@ -4,26 +4,23 @@ table fits, and weights go from shared memory to the tensor cores without a deto
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-import torch
-import triton
 from aioinfer.kernels.grouped_product import GroupedConfig, _kernel, grouped_config
-from aioinfer.kernels.grouped_weight import TILE, PackedGroups, pack_groups
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from aioinfer.kernels.grouped_weight import TILE, PackedGroups
+from triton.compiler import CompiledKernel
 
-SHARED_MEMORY = 227 * 1024  # of a thread block
+from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, resources, weight_of
+
 POINTERS = {"packed": "*i16", "scales": "*i32", "partials": "*fp32", "counters": "*i32"}
 ACTIVATIONS = ("x", "residual", "out")
 
 
-def compile_kernel(
+def compile_product(
     weight: PackedGroups, config: GroupedConfig, dtype: str = "bf16", *, gated: bool = False
 ) -> CompiledKernel:
     """Compiles what `grouped_product` launches."""
@@ -36,42 +33,8 @@ def compile_kernel(
         "GATE": 8, "PDL": True,
     }  # fmt: skip
     types = {**POINTERS, **dict.fromkeys(ACTIVATIONS, f"*{dtype}")}
-    names = _kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
-    }
-    aligned = [
-        name
-        for name, kind in signature.items()
-        if kind.startswith("*") or name.endswith("stride") or name in ("features", "width")
-    ]
-    source = ASTSource(
-        _kernel, signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )  # fmt: skip
-    options = {"num_warps": config.num_warps}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def weight_of(
-    features: int, inputs: int, *, bits: int = 4, group: int = 128, has_zeros: bool = False
-) -> PackedGroups:
-    shape = features, inputs // group
-    zeros = torch.zeros(shape) if has_zeros else None
-    integers = torch.zeros(features, inputs, dtype=torch.uint8)
-    return pack_groups(integers, torch.ones(shape), zeros, bits, group)
-
-
-def bytes_of_stack(kernel: CompiledKernel, folder: Path) -> int:
-    """Returns the bytes of local memory, where registers are spilled to."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    listed = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+).* LOCAL:(\d+)", listed.stdout)
-    assert found is not None
-    return int(found[1]) + int(found[2])
+    divisible = ("stride", "features", "width")
+    return compile_kernel(_kernel, types, constants, config, divisible=divisible)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +51,10 @@ def test_configurations_fit(
     shape = (24576, 4096) if gated else (4096, 12288)
     weight = weight_of(*shape, bits=bits, group=group, has_zeros=has_zeros)
     config = grouped_config(rows, weight)
-    kernel = compile_kernel(weight, config, dtype, gated=gated)
+    kernel = compile_product(weight, config, dtype, gated=gated)
     assert kernel.metadata.shared <= SHARED_MEMORY
-    assert bytes_of_stack(kernel, tmp_path) == 0
+    used = resources(kernel, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
     code = kernel.asm["ttgir"]
     words = rf"tensor<{config.features}x{weight.run}xi16, #ttg.dot_op<{{opIdx = 0"
     assert len(re.findall(rf"ttg.local_load .*{re.escape(words)}", code)) == 1

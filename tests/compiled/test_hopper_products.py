@@ -3,21 +3,19 @@ the registers. What they compute is tested in `tests/gpu/test_scaled_hopper.py`.
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
 from aioinfer.kernels.hopper_pipeline import WEIGHT_ROWS, scale_layout
 from aioinfer.kernels.scaled_hopper import _product_kernel
 from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, machine_code, spilled
 
 pytestmark = pytest.mark.extended
 
@@ -75,9 +73,7 @@ def test_a_stage_is_multiplied_while_another_is_scaled(
     kernel = compile_product(
         config, gated=gated, grouped=True, residual=not gated, rows_per_scale=8 if gated else 128
     )
-    (tmp_path / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(tmp_path / "cubin")]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = machine_code(kernel, tmp_path).splitlines()
     products = sum("QGMMA" in line for line in lines)
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     assert products == config.consumers * 4 * (1 + 2 + 1)  # before, in and after the loop

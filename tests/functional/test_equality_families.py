@@ -35,7 +35,7 @@ class Family:
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module")
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_cache: Path
 ) -> Family:
@@ -73,31 +73,47 @@ def generate(family: Family, prompts: list[list[int]], **settings: Any) -> list[
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("way", ["batch", "chunks", "preempted", "small blocks"])
+WAYS: dict[str, dict[str, Any]] = {
+    "batch": {},
+    "chunks": {"scheduler__max_num_batched_tokens": 16},
+    "preempted": {"cache__num_blocks": 36},
+    "small blocks": {
+        "cache__block_size": 4, "cache__cpu_memory_gib": 0.05, "cache__num_blocks": None,
+    },
+}  # fmt: skip
+#: Each family once in each run, and each way with one family at least.
+USUAL = {("llama", "batch"), ("llama", "chunks"), ("qwen2", "preempted"), ("qwen3", "small blocks")}
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def usual_or_extended(*values: Any, usual: bool) -> Any:
+    return pytest.param(*values, marks=() if usual else pytest.mark.extended)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [usual_or_extended(f, w, usual=(f, w) in USUAL) for f in FAMILIES for w in WAYS],
+    indirect=["family"],
+)
 def test_every_way(family, way):
-    settings = {
-        "batch": {},
-        "chunks": {"scheduler__max_num_batched_tokens": 16},
-        "preempted": {"cache__num_blocks": 36},
-        "small blocks": {
-            "cache__block_size": 4,
-            "cache__cpu_memory_gib": 0.05,
-            "cache__num_blocks": None,
-        },
-    }[way]
-    assert generate(family, family.prompts, **settings) == family.expected
+    assert generate(family, family.prompts, **WAYS[way]) == family.expected
     assert len({tuple(tokens) for tokens in family.expected}) > 15, (
         "the model gives the same output for every prompt"
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [usual_or_extended(f, r, usual=(f, r) == ("qwen2", 2)) for f in FAMILIES for r in (2, 4)],
+    indirect=["family"],
+)
 def test_tensor_parallel(family, ranks):
     subset = slice(0, 8)
     settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": ranks}
     assert generate(family, family.prompts[subset], **settings) == family.expected[subset]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"], indirect=True)
 def test_text_matches_the_tokenizer(family):
     settings = {"parallel.executor": "inline", "parallel.cpu_threads": 1, "cache.num_blocks": 64}
     with LLM(str(family.folder), settings=settings, progress=False) as llm:

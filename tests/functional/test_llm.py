@@ -12,6 +12,7 @@ from aioinfer import LLM, SamplingParams
 from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
+from tests.gpu.random_models import random_model, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +29,19 @@ def llm() -> Iterator[LLM]:
         llm.frontend.engines[0].scheduler.check_integrity()
 
 
-def test_two_engines_give_the_texts_of_one_in_order(llm):
+def test_two_engines_give_the_texts_of_one_in_order(tmp_path):
+    model = str(random_model(tmp_path, vocab_size=512))
+    prompts = random_prompts(range(4, 12), 512)
     params = [
         SamplingParams(temperature=0, max_tokens=4 + i % 5, ignore_eos=True) for i in range(8)
     ]
-    settings = {"parallel.cpu_threads": 1, "cache.num_blocks": 128}
+    settings = {"parallel.cpu_threads": 1, "cache.num_blocks": 128, "model.dtype": "float32"}
+    with LLM(model, settings=settings | {"parallel.executor": "inline"}, progress=False) as one:
+        expected = [output.text for output in one.generate(prompts, params)]
+    assert len(set(expected)) == 8
     others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
-    with LLM(MODEL, settings=settings, progress=False, data_parallel_size=2) as two:
-        outputs = two.generate(PROMPTS[:8], params)
+    with LLM(model, settings=settings, progress=False, data_parallel_size=2) as two:
+        outputs = two.generate(prompts, params)
         assert [sum(engine.metrics.finished.values()) for engine in two.frontend.engines] == [4, 4]
         workers = [
             child
@@ -47,7 +53,7 @@ def test_two_engines_give_the_texts_of_one_in_order(llm):
     for call in (two.generate, two.chat, two.embed):
         with pytest.raises(EngineDeadError, match="this LLM is closed"):
             call("Hello")
-    assert [o.text for o in outputs] == [o.text for o in llm.generate(PROMPTS[:8], params)]
+    assert [output.text for output in outputs] == expected
 
 
 def sampled(seed: int, **fields) -> SamplingParams:

@@ -117,10 +117,8 @@ async def test_one_request(served: Served) -> None:
         moved["time_to_first_token_seconds_sum"] + decoding
     )
     assert 0 < decoding < moved["e2e_request_latency_seconds_sum"] < wall
-    assert (moved["request_prompt_tokens_sum"], moved["request_generation_tokens_sum"]) == (
-        prompt_tokens,
-        9,
-    )
+    assert moved["request_prompt_tokens_sum"] == prompt_tokens
+    assert moved["request_generation_tokens_sum"] == 9
     assert moved["prefix_cache_queries_total"] == prompt_tokens
     assert "prefix_cache_hits_total" not in moved
     assert "num_preemptions_total" not in moved
@@ -148,11 +146,8 @@ async def test_steps(served: Served) -> None:
 
 
 async def test_the_prefix_cache(served: Served) -> None:
-    body = {
-        "prompt": "Prefixes that come again are found in the cache. " * 4,
-        "max_tokens": 2,
-        **EXACT,
-    }
+    prompt = "Prefixes that come again are found in the cache. " * 4
+    body = {"prompt": prompt, "max_tokens": 2, **EXACT}
     await served.complete(**body)
     change = await Change.begin(served.http)
     usage = (await served.post("/v1/completions", **body))["usage"]
@@ -162,46 +157,32 @@ async def test_the_prefix_cache(served: Served) -> None:
 
 
 async def test_a_stop_string_and_an_end_token(served: Served) -> None:
-    prompt = "The capital of France is"
+    body = {"prompt": "The capital of France is", "max_tokens": 40, **EXACT}
     change = await Change.begin(served.http)
-    first = await served.post(
-        "/v1/completions", prompt=prompt, max_tokens=40, stop=["Paris"], **EXACT
-    )
+    first = await served.post("/v1/completions", **body, stop=["Paris"])
     assert first["choices"][0]["finish_reason"] == "stop"
     (token,) = (await served.frontend.encode(" Paris"))[:1]
-    second = await served.post(
-        "/v1/completions", prompt=prompt, max_tokens=40, stop_token_ids=[token], **EXACT
-    )
+    second = await served.post("/v1/completions", **body, stop_token_ids=[token])
     assert second["choices"][0]["stop_reason"] == token
     usages = [reply["usage"] for reply in (first, second)]
     tokens = [usage["completion_tokens"] for usage in usages]
-    check_counts(
-        await change.now(),
-        prompt=sum(usage["prompt_tokens"] for usage in usages),
-        tokens=tokens,
-        stop=2,
-    )
+    prompt = sum(usage["prompt_tokens"] for usage in usages)
+    check_counts(await change.now(), prompt=prompt, tokens=tokens, stop=2)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_completions_and_prompts(served: Served, stream: bool) -> None:
     """Each completion is a request; each prompt counts once, as in the usage."""
     change = await Change.begin(served.http)
-    body = {
-        "prompt": ["One, two,", "Alpha, beta, gamma,"],
-        "n": 3,
-        "max_tokens": 4,
-        "ignore_eos": True,
-    }
+    body: dict[str, Any] = {"prompt": ["One, two,", "Alpha, beta, gamma,"], "n": 3}
+    body |= {"max_tokens": 4, "ignore_eos": True}
     if stream:
-        *_, last = await served.stream(
-            "/v1/completions", stream_options={"include_usage": True}, **body
-        )
+        options = {"include_usage": True}
+        *_, last = await served.stream("/v1/completions", stream_options=options, **body)
     else:
         last = await served.post("/v1/completions", **body)
-    check_counts(
-        await change.now(), prompt=last["usage"]["prompt_tokens"], tokens=[4] * 6, length=6
-    )
+    prompt = last["usage"]["prompt_tokens"]
+    check_counts(await change.now(), prompt=prompt, tokens=[4] * 6, length=6)
 
 
 async def test_requests_that_are_refused_count_nothing(served: Served) -> None:
@@ -218,12 +199,12 @@ async def test_gauges_and_aborts(served: Served) -> None:
     change = await Change.begin(served.http)
     body: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "n": 6} | EXACT
     posting = asyncio.ensure_future(served.post("/v1/completions", **body))
-    await until(
-        lambda: (
-            len(engine.scheduler.running) == 4
-            and all(request.num_output > 3 for request in engine.scheduler.running)
-        )
-    )
+
+    def four_run() -> bool:
+        running = engine.scheduler.running
+        return len(running) == 4 and all(request.num_output > 3 for request in running)
+
+    await until(four_run)
     requests = list(engine.scheduler.requests())
     samples = await scrape(served.http)
     assert (samples["num_requests_running"], samples["num_requests_waiting"]) == (4, 2)
@@ -236,11 +217,8 @@ async def test_gauges_and_aborts(served: Served) -> None:
     assert moved["request_success_total/abort"] == 6
     check_counts(moved, prompt=prompt_len, tokens=tokens, abort=6)
     samples = await scrape(served.http)
-    assert (
-        samples["num_requests_running"],
-        samples["num_requests_waiting"],
-        samples["kv_cache_usage_perc"],
-    ) == (0, 0, 0)
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert [samples[name] for name in gauges] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("method", "tokens"), [("next", 1), ("flush", 30)])
@@ -276,9 +254,8 @@ async def test_preemptions() -> None:
         async with aiohttp.ClientSession(await server.start()) as http:
             change = await Change.begin(http)
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24)
-            prompts = [
-                await frontend.encode(text) for text in ("One and", "Two or", "Three of", "Four by")
-            ]
+            texts = ("One and", "Two or", "Three of", "Four by")
+            prompts = [await frontend.encode(text) for text in texts]
             outputs = [await frontend.submit(prompt, params) for prompt in prompts]
             for output in outputs:
                 async for _ in output:
