@@ -17,6 +17,7 @@ from aioinfer.config import Config, load_config
 from aioinfer.executor.base import Executor, WorkerReport
 from aioinfer.ipc.plan import Admission, Admissions, StepPlan, StepResult
 from aioinfer.sampling_params import SamplingParams
+from tests.plans import ids, make_plan
 
 PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)
@@ -116,58 +117,27 @@ class Run:
         return str(self.failures[0])
 
 
-def _ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def prefill_plan(step_id: int) -> StepPlan:
     """Admits `PROMPT` to slot 0, with room for eight tokens in blocks 7, 3."""
-    admission = Admission(0, _ids(*PROMPT), len(PROMPT), SamplingParams(temperature=0), 0)
-    return StepPlan(
-        step_id,
-        _ids(0),
-        _ids(0),
-        _ids(len(PROMPT)),
-        _ids(1),
-        _ids(0, 0, 0),
-        _ids(0, 1, 2),
-        _ids(7, 3, 9),
-        _NONE,
-        _NONE,
-        [Admissions.of([admission])],
-    )
+    admission = Admission(0, ids(*PROMPT), len(PROMPT), SamplingParams(temperature=0), 0)
+    growth = [(0, 0, 7), (0, 1, 3), (0, 2, 9)]
+    return make_plan(step_id, [(0, 0, len(PROMPT), 1)], growth, [Admissions.of([admission])])
 
 
 def long_prefill_plan(step_id: int, length: int) -> StepPlan:
     """Admits a prompt of `length` tokens to slot 1, in the first blocks."""
     admission = Admission(1, np.zeros(length, np.int32), length, SamplingParams(temperature=0), 0)
-    blocks = np.arange(-(-length // 4), dtype=np.int32)
-    return StepPlan(
-        step_id,
-        _ids(1),
-        _ids(0),
-        _ids(length),
-        _ids(1),
-        np.ones_like(blocks),
-        blocks,
-        blocks,
-        _NONE,
-        _NONE,
-        [Admissions.of([admission])],
-    )
+    growth = [(1, block, block) for block in range(-(-length // 4))]
+    return make_plan(step_id, [(1, 0, length, 1)], growth, [Admissions.of([admission])])
 
 
 def decode_plan(step_id: int, position: int) -> StepPlan:
-    return StepPlan(
-        step_id, _ids(0), _ids(position), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE
-    )
+    return make_plan(step_id, [(0, position, 1, 1)])
 
 
 def broken_plan(step_id: int) -> StepPlan:
     """Names a slot that does not exist."""
-    return StepPlan(
-        step_id, _ids(4000), _ids(0), _ids(1), _ids(1), _NONE, _NONE, _NONE, _NONE, _NONE
-    )
+    return make_plan(step_id, [(4000, 0, 1, 1)])
 
 
 async def greedy(run: Run, count: int) -> list[int]:

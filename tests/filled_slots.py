@@ -25,16 +25,9 @@ from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.sampler import Sampler
 from aioinfer.worker.slots import SamplingRows, Slots
+from tests.plans import make_plan
 
-NONE = np.empty(0, np.int32)
 CPU = torch.device("cpu")
-
-
-def plan_of(*admissions: Admission) -> StepPlan:
-    """A plan that admits requests and computes nothing."""
-    return StepPlan(
-        0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, [Admissions.of(admissions)]
-    )
 
 
 def device_without_layers(slots: Slots) -> CpuDevice:
@@ -68,7 +61,7 @@ def make_slots(
         Admission(slot, np.array(prompt, np.int32), params=p, **common)
         for slot, (p, prompt) in enumerate(zip(params, prompts, strict=True))
     )
-    apply(slots, plan_of(*admissions))
+    apply(slots, make_plan(sections=[Admissions.of(admissions)]))
     return slots
 
 
@@ -111,9 +104,8 @@ def rows_plan(
     slot_ids: Sequence[int] | I32, positions: Sequence[int] | I32, *sections: Section
 ) -> StepPlan:
     """A plan whose rows each sample the token at a position of a slot."""
-    slots, ends = np.array(slot_ids, np.int32), np.array(positions, np.int32)
-    ones, growth = np.ones_like(slots), [NONE] * 5
-    return StepPlan(0, slots, ends - 1, ones, ones, *growth, sections)
+    places = zip(slot_ids, positions, strict=True)
+    return make_plan(rows=[(slot, end - 1, 1, 1) for slot, end in places], sections=sections)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,20 +31,17 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import StepCalls, StepWorks
 from aioinfer.worker.process import _EndOfPlansError, _Inbox
+from tests import plans
 from tests.automata import pack
 from tests.filled_slots import make_slots, rank_of
+from tests.plans import ids
 
 VOCAB = 77
 
 
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
 def make_plan(step_id: int, *constrained: int) -> StepPlan:
     sections = [ConstrainedRows(ids(*constrained))] if constrained else []
-    four, none = [ids(0, 1, 2)] * 4, [ids()] * 5
-    return StepPlan(step_id, *four, *none, sections)
+    return plans.make_plan(step_id, [[row] * 4 for row in range(3)], sections=sections)
 
 
 def calls_of(plan: StepPlan) -> StepCalls:

@@ -29,12 +29,13 @@ from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import Planning as ExpertReports
 from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.features.speculation.planning import ACCEPTED, ACCEPTED_AT, DRAFT_TOKENS, DRAFTS
-from aioinfer.ipc.plan import StepPlan, StepResult
+from aioinfer.ipc.plan import StepResult
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
+from tests.plans import make_plan
 from tests.waiting import until
 
 DASHBOARD: dict[str, Any] = json.loads(
@@ -198,10 +199,10 @@ async def test_a_blocked_loop_is_seen_and_an_idle_one_left_alone() -> None:
 
 
 def test_the_phases_of_a_step() -> None:
-    metrics, none = EngineMetrics(), np.empty(0, np.int32)
+    metrics = EngineMetrics()
     timer = metrics.timer
     timer.plan.seconds, timer.post.seconds = 2.0, 3.0
-    metrics.record_plan(StepPlan(0, *[none] * 9), [])
+    metrics.record_plan(make_plan(), [])
     timer.update.seconds, timer.emit.seconds = 4.0, 5.0
     result = StepResult(0, np.empty(0, np.int32), busy_ns=7, take_ns=1_000_000_000)
     metrics.record_step(result, [], [])

@@ -11,6 +11,7 @@ import pytest
 
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.worker.step_graphs import CudaGraphs, SharedPrefixes, decode_sizes, mixed_sizes
+from tests.plans import make_plan
 
 SLOTS = 32
 
@@ -39,14 +40,12 @@ def test_nothing_fits_before_the_capture():
 
 def growth(tables: dict[int, list[int]], first: int = 0, group: int = 0) -> StepPlan:
     """Returns a plan in which the block tables of slots grow from index `first` on."""
-    none = np.empty(0, np.int32)
     entries = [
         (group * SLOTS + slot, first + index, block)
         for slot, blocks in tables.items()
         for index, block in enumerate(blocks)
     ]
-    columns = np.array(entries, np.int32).reshape(-1, 3).T
-    return StepPlan(0, none, none, none, none, *columns, none, none)
+    return make_plan(growth=entries)
 
 
 def prefixes() -> SharedPrefixes:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from aioinfer.engine.metrics import LOG_LENGTH, StepLog, StepRecord
 from aioinfer.ipc.plan import StepPlan, StepResult
+from tests.plans import make_plan
 
 
 def plan(step_id: int, lengths: list[int], samples: list[int]) -> StepPlan:
-    nothing: Any = np.empty(0, np.int32)
-    rows = [
-        np.array(values, np.int32)
-        for values in (range(len(lengths)), [0] * len(lengths), lengths, samples)
-    ]
-    return StepPlan(step_id, *rows, *[nothing] * 5)
+    rows = enumerate(zip(lengths, samples, strict=True))
+    return make_plan(step_id, [(slot, 0, length, samples) for slot, (length, samples) in rows])
 
 
 def result(step_id: int, sampled: int = 1) -> StepResult:

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from aioinfer.features.logprobs.sections import LogprobRows
 from aioinfer.features.logprobs.worker import Work
-from aioinfer.ipc.plan import Admission
+from aioinfer.ipc.plan import Admission, Admissions
 from aioinfer.layers.embedding import Vocabulary
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.host_sampling import filter_tokens
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.vocab_parallel import Candidates, keep_candidates
-from tests.filled_slots import apply, plan_of, rank_of, rows_plan, sample
+from tests.filled_slots import apply, rank_of, rows_plan, sample
+from tests.plans import make_plan
 from tests.rank_processes import run_ranks
 
 NONE = np.empty(0, np.int32)
@@ -117,7 +118,7 @@ def make_slots(params: list[SamplingParams], vocab_size: int) -> Slots:
         Admission(slot, prompt, 3, p, slot, BANNED if p.min_tokens else ())
         for slot, p in enumerate(params)
     )
-    apply(slots, plan_of(*admissions))
+    apply(slots, make_plan(sections=[Admissions.of(admissions)]))
     return slots
 
 

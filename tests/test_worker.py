@@ -16,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.ipc.plan import Admission, Admissions, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.selection import select_device, select_dtype
 from aioinfer.worker.worker import LoadReport, Worker
+from tests.plans import make_plan
 
 CPU = torch.device("cpu")
 VOCAB = 120
@@ -102,23 +103,17 @@ def test_dummy_weights_need_no_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 def greedy(worker: Worker, prompt: list[int], count: int) -> list[int]:
     """Runs a request in slot 0 and blocks 0, 1, 2, ..."""
-    none = np.empty(0, np.int32)
-    blocks = np.arange(-(-(len(prompt) + count) // worker.block_size), dtype=np.int32)
+    blocks = range(-(-(len(prompt) + count) // worker.block_size))
     admission = Admission(
         0, np.array(prompt, np.int32), len(prompt), SamplingParams(temperature=0), 0
     )
     tokens: list[int] = []
     for step in range(count):
-        row = [[0], [len(prompt) + step - 1], [1], [1]] if step else [[0], [0], [len(prompt)], [1]]
-        growth = [none] * 3 if step else [0 * blocks, blocks, blocks]
-        plan = StepPlan(
-            step,
-            *(np.array(column, np.int32) for column in row),
-            *growth,
-            none,
-            none,
-            () if step else [Admissions.of([admission])],
-        )
+        if step:
+            plan = make_plan(step, [(0, len(prompt) + step - 1, 1, 1)])
+        else:
+            growth = [(0, block, block) for block in blocks]
+            plan = make_plan(0, [(0, 0, len(prompt), 1)], growth, [Admissions.of([admission])])
         tokens += worker.runner.step(plan).wait().tokens.tolist()
     return tokens
 

@@ -13,6 +13,7 @@ from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.gpu_device import Staging
 from aioinfer.worker.slots import Slots
+from tests import plans
 
 VOCAB = 1300
 NONE = np.empty(0, np.int32)
@@ -25,7 +26,7 @@ def make_plan(
 ) -> StepPlan:
     """A plan without rows, as a worker reads it from the ring."""
     sections = [FreedSlots(np.array(freed_slots, np.int32)), Admissions.of(admissions), *appended]
-    plan = StepPlan(0, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, sections)
+    plan = plans.make_plan(sections=sections)
     return StepPlan.decode(b"".join(plan.encode()))
 
 
