@@ -13,6 +13,9 @@ depends on them.
 For a few tokens there are no buckets either (`counts` is None): a product's program compares its
 expert with the experts of all pairs.
 
+An expert that all tokens take (`SharedRoute`) is one more of a token's: a program of its own writes
+its weight, a sigmoid of the token, beside those of the selected experts.
+
 Where experts have copies, places (see `ipc.expert_placement`) take the part of experts behind the
 selection: token t takes copy t modulo their number. The tokens of each place are counted in the
 same launch.
@@ -30,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.expert_selection import FewTokensConfig, best_by_keys, few_logits
+from aioinfer.kernels.expert_selection import FewTokensConfig, best_by_keys, few_logits, take_shared
 from aioinfer.kernels.launch import is_last_of, wait_for_kernel
 
 #: Below every score of an expert that may be taken, above -inf for those that are taken already.
@@ -69,7 +72,8 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """The experts of tokens. A pair is token * top_k + j, j being the place among its experts.
+    """The experts of tokens. A pair is token * top_k + j, j being the place among its experts; an
+    expert that all tokens take is the last of each token's and of all, and counts in both numbers.
 
     Attributes:
         weights: float32 [T, top_k].
@@ -103,6 +107,18 @@ class CopyTable:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRoute:
+    """An expert that all tokens take.
+
+    Attributes:
+        gate: [H] of x's dtype; the weight of the expert is the sigmoid of its product with the
+            token. None for a weight of 1.
+    """
+
+    gate: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingConfig:
     """The compile-time configuration of the kernel.
 
@@ -122,7 +138,8 @@ class RoutingConfig:
 class RoutingSpec(NamedTuple):
     """What the kernels are compiled for beside their tiles, from a `RoutingRule` and the arguments
     of `route`. `padded` are the columns of logits, `k_padded` is a power of two of at least
-    `top_k`, and `copies` the width of `CopyTable.places`, 0 without."""
+    `top_k`, and `copies` the width of `CopyTable.places`, 0 without. `pairs` are the experts of a
+    token, one that all tokens take included; `has_shared`, `is_shared_gated` describe that."""
 
     experts: int
     padded: int
@@ -138,6 +155,9 @@ class RoutingSpec(NamedTuple):
     buckets: bool = True
     copies: int = 0
     counted: bool = False
+    pairs: int = 0
+    has_shared: bool = False
+    is_shared_gated: bool = False
     smallest: float = SMALLEST
     lowest: float = _LOWEST
 
@@ -247,7 +267,7 @@ def _finish(
     their weights, enters the pairs into their buckets, and counts them."""
     chosen_weights, chosen = _select(found, bias, TOKENS, BY_KEYS, S)
     j = tl.arange(0, S.k_padded)[None, :]
-    pair = token[:, None] * S.top_k + j
+    pair = token[:, None] * S.pairs + j
     is_token = token < tokens
     mask = is_token[:, None] & (j < S.top_k)
     tl.store(weights + pair, chosen_weights * scale, mask)
@@ -267,12 +287,20 @@ def _finish(
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _few_tokens_kernel(
     x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
-    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride, norm,
+    copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale, slot_stride, norm,
     norm_factors, eps,
     HIDDEN: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """See `expert_selection`."""
+    if S.has_shared:  # noqa: SIM102  (known when it is compiled)
+        if tl.program_id(0) == S.padded // PART:
+            take_shared(
+                x, gate, norm, weights, experts, counts, rows,
+                tl.program_id(1) + tl.arange(0, 1), tokens, x_stride, eps, HIDDEN, 1, STEP,
+                HAS_NORM, PDL, S,
+            )  # fmt: skip
+            return
     is_last = few_logits(
         x, weight, norm, logits, norm_factors, tickets, x_stride, eps, HIDDEN, PART, STEP, HAS_NORM,
         EARLY, PDL, S,
@@ -292,13 +320,20 @@ def _few_tokens_kernel(
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _routing_kernel(
     x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
-    copy_counts, place_totals, slot_mapping, tokens, x_stride, scale, slot_stride,
+    copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale, slot_stride,
     HIDDEN: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
     BY_KEYS: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = S.padded // PART
     part, tile = tl.program_id(0), tl.program_id(1)
     token = tile * TOKENS + tl.arange(0, TOKENS)
+    if S.has_shared:  # noqa: SIM102  (known when it is compiled)
+        if part == PARTS:
+            take_shared(
+                x, gate, x, weights, experts, counts, rows, token, tokens, x_stride, 0.0, HIDDEN,
+                TOKENS, STEP, False, PDL, S,
+            )  # fmt: skip
+            return
     expert = part * PART + tl.arange(0, PART)
     k = tl.arange(0, STEP)
     is_token, is_expert = token < tokens, expert < S.experts
@@ -343,6 +378,7 @@ def route(
     slots: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    shared: SharedRoute | None = None,
     pdl: bool = False,
     config: RoutingConfig | FewTokensConfig | None = None,
 ) -> RoutedTokens:
@@ -352,7 +388,8 @@ def route(
         x: [T, H], T > 0; bf16, fp16 or fp32; rows may be strided.
         weight: [num_experts, H] of the router, of x's dtype; products are accumulated in float32.
         rule: how experts are selected.
-        counters: from `make_counters`, for as many places as there are; the `counts` of the result
+        counters: from `make_counters`, for as many places as there are, and one more for an expert
+            that all tokens take; the `counts` of the result
             are a view of it, and the last kernel that reads them sets them to 0
             (`expert_product.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
@@ -365,6 +402,8 @@ def route(
             default none is.
         norm_weight: [H] of the RMSNorm (with `eps`) that x passes through first; for `FEW_TOKENS`
             tokens at most, and for products that take `RoutedTokens.norm_factors`.
+        shared: an expert that all tokens take, behind the others; without `copies`, of a rank that
+            has all experts. Its tokens are not added to `totals`.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
         config: instead of `routing_config`'s (for tests and tuning).
 
@@ -379,6 +418,8 @@ def route(
         )
     if not supports_rule(rule):
         raise ValueError(f"{rule} is not supported")
+    if shared is not None and (copies is not None or local is not None):
+        raise ValueError("an expert that all tokens take has neither copies nor other ranks")
     config = config or routing_config(tokens, experts, x.element_size())
     padded = padded_experts(experts)
     is_few = isinstance(config, FewTokensConfig)
@@ -391,18 +432,21 @@ def route(
     like = {"device": x.device}
     size = tokens * padded if parts > 1 or is_few else 1
     logits = torch.empty(size, dtype=torch.float32, **like)
-    weights = torch.empty(tokens, rule.top_k, dtype=torch.float32, **like)
-    chosen = torch.empty(tokens, rule.top_k, dtype=torch.int32, **like)
+    pairs = rule.top_k + (shared is not None)
+    weights = torch.empty(tokens, pairs, dtype=torch.float32, **like)
+    chosen = torch.empty(tokens, pairs, dtype=torch.int32, **like)
     tickets, counts = counters[:MAX_SHARED_TILES], counters[MAX_SHARED_TILES:]
     rows = torch.empty(len(counts) if buckets else 0, tokens, dtype=torch.int32, **like)
     # of tokens without slots one stands for all: two tickets, which are never negative
     slot_mapping = tickets[:2].view(torch.int64) if slots is None else slots
     constants = _configured(config)
+    gate = None if shared is None else shared.gate
     spec = RoutingSpec(
         experts, padded, rule.top_k, triton.next_power_of_2(rule.top_k), rule.is_sigmoid,
         rule.is_normalized, bias is not None, logit_bias is not None, rule.num_groups,
         rule.top_groups, rule.group_best, buckets,
-        0 if copies is None else copies.places.shape[1], totals is not None,
+        0 if copies is None else copies.places.shape[1], totals is not None, pairs,
+        shared is not None, gate is not None,
     )  # fmt: skip
     norm_factors, norm = None, ()
     if norm_weight is not None:
@@ -411,11 +455,12 @@ def route(
         norm = (weight, logits, eps) if norm_factors is None else (norm_weight, norm_factors, eps)
         constants["HAS_NORM"] = norm_factors is not None
     kernel = _few_tokens_kernel if is_few else _routing_kernel
-    kernel[(parts, tiles)](
+    kernel[(parts + (shared is not None), tiles)](
         x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
         logits, weights, chosen, counts, rows, tickets,
         *((counts, counts) if copies is None else (copies.places, copies.counts)),
-        counts if totals is None else totals, slot_mapping, tokens, x.stride(0), rule.scale,
+        counts if totals is None else totals, slot_mapping, weight if gate is None else gate,
+        tokens, x.stride(0), rule.scale,
         0 if slots is None else 1, *norm,
         HIDDEN=hidden, PDL=pdl, S=spec, launch_pdl=pdl, **constants,
     )  # fmt: skip

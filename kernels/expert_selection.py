@@ -1,5 +1,6 @@
-"""The selection of a token's experts by integer keys, and a low-latency routing kernel for few
-tokens. Both are variants of the kernel of `expert_routing`, selected by its configurations.
+"""The selection of a token's experts by integer keys, a low-latency routing kernel for few tokens,
+and the weight of an expert that all tokens take. The first two are variants of the kernel of
+`expert_routing`, selected by its configurations.
 
 **Keys.** `expert_routing` finds the best expert by a reduction of pairs of score and index, which
 takes two shuffles and several comparisons for each of its five steps, and its score by another
@@ -11,6 +12,8 @@ loads are in flight at a time, the loads of weights before the preceding kernel 
 the products are one memory round trip instead of eight steps of a pipeline. The last program of a
 token selects its experts, with a warp's reductions and no barriers. The RMSNorm before the router
 may be part of it: the logits are scaled by the norm's factor, which is left for the products.
+
+**An expert that all tokens take** needs no selection: a program beside the others gives its weight.
 """
 # ruff: noqa: N803, N806  (compile-time constants are written in capitals)
 
@@ -121,3 +124,38 @@ def few_logits(
     tl.store(logits + token * S.padded + expert, total)
     PARTS: tl.constexpr = S.padded // PART
     return is_last_of(tickets + token, PARTS)
+
+
+@triton.jit
+def take_shared(
+    x, gate, norm, weights, experts, counts, rows, token, tokens, x_stride, eps,
+    HIDDEN: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Writes the weight of the expert that all tokens take, number S.experts, for tokens [TOKENS],
+    and enters their pairs into its bucket."""
+    k = tl.arange(0, STEP)
+    is_token = token < tokens
+    row = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
+    wait_for_kernel(PDL)
+    share = tl.zeros([TOKENS], tl.float32) + 1.0
+    if S.is_shared_gated:
+        total = tl.zeros([TOKENS], tl.float32)
+        square = tl.zeros([TOKENS], tl.float32)
+        for begin in range(0, HIDDEN, STEP):
+            inside = begin + k < HIDDEN
+            factor = tl.load(gate + begin + k, inside, 0.0).to(tl.float32)
+            value = tl.load(row + begin, is_token[:, None] & inside[None, :], 0.0).to(tl.float32)
+            if HAS_NORM:
+                square += tl.sum(value * value, 1)
+                factor *= tl.load(norm + begin + k, inside, 0.0).to(tl.float32)
+            total += tl.sum(value * factor[None, :], 1)
+        if HAS_NORM:
+            total *= tl.rsqrt(square / HIDDEN + eps)
+        share = tl.sigmoid(total)
+    pair = token * S.pairs + S.top_k
+    tl.store(weights + pair, share, is_token)
+    tl.store(experts + pair, tl.zeros([TOKENS], tl.int32) + S.experts, is_token)
+    if S.buckets:
+        tl.store(rows + S.experts * tokens + token, pair, is_token)
+        tl.store(counts + S.experts, tokens)

@@ -171,33 +171,48 @@ class BiasedExpert(Expert):
         return self.down.multiply(gated, Epilogue(bias=self._down_bias))
 
 
+class SharedGate:
+    """The gate of the expert that every token takes: a sigmoid of the token.
+
+    Args:
+        name: of the checkpoint module.
+        hidden_size: of the tokens.
+        backend: of the rank.
+
+    Attributes:
+        weight: [1, hidden_size], which every rank has.
+    """
+
+    def __init__(self, name: str, hidden_size: int, backend: Backend):
+        self._name = name
+        self.weight = torch.zeros(1, hidden_size, dtype=backend.dtype, device=backend.device)
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where the checkpoint's tensor goes."""
+        yield f"{self._name}.weight", WeightShard(self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the factors [T, 1] of the expert's output for x [T, hidden_size]."""
+        return F.linear(x, self.weight).sigmoid()
+
+
 class SharedExpert:
     """The expert that every token takes.
 
     Args:
         expert: the MLP.
-        gate: name of the checkpoint module of the sigmoid that is multiplied with its output, or
-            None.
-        hidden_size: of the tokens.
-        backend: of the rank.
+        gate: multiplied with its output, or None.
         scale: multiplied with its output.
     """
 
-    def __init__(
-        self, expert: Expert, gate: str | None, hidden_size: int, backend: Backend,
-        scale: float = 1.0,
-    ):  # fmt: skip
-        self._expert, self._scale = expert, scale
-        self._gate_name = gate
-        self._gate: torch.Tensor | None = None
-        if gate is not None:
-            self._gate = torch.zeros(1, hidden_size, dtype=backend.dtype, device=backend.device)
+    def __init__(self, expert: Expert, gate: SharedGate | None, scale: float = 1.0):
+        self._expert, self._gate, self._scale = expert, gate, scale
 
     def weight_shards(self) -> NamedShards:
         """Yields where this rank's parts of the checkpoint's tensors go."""
         yield from self._expert.weight_shards()
         if self._gate is not None:
-            yield f"{self._gate_name}.weight", WeightShard(self._gate)
+            yield from self._gate.weight_shards()
 
     def finalize(self) -> None:
         """Prepares the loaded weights for the device."""
@@ -208,7 +223,7 @@ class SharedExpert:
         output = self._expert(x)
         if self._scale != 1.0:
             output = output * self._scale
-        return output if self._gate is None else output * F.linear(x, self._gate).sigmoid()
+        return output if self._gate is None else output * self._gate(x)
 
 
 class ExpertLatents(NamedTuple):

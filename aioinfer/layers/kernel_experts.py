@@ -39,6 +39,7 @@ from aioinfer.kernels.expert_routing import (
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
+    SharedRoute,
     make_counters,
     route,
     routing_config,
@@ -51,7 +52,7 @@ from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, format
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
-from aioinfer.layers.experts import MixtureMLP, SharedExpert
+from aioinfer.layers.experts import MixtureMLP, SharedExpert, SharedGate
 from aioinfer.layers.mixture import ExpertRouter, PlacedExperts, Routing
 from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.residual import ResidualStream
@@ -67,15 +68,19 @@ class KernelMixtureMLP(MixtureMLP):
     """The experts of one layer on one rank over the kernels, with their norm and their sum into the
     residual stream.
 
-    The expert that all tokens take is computed by itself, and added by the last launch.
+    An expert that all tokens take is one more of each token's, where it has the others' size and
+    format; another one is computed by itself, and added by the last launch.
 
     Args:
         router: selects experts; its weight in the backend's dtype.
-        stacked: the experts of this rank.
+        stacked: the experts of this rank, and behind them the expert of all tokens, if
+            `stacks_shared`.
         placed: the places of these among all experts.
-        shared: the expert of all tokens, or None.
+        shared: the expert of all tokens that is computed by itself, or None.
         norm: of the residual stream before router and experts.
         backend: of the rank.
+        stacks_shared: as above.
+        shared_gate: of the expert of all tokens among the stacked ones, or None.
     """
 
     supports_graphs = True
@@ -88,14 +93,22 @@ class KernelMixtureMLP(MixtureMLP):
         shared: SharedExpert | None,
         norm: Norm,
         backend: Backend,
+        *,
+        stacks_shared: bool = False,
+        shared_gate: SharedGate | None = None,
     ):
         local = placed.local
         super().__init__(router, (), placed, shared, norm, backend)
         self.stacked = stacked
+        self._shared_gate = shared_gate
+        self._shared_route: SharedRoute | None = None
+        if stacks_shared:
+            gate = None if shared_gate is None else shared_gate.weight[0]
+            self._shared_route = SharedRoute(gate)
         is_partial = local.size < local.total
         self._experts = range(local.start, local.start + local.size) if is_partial else None
         self._rule = rule_of(router.routing)
-        self._counters = make_counters(local.total, backend.device)
+        self._counters = make_counters(local.total + stacks_shared, backend.device)
         copies = placed.copies
         self._copies = None if copies is None else CopyTable(copies.table, copies.counts)
 
@@ -103,8 +116,9 @@ class KernelMixtureMLP(MixtureMLP):
         """Yields where this rank's parts of the checkpoint's tensors go."""
         yield from self.router.weight_shards()
         yield from self.stacked.weight_shards()
-        if self._shared is not None:
-            yield from self._shared.weight_shards()
+        for each in (self._shared, self._shared_gate):
+            if each is not None:
+                yield from each.weight_shards()
 
     def finalize(self) -> None:
         """Prepares the loaded weights for the device."""
@@ -116,7 +130,13 @@ class KernelMixtureMLP(MixtureMLP):
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights."""
         weights = self.stacked.gate_up, self.stacked.down
-        return "stacked experts", self._rule, *((format_name(w), *w.shape) for w in weights)
+        has_shared = self._shared_route is not None
+        return (
+            "stacked experts",
+            self._rule,
+            has_shared,
+            *((format_name(w), *w.shape) for w in weights),
+        )
 
     def warm_up(self, hidden_size: int) -> None:
         """Launches routing and products in every configuration that the number of tokens
@@ -191,7 +211,7 @@ class KernelMixtureMLP(MixtureMLP):
             x, router.weight, self._rule, self._counters, bias=router.bias,
             logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
             copies=self._copies, totals=self._placed.counter.tokens, slots=slots,
-            pdl=self._backend.pdl, config=config, **normed,
+            shared=self._shared_route, pdl=self._backend.pdl, config=config, **normed,
         )  # fmt: skip
 
     def _add(

@@ -10,7 +10,7 @@ projection of all experts in one tensor.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from aioinfer.layers.experts import (
     ExpertPlaces,
     MixtureMLP,
     SharedExpert,
+    SharedGate,
 )
 from aioinfer.layers.formats.schemes import MXFP4Scheme
 from aioinfer.layers.latent_attention import make_latent_attention
@@ -73,37 +74,34 @@ def make_mixture(
         names: in the checkpoint.
     """
     routing = shape.routing
-    of_all = _make_shared(make, name, shape, activation, names) if shape.shared_size else None
     placed = PlacedExperts(name, shape, make.backend)
-    local, stack = placed.local_experts, f"{name}.{names.experts}"
-    if shape.is_stacked:
-        total = routing.num_experts
-        indices = [StackIndex(number, total, shape.is_out_first) for number in local]
-        sources = [
-            _stacked_sources(make, stack, names.stacked, index, placed.channels)
-            for index in indices
-        ]
-    else:
-        size = shape.latent_size or make.hidden_size
-        every = [
-            _expert_sources(f"{stack}.{number}", names.projections, placed.channels, size)
-            for number in range(routing.num_experts)
-        ]
-        sources = [every[number] for number in local]
-        others = set(range(routing.num_experts)).difference(local)
-        make.add_elsewhere(source.name for number in others for source in every[number])
+    sources = _local_sources(make, f"{name}.{names.experts}", shape, placed, names)
     is_plain = bool(names.projections[0]) and not shape.latent_size
     takes_stacked = is_plain and _takes_stacked(make.backend, routing, placed.channels, activation)
     router = ExpertRouter(
         f"{name}.{names.router}", routing, make.hidden_size, make.backend,
         make.backend.dtype if takes_stacked else torch.float32, f"{name}.{names.router_bias}",
     )  # fmt: skip
+    gate = None
+    if shape.is_shared_gated:
+        gate = SharedGate(f"{name}.{names.shared}_gate", make.hidden_size, make.backend)
+    of_all = _shared_sources(make, name, shape, names) if shape.shared_size else []
+    if takes_stacked and of_all and _is_alike(make, shape, sources[0], of_all):
+        stacked = _stacked_experts(make, [*sources, of_all], placed.channels)
+        return _kernel_mixture(
+            make, router, stacked, placed, None, norm, stacks_shared=True, shared_gate=gate
+        )
+    shared = None
+    if of_all:
+        channels = row_shard(shape.shared_size, make.backend)
+        expert = _make_expert(make, of_all, channels, activation)
+        shared = SharedExpert(expert, gate, shape.shared_scale)
     if takes_stacked:
         stacked = _stacked_experts(make, sources, placed.channels)
-        return _kernel_mixture(make, router, stacked, placed, of_all, norm)
+        return _kernel_mixture(make, router, stacked, placed, shared, norm)
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
     latents = _make_latents(make, name, shape, names) if shape.latent_size else None
-    return make.keep(MixtureMLP(router, experts, placed, of_all, norm, make.backend, latents))
+    return make.keep(MixtureMLP(router, experts, placed, shared, norm, make.backend, latents))
 
 
 def make_biased_mixture(
@@ -138,6 +136,25 @@ def make_biased_mixture(
 # -------------------------------------------------------------------- experts in plain torch
 
 
+def _local_sources(
+    make: PartMaker, name: str, shape: MixtureShape, placed: PlacedExperts, names: ExpertNames
+) -> list[Sources]:
+    """Returns this rank's channels of its experts, which lie below the checkpoint module `name`;
+    enters the modules of the others."""
+    local, channels, total = placed.local_experts, placed.channels, shape.routing.num_experts
+    if shape.is_stacked:
+        indices = [StackIndex(number, total, shape.is_out_first) for number in local]
+        return [_stacked_sources(make, name, names.stacked, index, channels) for index in indices]
+    size = shape.latent_size or make.hidden_size
+    every = [
+        _expert_sources(f"{name}.{number}", names.projections, channels, size)
+        for number in range(total)
+    ]
+    others = set(range(total)).difference(local)
+    make.add_elsewhere(source.name for number in others for source in every[number])
+    return [every[number] for number in local]
+
+
 def _expert_sources(prefix: str, projections: Modules, channels: Shard, size: int) -> Sources:
     """Returns some channels of an expert that has checkpoint modules of its own, and takes `size`
     channels of a token."""
@@ -166,16 +183,12 @@ def _make_expert(make: PartMaker, sources: Sources, channels: Shard, activation:
     return Expert(gate_up, down_weight, activation, is_gated=len(first) > 1)
 
 
-def _make_shared(
-    make: PartMaker, name: str, shape: MixtureShape, activation: str, names: ExpertNames
-) -> SharedExpert:
-    """Returns the expert that every token takes; arguments as in `make_mixture`."""
-    gate = f"{name}.{names.shared}_gate" if shape.is_shared_gated else None
-    channels, size = row_shard(shape.shared_size, make.backend), make.hidden_size
+def _shared_sources(make: PartMaker, name: str, shape: MixtureShape, names: ExpertNames) -> Sources:
+    """Returns this rank's channels of the expert that every token takes; arguments as in
+    `make_mixture`."""
+    channels = row_shard(shape.shared_size, make.backend)
     projections = names.shared_projections or names.projections
-    sources = _expert_sources(f"{name}.{names.shared}", projections, channels, size)
-    expert = _make_expert(make, sources, channels, activation)
-    return SharedExpert(expert, gate, size, make.backend, shape.shared_scale)
+    return _expert_sources(f"{name}.{names.shared}", projections, channels, make.hidden_size)
 
 
 def _make_latents(
@@ -216,6 +229,21 @@ def _takes_stacked(
             "parallel.tensor_parallel_size"
         )
     return is_supported
+
+
+def _is_alike(make: PartMaker, shape: MixtureShape, expert: Sources, of_all: Sources) -> bool:
+    """Whether the expert that every token takes can lie among the others of a rank, which has
+    channels of every expert: it has their size, their format, and their order of rows."""
+    if shape.shared_size != shape.expert_size or shape.shared_scale != 1.0:
+        return False
+    backend = make.backend
+    has_whole_experts = backend.expert_parallel or backend.expert_group is not None
+    if has_whole_experts or len(expert) != len(of_all):
+        return False
+    quantization = make.quantization
+    if quantization is None:
+        return True
+    return len({quantization.scheme_of(source.name) for source in (*expert, *of_all)}) == 1
 
 
 def _whole_blocks(make: PartMaker, channels: Shard, name: str) -> Shard:
@@ -276,13 +304,14 @@ def _kernel_mixture(
     placed: PlacedExperts,
     shared: SharedExpert | None,
     norm: Norm,
+    **options: Any,
 ) -> MixtureMLP:
-    """Returns the mixture over the kernels."""
+    """Returns the mixture over the kernels; `options` as in `KernelMixtureMLP`."""
     from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, KernelMixtureMLP
 
     backend = make.backend
     kind = KernelMixtureMLP if backend.expert_group is None else ExchangedMixtureMLP
-    return make.keep(kind(router, stacked, placed, shared, norm, backend))
+    return make.keep(kind(router, stacked, placed, shared, norm, backend, **options))
 
 
 class LayerMaker(PartMaker):

@@ -42,6 +42,7 @@ SHAPES = {
     "Mixtral / 4": (4096, 3584, RoutingRule(8, 2)),
     "GLM-4.5-Air / 2": (4096, 704, RoutingRule(128, 8, True)),
     "DeepSeek-V3 / 8": (7168, 256, RoutingRule(256, 8, True, True, 2.5, 8, 4)),
+    "Qwen3.5-35B-A3B": (2048, 512, RoutingRule(256, 8)),
     "unaligned": (328, 24, RoutingRule(6, 3)),
 }
 TOKENS = (1, 2, 5, 8, 9, 16, 17, 40, 64, 65, 129, 300, 1024, 1025, 3000)
@@ -65,6 +66,18 @@ def test_mixtures(shape: str) -> None:
     for tokens in TOKENS:
         added = random.random() < 0.5
         assert error(whole(case(shape, tokens), added=added)) < LIMIT, tokens
+
+
+@pytest.mark.parametrize("shared", ["gated", "plain"])
+@pytest.mark.parametrize("shape", ["Qwen3.5-35B-A3B", "DeepSeek-V3 / 8", "unaligned"])
+def test_an_expert_that_all_tokens_take(shape: str, shared: str) -> None:
+    """Beside those that are selected, for one token up to the sum, with its norm."""
+    for tokens in (1, 7, 16, 17, 100, 1024, 1025, 4000):
+        one = case(shape, tokens, dtype=torch.float32, shared=shared)
+        assert check_routing(one) < 1e-4, tokens
+    for tokens in TOKENS:
+        assert error(whole(case(shape, tokens, shared=shared))) < LIMIT, tokens
+    assert error(one_token(case(shape, 1, shared=shared))) < LIMIT
 
 
 @pytest.mark.parametrize("shape", ["Qwen3-30B-A3B", "DeepSeek-V3 / 8", "unaligned"])

@@ -15,6 +15,7 @@ from aioinfer.kernels.expert_routing import (
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
+    SharedRoute,
     make_counters,
     route,
 )
@@ -47,6 +48,7 @@ class ExpertCase:
             of 64 with zero points), "int4 rows" (whole rows without), or "mxfp4".
         quantized: whether float8 weights take quantized activations.
         biased: whether products have biases, and the activation of gpt-oss.
+        shared: the expert that all tokens take, behind the others: "gated" or "plain"; "" for none.
     """
 
     tokens: int
@@ -61,6 +63,17 @@ class ExpertCase:
     format: str = "plain"
     quantized: bool = False
     biased: bool = False
+    shared: str = ""
+
+    @property
+    def num_experts(self) -> int:
+        """Of all, an expert that all tokens take included."""
+        return self.rule.num_experts + bool(self.shared)
+
+    @property
+    def pairs(self) -> int:
+        """Of all tokens."""
+        return self.tokens * (self.rule.top_k + bool(self.shared))
 
     @property
     def activation(self) -> Activation:
@@ -84,6 +97,7 @@ class Mixture:
     gate_up: torch.Tensor
     down: torch.Tensor
     counters: torch.Tensor
+    shared: SharedRoute | None
 
 
 def mixture(case: ExpertCase) -> Mixture:
@@ -96,12 +110,17 @@ def mixture(case: ExpertCase) -> Mixture:
     if rule.is_sigmoid or case.favoured:
         bias = torch.rand(rule.num_experts, device=case.device)
         bias[list(case.favoured)] += 100.0
-    gate_up = normal(rule.num_experts, 2 * channels, hidden, **like) / hidden**0.5
-    down = normal(rule.num_experts, hidden, channels, **like) / channels**0.5
-    counters = make_counters(rule.num_experts, torch.device(case.device))
+    count = case.num_experts
+    gate_up = normal(count, 2 * channels, hidden, **like) / hidden**0.5
+    down = normal(count, hidden, channels, **like) / channels**0.5
+    counters = make_counters(count, torch.device(case.device))
+    shared = None
+    if case.shared:
+        gate = normal(hidden, **like) * (2 / hidden**0.5)
+        shared = SharedRoute(gate if case.shared == "gated" else None)
     logit_bias = normal(rule.num_experts, **like) if case.biased else None
     x = normal(case.tokens, hidden, **like)
-    return Mixture(x, router, bias, logit_bias, gate_up, down, counters)
+    return Mixture(x, router, bias, logit_bias, gate_up, down, counters, shared)
 
 
 def routed(
@@ -111,8 +130,22 @@ def routed(
     buckets = case.tokens > SCANNED_TOKENS if case.buckets is None else case.buckets
     return route(
         given.x, given.router, case.rule, given.counters, bias=given.bias,
-        logit_bias=given.logit_bias, buckets=buckets, local=case.local, config=config,
+        logit_bias=given.logit_bias, buckets=buckets, local=case.local, shared=given.shared,
+        config=config,
     )  # fmt: skip
+
+
+def _with_shared(
+    given: Mixture, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the weights and experts of normed tokens x (float64), with the expert that all tokens
+    take, if there is one."""
+    if given.shared is None:
+        return weights, experts
+    gate, number = given.shared.gate, given.gate_up.shape[0] - 1
+    share = x.new_ones(len(x), 1) if gate is None else (x @ gate.double()[:, None]).sigmoid()
+    number = torch.full_like(experts[:, :1], number)
+    return torch.cat((weights, share), 1), torch.cat((experts, number), 1)
 
 
 def check_routing(case: ExpertCase, config: RoutingConfig | FewTokensConfig | None = None) -> float:
@@ -125,10 +158,13 @@ def check_routing(case: ExpertCase, config: RoutingConfig | FewTokensConfig | No
     logits = given.x.double() @ given.router.double().T
     logits = logits if given.logit_bias is None else logits + given.logit_bias.double()
     weights, expected = select_reference(logits, case.rule, bias)
+    weights, expected = _with_shared(given, given.x.double(), weights, expected)
     experts = found.experts.long()
     assert (experts.sort().values.diff() > 0).all()
     if bias is None and case.rule.num_groups == 1:
-        chosen, best = (logits.gather(1, each) for each in (experts, expected))
+        top_k = case.rule.top_k
+        assert torch.equal(experts[:, top_k:], expected[:, top_k:])
+        chosen, best = (logits.gather(1, each[:, :top_k]) for each in (experts, expected))
         torch.testing.assert_close(chosen, best, rtol=0.0, atol=1e-5 * float(logits.abs().max()))
         assert (experts == expected).float().mean() > 0.99
         differing = torch.zeros(len(experts), dtype=torch.bool, device=experts.device)
@@ -137,7 +173,7 @@ def check_routing(case: ExpertCase, config: RoutingConfig | FewTokensConfig | No
         assert differing.sum() <= len(experts) // 1000
     if found.counts is not None:
         assert found.rows is not None
-        counts = experts.flatten().bincount(minlength=case.rule.num_experts)
+        counts = experts.flatten().bincount(minlength=case.num_experts)
         assert torch.equal(found.counts.long(), counts)
         for expert, count in enumerate(counts.tolist()):
             pairs = (experts.flatten() == expert).nonzero().flatten()
@@ -204,11 +240,11 @@ def whole(
     the rank does not have are left out of the expected sum."""
     given, like = mixture(case), {"dtype": case.dtype, "device": case.device}
     found = routed(case, given)
-    tokens, pairs = case.tokens, case.tokens * case.rule.top_k
+    tokens, pairs = case.tokens, case.pairs
     others = [
         normal(tokens, case.hidden, **like) if is_there else None for is_there in (residual, added)
     ]
-    local = range(case.rule.num_experts) if case.local is None else case.local
+    local = range(case.num_experts) if case.local is None else case.local
     weights = [
         packed_weight(weight, case.format, gated=gated)
         for weight, gated in ((given.gate_up, True), (given.down, False))
@@ -258,9 +294,9 @@ def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
     norm = (0.5 + torch.rand(case.hidden, device=case.device)).to(case.dtype)
     found = route(
         x, given.router, case.rule, given.counters, bias=given.bias, logit_bias=given.logit_bias,
-        buckets=False, local=case.local, norm_weight=norm, eps=eps,
+        buckets=False, local=case.local, norm_weight=norm, eps=eps, shared=given.shared,
     )  # fmt: skip
-    local = range(case.rule.num_experts) if case.local is None else case.local
+    local = range(case.num_experts) if case.local is None else case.local
     some = slice(local.start, local.stop)
     weights = [
         packed_weight(weight, case.format, gated=gated)
@@ -274,7 +310,7 @@ def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
     bias = [None if biases is None else one[some] for one in biases or (0, 0)]
     gated = expert_product(
         x, _part(weights[0], local), found, gated=True, bias=bias[0], activation=case.activation,
-        norm_weight=norm, out=poisoned(case.rule.top_k, case.channels, **like),
+        norm_weight=norm, out=poisoned(case.pairs, case.channels, **like),
     )  # fmt: skip
     residual, added = (normal(1, case.hidden, **like) for _ in range(2))
     out = summed_product(
@@ -287,6 +323,7 @@ def one_token(case: ExpertCase, config: VectorConfig = CONFIG) -> Pair:
     factors, experts = select_reference(
         logits, case.rule, None if given.bias is None else given.bias.double()
     )
+    factors, experts = _with_shared(given, normed, factors, experts)
     assert torch.equal(found.experts.sort().values.long(), experts.sort().values)
     factors *= (experts >= local.start) & (experts < local.stop)
     expected = experts_reference(

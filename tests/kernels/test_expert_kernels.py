@@ -13,6 +13,7 @@ from aioinfer.kernels.expert_routing import (
     RoutedTokens,
     RoutingConfig,
     RoutingRule,
+    SharedRoute,
     make_counters,
     padded_experts,
     route,
@@ -47,6 +48,22 @@ def test_routing(rule: RoutingRule, tokens: int) -> None:
 
 def test_routing_with_biased_logits() -> None:
     assert check_routing(case(9, biased=True)) < 1e-5
+
+
+@pytest.mark.parametrize("shared", ["gated", "plain"])
+@pytest.mark.parametrize(
+    ("tokens", "config"), [(1, None), (21, None), (19, RoutingConfig(16, 16, 32, 4, 2))]
+)
+def test_an_expert_that_all_tokens_take(
+    tokens: int, config: RoutingConfig | None, shared: str
+) -> None:
+    """Routed by a program of its own, for few tokens and for tiles; and multiplied like others, up
+    to the sum of one token."""
+    assert check_routing(case(tokens, GROUPED, shared=shared), config) < 1e-5
+    if config is None:
+        assert error(whole(case(tokens, shared=shared))) < 1e-5
+    if tokens == 1:
+        assert error(one_token(case(1, shared=shared))) < 1e-5
 
 
 def test_programs_share_the_experts_of_a_tile_of_tokens() -> None:
@@ -279,6 +296,9 @@ def test_what_does_not_fit_is_refused() -> None:
         route(torch.zeros(1, 8), torch.zeros(6, 8), RoutingRule(6, 7), counters)
     with pytest.raises(ValueError, match="x must be"):
         route(torch.zeros(1, 8), torch.zeros(6, 9), RULE, counters)
+    given = torch.zeros(1, 8), torch.zeros(6, 8), RULE, counters
+    with pytest.raises(ValueError, match="neither copies nor other ranks"):
+        route(*given, local=range(3), shared=SharedRoute())
     routed = RoutedTokens(torch.zeros(17, 3), torch.zeros(17, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="need buckets"):
         expert_product(torch.zeros(17, 8), torch.zeros(6, 32, 8), routed, gated=True)

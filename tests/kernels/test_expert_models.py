@@ -31,16 +31,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},  # groups, a bias, sigmoids
     "mixtral": {},
 }
+#: Experts that all tokens take, of the others' size: with a gate, and without.
+SHARED: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 32},
+    "glm4_moe": {"first_k_dense_replace": 0, "n_shared_experts": 1},
+}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "fields"), [*FAMILIES.items(), *SHARED.items()], ids=lambda each: str(each)[:40]
+)
 @torch.inference_mode()
-def test_a_prefill_and_decodes(family: str, tmp_path: Path) -> None:
+def test_a_prefill_and_decodes(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """With buckets, without, and for one token."""
-    tiny_model(family, tmp_path, **{**SIZES, **FAMILIES[family]})
+    tiny_model(family, tmp_path, **{**SIZES, **fields})
     ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
     mixture = ours.model.layers[0].parts[1]
     assert isinstance(mixture, KernelMixtureMLP)
+    assert (len(mixture.stacked.gate_up) > mixture.router.routing.num_experts) == (
+        fields == SHARED.get(family)
+    )
     assert ours.model.supports_graphs
     for starts, lengths in (([0, 0, 0], [9, 5, 8]), ([9, 5, 8], [1, 1, 1])):
         ids = random_ids(lengths)
@@ -171,12 +181,15 @@ def _mixed(bound: Bound, x: torch.Tensor) -> torch.Tensor:
     return stream.hidden
 
 
-def test_ranks_have_their_channels_of_every_expert(tmp_path: Path) -> None:
-    """Of gate and up interleaved, and of the second product's inputs."""
-    tiny_model("qwen3_moe", tmp_path, **SIZES)
+@pytest.mark.parametrize(("family", "count"), [("qwen3_moe", 8), ("qwen2_moe", 9)])
+def test_ranks_have_their_channels_of_every_expert(family: str, count: int, tmp_path: Path) -> None:
+    """Of gate and up interleaved, and of the second product's inputs; of the expert that all tokens
+    take, too."""
+    tiny_model(family, tmp_path, **{**SIZES, **SHARED.get(family, {})})
     whole, *ranks = (
         Bound(tmp_path, kernels=True, group=group).model.layers[0].parts[1].stacked
         for group in (ParallelGroup.single(), ParallelGroup(0, 2), ParallelGroup(1, 2))
     )
     assert torch.equal(torch.cat([rank.gate_up for rank in ranks], 1), whole.gate_up)
     assert torch.equal(torch.cat([rank.down for rank in ranks], 2), whole.down)
+    assert len(whole.gate_up) == len(whole.down) == count
