@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +39,14 @@ _LENGTH_EPS = 1e-6
 
 
 class GatedDeltaNet(Mixer):
-    """Gated DeltaNet of one layer on one rank. Made by `LayerMaker.gated_delta_net`.
+    """Gated DeltaNet or Kimi delta attention of one layer on one rank. Made by
+    `LayerMaker.gated_delta_net` and `LayerMaker.kimi_delta_attention`.
 
     Args:
         shape: of this rank.
         inputs: the projections of the stream, one or several, whose outputs one after the other
-            are queries, keys, values, gates, rates and decays; see `KimiDeltaAttention`.
+            are queries, keys, values, gates, rates and decays; with `low_rank` queries, keys,
+            values, rates, and the inputs of the projections of decays and gates.
         row_orders: of each projection, its rows in the order above; None where the checkpoint has
             them so.
         convolution: of queries, keys and values.
@@ -53,6 +55,7 @@ class GatedDeltaNet(Mixer):
         output: the output projection.
         norm: of the residual stream before the projections.
         backend: of the rank.
+        low_rank: the second projections of decays and of gates, of Kimi delta attention.
     """
 
     scales = None
@@ -69,9 +72,11 @@ class GatedDeltaNet(Mixer):
         *,
         norm: Norm,
         backend: Backend,
+        low_rank: tuple[ColumnParallelLinear, ...] = (),
     ):
         self.shape = shape
         self.inputs, self._row_orders = inputs, row_orders
+        self.low_rank = low_rank
         self.convolution, self.decay = convolution, decay
         self.output_norm, self.output = output_norm, output
         self._norm = norm
@@ -89,7 +94,8 @@ class GatedDeltaNet(Mixer):
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """See `Part.kinds`."""
-        return *(linear.weight.kind for linear in self.inputs), self.output.weight.kind
+        projections = (*self.inputs, *self.low_rank)
+        return *(linear.weight.kind for linear in projections), self.output.weight.kind
 
     def finalize(self) -> None:
         """Brings the rows of the projections into the order in which they are computed with. Called
@@ -102,6 +108,8 @@ class GatedDeltaNet(Mixer):
         """See `Part.warm_up`."""
         for linear in self.inputs:
             linear.warm_up(self._norm)
+        for linear in self.low_rank:
+            linear.warm_up(None)
         self.output.warm_up()
 
     def lacks(self, block_size: int) -> str | None:
@@ -141,10 +149,19 @@ class GatedDeltaNet(Mixer):
         rates [T, heads] and decays [T, heads * their channels]; rows are strided."""
         sizes = self.shape.projected_sizes
         if len(self.inputs) == 1:
-            return self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
-        x = stream.normed(self._norm)
-        wide, narrow = (linear(x) for linear in self.inputs)
-        return *wide.split(sizes[:2], dim=-1), *narrow.split(sizes[2:], dim=-1)
+            parts = self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
+        else:
+            x, first = stream.normed(self._norm), 1 if self.low_rank else 2
+            wide, narrow = (linear(x) for linear in self.inputs)
+            parts = *wide.split(sizes[:first], dim=-1), *narrow.split(sizes[first:], dim=-1)
+        if not self.low_rank:
+            return parts
+        mixed, rates, *narrow_parts = parts
+        # these products take inputs in one piece
+        decays, gates = (
+            linear(x.contiguous()) for linear, x in zip(self.low_rank, narrow_parts, strict=True)
+        )
+        return mixed, gates, rates, decays
 
     def _mix_in_torch(
         self, mixed: torch.Tensor, rates: torch.Tensor, decays: torch.Tensor, step: Step
@@ -173,52 +190,6 @@ class GatedDeltaNet(Mixer):
         lengths = heads.square().sum(-1, keepdim=True).add_(_LENGTH_EPS)
         heads = heads * lengths.rsqrt_()
         return heads.repeat_interleave(self.shape.shared, dim=1) if self.shape.shared > 1 else heads
-
-
-class KimiDeltaAttention(GatedDeltaNet):
-    """Kimi delta attention of one layer on one rank. Made by `LayerMaker.kimi_delta_attention`.
-
-    Args:
-        low_rank: the second projections of decays and gates. The outputs of `inputs` are queries,
-            keys, values, rates, and the inputs of these two.
-
-    The other arguments are as in `GatedDeltaNet`.
-    """
-
-    def __init__(
-        self, *args: Any, low_rank: tuple[ColumnParallelLinear, ColumnParallelLinear], **kwargs: Any
-    ):
-        super().__init__(*args, **kwargs)
-        self.low_rank = low_rank
-
-    @property
-    def kinds(self) -> tuple[Hashable, ...]:
-        """See `Part.kinds`."""
-        return *super().kinds, *(linear.weight.kind for linear in self.low_rank)
-
-    def warm_up(self, hidden_size: int) -> None:
-        """See `Part.warm_up`."""
-        super().warm_up(hidden_size)
-        for linear in self.low_rank:
-            linear.warm_up(None)
-
-    def _project(self, stream: ResidualStream) -> tuple[torch.Tensor, ...]:
-        """See `GatedDeltaNet._project`."""
-        shape = self.shape
-        sizes = sum(shape.mixed_sizes), shape.num_heads, shape.key_size, shape.key_size
-        if len(self.inputs) == 1:
-            parts = self.inputs[0].of_normed(stream, self._norm).split(sizes, dim=-1)
-        else:
-            x = stream.normed(self._norm)
-            wide, narrow = (linear(x) for linear in self.inputs)
-            parts = wide, *narrow.split(sizes[1:], dim=-1)
-        mixed, rates, of_decays, of_gates = parts
-        # these products take inputs in one piece
-        decays, gates = (
-            linear(x.contiguous())
-            for linear, x in zip(self.low_rank, (of_decays, of_gates), strict=True)
-        )
-        return mixed, gates, rates, decays
 
 
 def _projections_by_group(
@@ -296,7 +267,7 @@ def make_gated_delta_net(
 
 def make_kimi_delta_attention(
     make: PartMaker, name: str, shape: DeltaNetShape, *, norm: Norm
-) -> KimiDeltaAttention:
+) -> GatedDeltaNet:
     """Returns the Kimi delta attention of the checkpoint module `name`.
 
     Args:
@@ -318,7 +289,7 @@ def make_kimi_delta_attention(
         parts = [[*parts[0], *parts[1]]]
     decays, gates = Source(f"{name}.f_b_proj", keys), Source(f"{name}.g_b_proj", values)
     convolution = Convolution(sources("conv1d"), shape.width, bias=False, backend=backend)
-    return KimiDeltaAttention(
+    return GatedDeltaNet(
         replace(shape, num_key_heads=heads.size, num_heads=heads.size),
         [make.column(part) for part in parts],
         [None] * len(parts),
@@ -326,9 +297,9 @@ def make_kimi_delta_attention(
         make.keep(HeadDecay(name, heads, backend.device, size)),
         make.norm(f"{name}.o_norm", shape.value_size),
         make.row(f"{name}.o_proj", values, bias=False),
-        low_rank=(make.column([decays], size), make.column([gates], size)),
         norm=norm,
         backend=backend,
+        low_rank=(make.column([decays], size), make.column([gates], size)),
     )
 
 

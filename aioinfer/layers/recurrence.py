@@ -67,7 +67,10 @@ class DeltaNetShape:
 
     @property
     def projected_sizes(self) -> tuple[int, int, int, int]:
-        """Channels of the projection: the convolution's, the gate's, and rates and decays."""
+        """Channels of the projection: the convolution's, the gate's, and rates and decays; by
+        channel the convolution's, rates, and the inputs of further ones of decays and gates."""
+        if self.by_channel:
+            return sum(self.mixed_sizes), self.num_heads, self.key_size, self.key_size
         values = self.num_heads * self.value_size
         return sum(self.mixed_sizes), values, self.num_heads, self.num_heads
 

@@ -1,5 +1,6 @@
-"""Cases of `bench_kernels.py` for the gated delta rule, at the shape of Qwen3.5 35B-A3B and 9B:
-decodes of a layer, and prefill, as a whole and launch by launch."""
+"""Cases of `bench_kernels.py` for the gated delta rule, at the shape of Qwen3.5 35B-A3B and 9B, and
+for Kimi delta attention at Kimi-Linear's: decodes of a layer, and prefill, as a whole and launch by
+launch."""
 
 from __future__ import annotations
 
@@ -27,10 +28,17 @@ from aioinfer.kernels.states import StateTables, plan_chunks
 
 from benchlib.kernel_cases import DEVICE, Case, ints, random_tensor
 
-KEY_HEADS, HEADS, SIZE, WIDTH, BLOCK = 16, 32, 128, 4, 64
-CHANNELS = (2 * KEY_HEADS + HEADS) * SIZE
-SHAPE = DeltaShape(KEY_HEADS, HEADS // KEY_HEADS, SIZE, SIZE, SIZE, SIZE, WIDTH, BLOCK)
+HEADS, SIZE, WIDTH, BLOCK = 32, 128, 4, 64
+SHAPES = {
+    "delta": DeltaShape(16, 2, SIZE, SIZE, SIZE, SIZE, WIDTH, BLOCK),
+    "kimi": DeltaShape(HEADS, 1, SIZE, SIZE, SIZE, SIZE, WIDTH, BLOCK, by_channel=True),
+}
 STATE_BYTES = HEADS * SIZE * SIZE * 4
+
+
+def _channels(shape: DeltaShape) -> int:
+    """Returns the channels of the convolution."""
+    return (2 * shape.key_heads + HEADS) * SIZE
 
 
 @dataclass(slots=True)
@@ -44,21 +52,22 @@ class Layer:
     out: torch.Tensor
 
     @classmethod
-    def random(cls, tokens: int, blocks: int) -> Layer:
+    def random(cls, shape: DeltaShape, tokens: int, blocks: int) -> Layer:
         """Returns a layer of random numbers."""
-        wide = random_tensor(tokens, CHANNELS + HEADS * SIZE)
-        gates = random_tensor(tokens, 2 * HEADS)
+        channels, decays = _channels(shape), HEADS * SIZE if shape.by_channel else HEADS
+        wide = random_tensor(tokens, channels + HEADS * SIZE)
+        gates = random_tensor(tokens, HEADS + decays)
         weights = DeltaWeights(
-            random_tensor(CHANNELS, WIDTH), torch.zeros(HEADS, device=DEVICE),
-            torch.ones(HEADS, device=DEVICE), random_tensor(SIZE), 1e-6,
+            random_tensor(channels, WIDTH), torch.zeros(HEADS, device=DEVICE),
+            torch.ones(decays, device=DEVICE), random_tensor(SIZE), 1e-6,
         )  # fmt: skip
         return cls(
             DeltaInputs(
-                wide[:, :CHANNELS], wide[:, CHANNELS:].unflatten(1, (HEADS, SIZE)),
+                wide[:, :channels], wide[:, channels:].unflatten(1, (HEADS, SIZE)),
                 gates[:, :HEADS], gates[:, HEADS:],
             ),
             weights,
-            random_tensor(blocks, CHANNELS, WIDTH - 1),
+            random_tensor(blocks, channels, WIDTH - 1),
             torch.randn(blocks, HEADS, SIZE, SIZE, device=DEVICE) * 0.1,
             random_tensor(tokens, HEADS * SIZE),
         )  # fmt: skip
@@ -66,18 +75,22 @@ class Layer:
 
 def delta_cases(tune: bool) -> Iterator[Case]:
     """Decodes of 1 to 256 rows, whose states do not fit the L2 cache, and prefill."""
-    for rows in (1, 8, 32, 128, 256):
-        yield from _decode_cases(rows, tune)
-    for rows, tokens in ((1, 512), (1, 4096), (2, 4096), (4, 4096), (16, 4096), (64, 128)):
-        yield from _prefill_cases(rows, tokens, tune)
+    for name, shape in SHAPES.items():
+        for rows in (1, 8, 32, 128, 256):
+            yield from _decode_cases(name, shape, rows, tune)
+        for rows, tokens in ((1, 512), (1, 4096), (2, 4096), (4, 4096), (16, 4096), (64, 128)):
+            yield from _prefill_cases(name, shape, rows, tokens, tune)
 
 
-def _decode_cases(rows: int, tune: bool) -> Iterator[Case]:
+def _decode_cases(name: str, shape: DeltaShape, rows: int, tune: bool) -> Iterator[Case]:
     copies = max(1, 2**28 // (rows * STATE_BYTES))
-    layer = Layer.random(rows, rows * copies)
+    layer = Layer.random(shape, rows, rows * copies)
     tables = torch.randperm(rows * copies, device=DEVICE).int().view(copies, rows, 1)
-    lens, tickets = ints([BLOCK // 2] * rows), make_tickets(rows, KEY_HEADS, torch.device(DEVICE))
-    configs = [delta_decode_config(SHAPE)]
+    lens, tickets = (
+        ints([BLOCK // 2] * rows),
+        make_tickets(rows, shape.key_heads, torch.device(DEVICE)),
+    )
+    configs = [delta_decode_config(shape)]
     if tune:
         limits = (None, 64, 96, 128, 168)
         configs = [DeltaDecodeConfig(*option) for option in itertools.product((4, 8, 16), limits)]
@@ -93,21 +106,25 @@ def _decode_cases(rows: int, tune: bool) -> Iterator[Case]:
                 block_size=BLOCK, config=config,
             )  # fmt: skip
 
-        of_row = 2 * (STATE_BYTES + CHANNELS * (WIDTH - 1) * 2) + (CHANNELS + 2 * HEADS * SIZE) * 2
+        channels = _channels(shape)
+        of_row = 2 * (STATE_BYTES + channels * (WIDTH - 1) * 2) + (channels + 2 * HEADS * SIZE) * 2
         yield Case(
-            "delta", f"decode {rows}", f"w{config.num_warps} r{config.max_registers}",
+            name, f"decode {rows}", f"w{config.num_warps} r{config.max_registers}",
             [lambda table=table, run=run: run(table) for table in tables], bytes=rows * of_row,
         )  # fmt: skip
 
 
-def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
-    layer, device = Layer.random(rows * tokens, rows), torch.device(DEVICE)
+def _prefill_cases(
+    name: str, shape: DeltaShape, rows: int, tokens: int, tune: bool
+) -> Iterator[Case]:
+    layer, device = Layer.random(shape, rows * tokens, rows), torch.device(DEVICE)
     tables = torch.full((rows, tokens // BLOCK), -1, dtype=torch.int32, device=DEVICE)
     tables[:, -1] = torch.arange(rows, device=DEVICE)
     starts, lens = ints([row * tokens for row in range(rows + 1)]), ints([tokens] * rows)
     total = rows * tokens
     workspace = DeltaWorkspace.empty(
-        total, rows, CHANNELS, HEADS, SIZE, BLOCK, layer.out.dtype, device
+        total, rows, _channels(shape), HEADS, SIZE, BLOCK, layer.out.dtype, device,
+        by_channel=shape.by_channel,
     )  # fmt: skip
     plans = plans_of(rows, total, BLOCK, device)
     for plan in plans:
@@ -116,8 +133,8 @@ def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
         layer.inputs, layer.weights, StateTables(layer.windows, tables),
         StateTables(layer.matrices, tables), starts, lens,
     )  # fmt: skip
-    default = delta_prefill_config(SHAPE, 2)
-    of_token = (CHANNELS + 2 * HEADS * SIZE) * 2
+    default = delta_prefill_config(shape, 2)
+    of_token = (_channels(shape) + 2 * HEADS * SIZE) * 2
     flops = total * HEADS * 2 * SIZE * (3 * SIZE + 5 * BLOCK)
     values = (32, 64, 128) if tune else (default.values,)
     options = itertools.product(values, (4, 8), (1, 2, 3)) if tune else [default[:3]]
@@ -129,16 +146,16 @@ def _prefill_cases(rows: int, tokens: int, tune: bool) -> Iterator[Case]:
             delta_prefill(*arguments, *plans, workspace, out, block_size=BLOCK, config=config)
 
         variant = f"v{config.values} w{config.scan_warps} s{config.scan_stages}"
-        yield Case("delta", f"prefill {rows}x{tokens}", variant, [run], bytes=total * of_token,
+        yield Case(name, f"prefill {rows}x{tokens}", variant, [run], bytes=total * of_token,
                    flops=flops, repeats=5)  # fmt: skip
     for warps in (4, 8) if tune else (default.chunk_warps,):
         launches = DeltaPrefill(
-            *arguments, 0, *plans, workspace, layer.out, SHAPE,
+            *arguments, 0, *plans, workspace, layer.out, shape,
             default._replace(chunk_warps=warps), False,
         )  # fmt: skip
         for part in ("convolution", "chunks", "scan", "norm"):
             if warps == default.chunk_warps or part == "chunks":
                 yield Case(
-                    "delta", f"{part} {rows}x{tokens}", f"w{warps}" if part == "chunks" else "",
+                    name, f"{part} {rows}x{tokens}", f"w{warps}" if part == "chunks" else "",
                     [getattr(launches, f"launch_{part}")], bytes=total * of_token, repeats=5,
                 )  # fmt: skip
