@@ -6,21 +6,86 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from aioinfer.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig
+from aioinfer.config import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.features import StepFeature, StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import ForkGroup, Request
 from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.worker.features import ProposalRows, Rank, StepWorks, WorkerFeature
 from aioinfer.worker.worker import Worker
 
 NEW_TOKENS, SLOTS = 40, 6
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class RandomLookahead(StepFeature):
+    """Asks for up to `most` lookahead rows of each request, at random.
+
+    Attributes:
+        num_rows, num_kept: lookahead rows of all steps, and how many were kept.
+    """
+
+    name = "random_lookahead"
+    looks_ahead = True
+
+    def __init__(self, most: int):
+        super().__init__(None)
+        self._most = most
+        self._rng = random.Random(3)
+        self.num_rows = self.num_kept = 0
+
+    def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
+        if self._rng.random() < 0.2:
+            return None
+        return {request: self._rng.randrange(self._most + 1) for request in decodes}
+
+    def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
+        self.num_rows += rows
+        self.num_kept += kept
+
+
+class KnownDrafts(WorkerFeature):
+    """Proposes what requests are going to sample, and now and then something else.
+
+    Args:
+        texts: prompt and output of each request.
+    """
+
+    proposes = True
+
+    def __init__(self, rank: Rank, texts: Sequence[Sequence[int]]):
+        super().__init__(rank)
+        self._texts = [list(text) for text in texts]
+        self._rng = random.Random(4)
+
+    def propose(self, rows: ProposalRows) -> None:
+        tokens = self.rank.slots.tokens
+        for slot, base, offset in zip(*(each.tolist() for each in rows), strict=True):
+            if not offset:
+                continue
+            known = tokens[slot, : base + 1].tolist()
+            likely = [text for text in self._texts if text[: base + 1] == known]
+            draft = self._rng.randrange(200)
+            if likely and self._rng.random() < 0.8:
+                text = self._rng.choice(likely)
+                draft = text[base + offset] if base + offset < len(text) else draft
+            tokens[slot, base + offset] = draft
 
 
 def expected_outputs(
@@ -45,14 +110,22 @@ def expected_outputs(
 
 
 def generate(
-    folder: Path, prompts: list[list[int]], n: int = 1, budget: int = 512, **cache: Any
-) -> tuple[list[list[int]], Scheduler]:
-    """Returns the output of each of the `n` requests a prompt, and the scheduler at rest."""
+    folder: Path, prompts: list[list[int]], n: int = 1, budget: int = 512, *,
+    params: Sequence[SamplingParams] = (GREEDY,), ahead: RandomLookahead | None = None,
+    texts: Sequence[Sequence[int]] = (), **cache: Any,
+) -> tuple[list[list[int]], Scheduler]:  # fmt: skip
+    """Returns the output of each of the `n` requests a prompt, and the scheduler at rest.
+
+    Args:
+        params: of the prompts in turn.
+        ahead: asks for lookahead rows; drafts come from `texts`, as in `KnownDrafts`.
+    """
     config = Config(
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(**{"cpu_memory_gib": 0.01, "block_size": 4} | cache),
         scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=budget),
         parallel=ParallelConfig(device="cpu", cpu_threads=1),
+        speculation=SpeculationConfig(method="none" if ahead is None else "ngram"),
     )
     worker = Worker(config, folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
@@ -66,20 +139,24 @@ def generate(
             max_num_seqs=SLOTS,
             token_budget=budget,
             prefill_cap=budget,
-        )
+            max_lookahead=config.max_lookahead,
+        ),
+        features=StepFeatures([] if ahead is None else [ahead]),
     )
+    if ahead is not None:
+        rank = worker.runner.works.all[0].rank
+        worker.runner.works = StepWorks([KnownDrafts(rank, texts)])
     requests = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         group = ForkGroup() if n > 1 else None
         for sibling in range(n):
             tokens, length = array("i", prompt), len(prompt)
-            params = SamplingParams(temperature=0.0)
             requests.append(
                 Request(
                     str(len(requests)),
                     tokens,
                     length,
-                    params,
+                    params[number % len(params)],
                     length + NEW_TOKENS,
                     sibling,
                     group=group,

@@ -335,7 +335,7 @@ class Worker:
             is_first, is_last = (links.is_first, links.is_last) if links else (True, True)
             device = GpuDevice(model, kv, slots, tokens, is_first=is_first, is_last=is_last)
         else:
-            device = CpuDevice(slots, kv)
+            device = CpuDevice(slots, kv, config.max_lookahead)
         return ModelRunner(model, device, works, links)
 
     def _captured_fraction(self) -> float:

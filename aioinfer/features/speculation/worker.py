@@ -1,0 +1,30 @@
+"""Worker half of speculation: proposes the drafts of lookahead rows by the configured method."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aioinfer.features.speculation.ngram import find_drafts
+from aioinfer.worker.features import ProposalRows, Rank, WorkerFeature
+
+
+class Work(WorkerFeature):
+    """See `WorkerFeature`. All ranks propose the same, each from its own slots."""
+
+    proposes = True
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        self.is_needed = rank.config.speculation.method != "none"
+
+    def propose(self, rows: ProposalRows) -> None:
+        """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier its drafts
+        are the tokens that happen to stand in the slot."""
+        tokens = self.rank.slots.tokens.numpy()
+        slots, bases, offsets = (each.numpy() for each in rows)
+        ends = np.append(offsets[1:] == 0, True)
+        for row in np.flatnonzero(ends & (offsets > 0)).tolist():
+            of_slot, base, count = tokens[slots[row]], int(bases[row]), int(offsets[row])
+            drafts = find_drafts(of_slot[: base + 1], count)
+            if drafts is not None:
+                of_slot[base + 1 : base + 1 + count] = drafts

@@ -1,0 +1,62 @@
+"""Steps with lookahead rows on a CPU: whatever the drafts are, each request gets the text of a run
+without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from aioinfer.sampling_params import SamplingParams
+from tests.scheduled_worker import (
+    GREEDY,
+    NEW_TOKENS,
+    RandomLookahead,
+    expected_outputs,
+    generate,
+    prompts_that_begin_alike,
+)
+from tests.tiny_models import tiny_model
+
+#: Families with a cache of keys and values, with sliding windows beside it, and with latents.
+FAMILIES = ("llama", "gemma3", "deepseek_v3")
+PARAMS = (
+    GREEDY,
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.0, top_k=20, min_p=0.02),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.7, frequency_penalty=0.6, presence_penalty=0.4, top_p=0.9),
+    SamplingParams(temperature=0.0, logit_bias={7: 3.0, 11: -50.0}),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_do_not_change_the_text(family: str, tmp_path: Path) -> None:
+    folder = tiny_model(family, tmp_path, vocab_size=200)
+    prompts = prompts_that_begin_alike(12)
+    plain, _ = generate(folder, prompts, params=PARAMS)
+    assert plain[::6] == expected_outputs(folder, prompts[::6])
+    assert len({tuple(output) for output in plain}) == len(prompts)
+    texts = [prompt + output for prompt, output in zip(prompts, plain, strict=True)]
+    for most in (1, 4):
+        ahead = RandomLookahead(most)
+        outputs, _ = generate(folder, prompts, params=PARAMS, ahead=ahead, texts=texts)
+        assert outputs == plain
+        assert ahead.num_rows > ahead.num_kept > len(prompts) * NEW_TOKENS // 8
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_siblings_chunks_and_preemption(family: str, tmp_path: Path) -> None:
+    """Several sequences a prompt, prompts in chunks beside lookahead rows, and too few blocks."""
+    folder = tiny_model(family, tmp_path, vocab_size=200)
+    prompts = prompts_that_begin_alike(5)
+    plain, _ = generate(folder, prompts, n=3, params=PARAMS)
+    longer = [prompt for prompt in prompts for _ in range(3)]
+    texts = [prompt + output for prompt, output in zip(longer, plain, strict=True)]
+    ahead = RandomLookahead(3)
+    outputs, scheduler = generate(
+        folder, prompts, n=3, budget=13, num_blocks=60, params=PARAMS, ahead=ahead, texts=texts
+    )
+    assert outputs == plain
+    assert scheduler.stats.preemptions > 1
+    assert ahead.num_kept > 50
