@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from aioinfer.features.speculation.ngram import find_drafts
+from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
 from aioinfer.worker.features import ProposalRows, Rank, WorkerFeature
 
 
@@ -20,6 +20,12 @@ class Work(WorkerFeature):
     def propose(self, rows: ProposalRows) -> None:
         """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier its drafts
         are the tokens that happen to stand in the slot."""
+        if self.rank.uses_kernels:
+            from aioinfer.kernels.ngram import propose_ngrams
+
+            suffix = {"min_suffix": MIN_SUFFIX, "max_suffix": MAX_SUFFIX}
+            propose_ngrams(*rows, self.rank.slots.tokens, **suffix)
+            return
         tokens = self.rank.slots.tokens.numpy()
         slots, bases, offsets = (each.numpy() for each in rows)
         ends = np.append(offsets[1:] == 0, True)
