@@ -38,9 +38,9 @@ export class Turn {
     const { message, facts } = node;
     const bar = element("div", "tools");
     bar.dataset.of = node.id;
-    bar.append(...this.#versions(node));
     if (this.#replies.classList.contains("pair"))
       bar.append(tool("Go on with this", () => this.#actions.choose(node)));
+    else bar.append(...this.#versions(node));
     if (message.content) {
       bar.append(
         tool("Copy", ({ target }) => copyText(message.content, target), "Copy as Markdown"),

@@ -40,6 +40,7 @@ async def press(page: Page, name: str, scope: str = "document", last: bool = Tru
 
 
 async def reload(page: Page) -> None:
+    await asyncio.sleep(0.5)  # a transaction of the database that has not ended is lost
     await page.send("Page.reload")
     await page.until("document.querySelector('#status')?.dataset.state === 'live'")
 
