@@ -69,6 +69,7 @@ class RotationArguments(NamedTuple):
     Attributes:
         cos_sin, stride: the table and the stride of its positions; None: no rotation.
         q_weight, k_weight, eps: of the norms; weights may be None.
+        value_eps: of the norm of values; None: there is none.
     """
 
     cos_sin: torch.Tensor | None
@@ -76,6 +77,7 @@ class RotationArguments(NamedTuple):
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
     eps: float
+    value_eps: float | None = None
 
 
 class RotationConfig(NamedTuple):
@@ -176,6 +178,12 @@ def load_with_pairs(rows, d, pair, mask):
     return tl.load(rows + d, mask, 0.0).to(tl.float32), tl.load(rows + pair, mask, 0.0).to(
         tl.float32
     )
+
+
+@triton.jit
+def normed_values(value, eps, SHAPE: tl.constexpr):
+    """Returns values [N, SHAPE.pad] after an RMSNorm of each without a weight; float32."""
+    return value * tl.rsqrt(tl.sum(value * value, 1) / SHAPE.size + eps)[:, None]
 
 
 @triton.jit

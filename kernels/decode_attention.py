@@ -35,6 +35,7 @@ from aioinfer.kernels.attention_tiles import (
     load_slopes,
     load_tile,
     load_with_pairs,
+    normed_values,
     paired_softmax_step,
     pairs,
     rotary_angles,
@@ -229,6 +230,8 @@ def _begin_row(
         key = rotated_heads(k_x, k_other, k_norm, angles, rotation.eps, SHAPE, ROTATION)
         if cache.key_shifts is not None:
             key -= shift
+        if rotation.value_eps is not None:
+            value = normed_values(value, rotation.value_eps, SHAPE)
         offset = place % SHAPE.block_size
         key = to_cache_dtype(key * k_inverse, cache.k)
         cached = to_cache_dtype(value * v_inverse, cache.v)

@@ -10,7 +10,7 @@ from aioinfer.kernels.attention_tiles import RotationArguments, RotationConfig
 
 
 class Rotation:
-    """Norm and RoPE of a layer's queries and keys.
+    """Norm and RoPE of a layer's queries and keys, and norm of its values.
 
     Args:
         cos_sin: float32 [max_pos, R], R <= D the rotated part of a head: R / 2 cosines, then R / 2
@@ -20,6 +20,7 @@ class Rotation:
         sections: of the pairs of channels, where tokens have three positions: see
             `layers.rotary.Sections`.
         norm_last: whether the norms follow the rotation.
+        value_norm_eps: of an RMSNorm of values by head, which has no weight; None: there is none.
 
     Attributes:
         arguments, config: the same, as kernels take them.
@@ -37,6 +38,7 @@ class Rotation:
         *,
         sections: tuple[int, int, int, bool] | None = None,
         norm_last: bool = False,
+        value_norm_eps: float | None = None,
     ):
         size = 0 if cos_sin is None else cos_sin.shape[1]
         if cos_sin is not None and (
@@ -48,7 +50,7 @@ class Rotation:
         if (q_weight is None) != (k_weight is None):
             raise ValueError("the norms come both or not at all")
         stride = 0 if cos_sin is None else cos_sin.stride(0)
-        self.arguments = RotationArguments(cos_sin, stride, q_weight, k_weight, eps)
+        self.arguments = RotationArguments(cos_sin, stride, q_weight, k_weight, eps, value_norm_eps)
         self.config = RotationConfig(size, None if sections is None else tuple(sections), norm_last)
 
 

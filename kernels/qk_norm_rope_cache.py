@@ -18,6 +18,7 @@ from aioinfer.kernels.attention_tiles import (
     HeadShape,
     cached_head,
     load_with_pairs,
+    normed_values,
     pairs,
     rotary_angles,
     rotated_heads,
@@ -30,6 +31,43 @@ FLOAT8_MAX = _FLOAT8_MAX.value
 #: A program computes so many heads of a token, even where there are fewer KV heads: twice as many
 #: programs take twice as long.
 _HEADS = 8
+
+
+@triton.jit
+def _rotated(
+    rows, weight, positions, axis_stride, token, d, mask, rotation,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr,
+):  # fmt: skip
+    """Returns the heads of a token at `rows` [N, 1] after norm and RoPE: float32 [N, SHAPE.pad]."""
+    channel, pair = d[None, :], pairs(d, ROTATION.size)[None, :]
+    x, other = load_with_pairs(rows, channel, pair, mask)
+    norm = None
+    if rotation.q_weight is not None:
+        norm = load_with_pairs(weight, channel, pair, channel < SHAPE.size)
+    angles = None
+    if rotation.cos_sin is not None:
+        angles = rotary_angles(rotation, positions, axis_stride, token, token, channel, ROTATION)
+    return rotated_heads(x, other, norm, angles, rotation.eps, SHAPE, ROTATION)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def _rotated_queries_kernel(
+    q, q_out, q_stride, out_stride, positions, axis_stride, rotation, num_heads,
+    SHAPE: tl.constexpr, ROTATION: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, SHAPE.pad)
+    mask = (head < num_heads)[:, None] & (d < SHAPE.size)[None, :]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = _rotated(
+        q + token * q_stride + head[:, None] * SHAPE.size, rotation.q_weight, positions,
+        axis_stride, token, d, mask, rotation, SHAPE, ROTATION,
+    )  # fmt: skip
+    place = q_out + token * out_stride + head[:, None] * SHAPE.size + d[None, :]
+    tl.store(place, x.to(q_out.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -63,6 +101,8 @@ def _qk_norm_rope_cache_kernel(
     if is_v:
         rows = qkv + token * qkv_stride + (source + SHAPE.kv_heads)[:, None] * SHAPE.size
         value = tl.load(rows + d[None, :], mask & (slot >= 0), 0.0).to(tl.float32)
+        if rotation.value_eps is not None:
+            value = normed_values(value, rotation.value_eps, SHAPE)
         if cache.scales is not None:
             inverse = cache.scales + 3 * SHAPE.kv_heads + head
             value *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
@@ -70,18 +110,12 @@ def _qk_norm_rope_cache_kernel(
         tl.store(cache.v + place, to_cache_dtype(value, cache.v), mask & (slot >= 0))
     else:
         rows = qkv + token * qkv_stride + source[:, None] * SHAPE.size
-        channel, pair = d[None, :], pairs(d, ROTATION.size)[None, :]
-        x, other = load_with_pairs(rows, channel, pair, mask)
-        norm = None
-        if rotation.q_weight is not None:
+        weight = rotation.q_weight
+        if rotation.k_weight is not None:
             weight = rotation.q_weight if is_q else rotation.k_weight
-            norm = load_with_pairs(weight, channel, pair, channel < SHAPE.size)
-        angles = None
-        if rotation.cos_sin is not None:
-            angles = rotary_angles(
-                rotation, positions, axis_stride, token, token, channel, ROTATION
-            )
-        x = rotated_heads(x, other, norm, angles, rotation.eps, SHAPE, ROTATION)
+        x = _rotated(
+            rows, weight, positions, axis_stride, token, d, mask, rotation, SHAPE, ROTATION
+        )
         if is_q:
             tl.store(
                 q_out + token * q_stride + head[:, None] * SHAPE.size + d[None, :],
@@ -90,7 +124,8 @@ def _qk_norm_rope_cache_kernel(
             )
         else:
             if cache.key_shifts is not None:
-                x -= tl.load(cache.key_shifts + head[:, None] * SHAPE.size + channel, mask, 0.0)
+                shifts = cache.key_shifts + head[:, None] * SHAPE.size + d[None, :]
+                x -= tl.load(shifts, mask, 0.0)
             if cache.scales is not None:
                 inverse = cache.scales + 2 * SHAPE.kv_heads + head
                 x *= tl.load(inverse, head < SHAPE.kv_heads, 1.0)[:, None]
@@ -156,5 +191,37 @@ def qk_norm_rope_cache(
         slot_mapping, CacheArguments.of(k_cache, v_cache, scales, projection.key_shifts),
         rotation.arguments,
         SHAPE=shape, ROTATION=rotation.config, HEADS=heads, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def rotated_queries(
+    projection: Projection, k_cache: torch.Tensor, *, pdl: bool = False
+) -> torch.Tensor:
+    """Applies the norm (if there is one) and RoPE to queries, and returns them [T, Hq, D].
+
+    Args:
+        projection: of queries alone, [T, Hq * D] with contiguous rows; with `positions`, where RoPE
+            is applied.
+        k_cache: [num_blocks, block_size, Hkv, D], which the queries will be attended to.
+        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    q, rotation, size = projection.qkv, projection.rotation, k_cache.shape[3]
+    if q.shape[1] % size or q.stride(1) != 1:
+        raise ValueError(f"q must be heads of {size} with contiguous rows, not {tuple(q.shape)}")
+    if rotation.config.size and projection.positions is None:
+        raise ValueError("RoPE needs positions")
+    tokens, num_heads = len(q), q.shape[1] // size
+    out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return out
+    heads = min(_HEADS, triton.next_power_of_2(num_heads))
+    _rotated_queries_kernel[(tokens, triton.cdiv(num_heads, heads))](
+        q, out, q.stride(0), out.stride(0), projection.positions, projection.axis_stride,
+        rotation.arguments, num_heads, SHAPE=HeadShape.of(num_heads, k_cache),
+        ROTATION=rotation.config, HEADS=heads, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

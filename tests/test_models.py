@@ -59,6 +59,20 @@ NEMOTRON_EXPERTS = {
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
+#: The shape of Gemma 4 31B: layers without a window have other KV heads, and keys as values.
+GEMMA4_31B: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+}
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -102,6 +116,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             }
+        },
+    ),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 31B": ("gemma4_text", GEMMA4_31B),
+    "gemma4 26B": ("gemma4_text", GEMMA4_31B | GEMMA4_EXPERTS),
+    "gemma4 tied, linear, biases": (
+        "gemma4_text",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "use_double_wide_mlp": False,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         },
     ),
     "phi3": ("phi3", {}),
@@ -437,9 +472,13 @@ def test_decodes_alone(case: Case):
 
 
 def test_bytes_of_the_weights(case: Case):
-    kinds = ("correction_bias", "expert_bias")
-    biases = [buffer for name, buffer in case.theirs.named_buffers() if name.endswith(kinds)]
-    parameters = [*case.theirs.parameters(), *biases]
+    kinds = ("correction_bias", "expert_bias", "layer_scalar")
+    buffers = [buffer for name, buffer in case.theirs.named_buffers() if name.endswith(kinds)]
+    names = dict(case.theirs.named_parameters())
+    # what projects keys and values alike is there for each
+    keys = [name for name in names if ".k_proj." in name]
+    twice = [names[name] for name in keys if name.replace("k_proj", "v_proj") not in names]
+    parameters = [*names.values(), *buffers, *twice]
     assert case.ours.weights_bytes == sum(parameter.nbytes for parameter in parameters)
 
 

@@ -253,8 +253,8 @@ def test_scores_depend_on_distances_alone():
     ("fields", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "proportional", "factor": 2}},
-            "'proportional' is not supported.*yarn",
+            {"rope_scaling": {"rope_type": "axial", "factor": 2}},
+            "'axial' is not supported.*yarn",
         ),
         (
             {"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}},

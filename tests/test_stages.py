@@ -13,8 +13,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import CausalLM
-from aioinfer.models.registry import build_model
+from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.models.stages import divide_layers, step_bytes
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import CPU, make_step
@@ -87,11 +88,28 @@ def test_two_stages_compute_what_one_model_does(family: str, tmp_path: Path) -> 
     ids = [5, 9, 77, 300, 2, 41, 8, 8, 120, 64, 3, 11, 200, 7, 19]
     whole = build_stage(folder, 0, 1)
     stages = [build_stage(folder, number, 2) for number in range(2)]
-    assert [list(model.layer_numbers) for model in stages] == [[0], [1]]
+    first, second = (list(model.layer_numbers) for model in stages)
+    assert first == [0]
+    assert second == list(range(1, len(whole.kv_specs)))
     assert all(list(model.kv_specs) == list(whole.kv_specs) for model in stages)
     assert all(0 < model.weights_bytes < whole.weights_bytes for model in stages)
     with torch.inference_mode():
         assert torch.equal(logits_of(stages, ids), logits_of([whole], ids))
+
+
+def test_stages_begin_where_they_may() -> None:
+    sizes = [5, 5, 5, 5, 5, 5]
+    assert divide_layers(sizes, 2, starts=[1, 5]) == [range(1), range(1, 6)]
+    assert divide_layers(sizes, 3, starts=[1, 5]) == [range(1), range(1, 5), range(5, 6)]
+
+
+def test_no_stage_begins_between_a_layer_and_one_that_reads_its_cache(tmp_path: Path) -> None:
+    folder = tiny_model("gemma4_text", tmp_path, num_hidden_layers=5)
+    config = load_model_config(folder)
+    assert isinstance(config, DecoderConfig)
+    assert (config.kv_sources, config.stage_starts) == ((None, None, None, 1, 2), (1,))
+    with pytest.raises(ConfigError, match=r"size = 3, but .* 5 layers, of which .* set it to 2"):
+        build_stage(folder, 0, 3)
 
 
 def test_each_stage_needs_a_layer(tmp_path: Path) -> None:

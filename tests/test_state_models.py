@@ -1,5 +1,6 @@
-"""Models with states, served: greedy texts are those of transformers, in float32, with chunks of
-odd lengths, prefix hits, preemption, forks, and over two ranks or stages."""
+"""Models with states, and with layers that read the KV cache of others, served: greedy texts are
+those of transformers, in float32, with chunks of odd lengths, prefix hits, preemption, forks, and
+over two ranks or stages."""
 
 from __future__ import annotations
 
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite experts": ("granitemoehybrid", EXPERTS),
     "nemotron experts": ("nemotron_h", NEMOTRON_EXPERTS),
     "nemotron experts of latents": ("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
+    # groups of two head sizes, windows, and layers that read the cache of others
+    "gemma4": ("gemma4_text", {}),
 }
 
 

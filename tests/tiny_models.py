@@ -29,6 +29,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -104,6 +106,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "falcon_h1": (FalconH1Config, FalconH1ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "gpt2": (GPT2Config, GPT2LMHeadModel),
@@ -258,6 +261,17 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # the last two layers read the keys and values of the two before them
+    "gemma4_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "sliding_window": 9,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 12,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 10.0,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.6,
@@ -345,6 +359,8 @@ def tiny_model(
         **_FIELDS.get(family, {}),
         **fields,
     }
+    if family == "gemma4_text":
+        given["vocab_size_per_layer_input"] = vocab_size
     if family in ("falcon", "kimi_linear"):  # which compute it
         del given["head_dim"]
     config = config_class(**given)
@@ -376,6 +392,10 @@ def randomize(model: Any, offset: float = 0.0) -> None:
             torch.nn.init.uniform_(parameter, -bound, bound)
         elif "norm" in name or ".ln_" in name:
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.uniform_(buffer, -0.2, 0.2)

@@ -24,6 +24,7 @@ from aioinfer.layers.norm import (
     RMSNorm,
     SplitRMSNorm,
     norm_in_place,
+    norm_without_weight,
 )
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
@@ -115,7 +116,12 @@ class Attention(Mixer):
         post_norm: of the addend to the stream, or none.
         residual_scale: multiplied with the addend to the stream.
         compiled: whether decodes are computed by kernels that numba compiles, where they can be.
+        value_norm_eps: of an RMSNorm of each head's values, which has no weight; None for none.
         backend: of the rank.
+
+    Attributes:
+        cache, group: its KV cache and the number of its KV group, once bound.
+        is_read: whether later layers read the cache (`SharedAttention`).
     """
 
     def __init__(
@@ -135,6 +141,7 @@ class Attention(Mixer):
         post_norm: Norm | None = None,
         residual_scale: float = 1.0,
         compiled: bool = False,
+        value_norm_eps: float | None = None,
         backend: Backend,
     ):
         self.shape = shape
@@ -152,13 +159,16 @@ class Attention(Mixer):
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
         self._compiled = compiled
+        self._value_norm_eps = value_norm_eps
         self._backend = backend
-        self._cache: KVCache | None = None
+        self.cache: KVCache
+        self.group: int
+        self.is_read = False
         self._torch: TorchAttention | None = None
         self._kernel: KernelAttention | None = None
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec]:
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
         """See `Mixer.kv_specs`."""
         return (self.shape.kv_spec,)
 
@@ -209,25 +219,28 @@ class Attention(Mixer):
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
         (given,) = caches
-        cache = self._cache = KVCache.of_layer(given.tensor, self.scales)
+        self.cache, self.group = KVCache.of_layer(given.tensor, self.scales), given.group
         if plans is None:
-            self._torch, self._kernel = self._without_plans(cache, given.group), None
+            self._torch, self._kernel = self._without_plans(), None
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
         self._kernel = KernelAttention(
-            self.shape, given.group, cache, plans, self._rotary, self._fused_norms,
-            norm_last=self._norm_rule.after_rope, sinks=self._sinks, slopes=self._slopes,
-            pdl=self._backend.pdl,
+            self.shape, self.group, self.cache, plans, self._rotary, self._fused_norms,
+            norm_last=self._norm_rule.after_rope, value_norm_eps=self._value_norm_eps,
+            sinks=self._sinks, slopes=self._slopes, pdl=self._backend.pdl,
         )  # fmt: skip
 
-    def _without_plans(self, cache: KVCache, group: int) -> TorchAttention:
+    def _without_plans(self) -> TorchAttention:
         """Returns the attention without Triton kernels: decodes by compiled kernels where weights
         are multiplied by such, too, all else in torch."""
         is_plain = self._sinks is None and self._slopes is None and not self._norm_rule.after_rope
-        if self._compiled and is_plain and supports(self.shape, self._rotary, cache):
-            return CompiledAttention(self.shape, group, cache, self._rotary)
-        return TorchAttention(self.shape, group, self._sinks, self._slopes)
+        is_plain = is_plain and not self.is_read
+        if self._compiled and is_plain and supports(self.shape, self._rotary, self.cache):
+            return CompiledAttention(self.shape, self.group, self.cache, self._rotary)
+        attention = TorchAttention(self.shape, self.group, self._sinks, self._slopes)
+        attention.is_read = self.is_read
+        return attention
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
@@ -295,6 +308,8 @@ class Attention(Mixer):
         assert self._torch is not None
         queries, keys = projected[:, :heads], projected[:, heads : heads + kv_heads]
         norms, values = self._fused_norms, projected[:, heads + kv_heads :]
+        if self._value_norm_eps is not None:
+            values.copy_(norm_without_weight(values, self._value_norm_eps))
         if isinstance(self._torch, CompiledAttention):
             if norms is not None:
                 norms[0](queries, out=queries)
@@ -308,8 +323,7 @@ class Attention(Mixer):
         queries, keys = rotated[:, :heads], rotated[:, heads:]
         if norms is not None and self._norm_rule.after_rope:
             queries, keys = norms[0](queries), norms[1](keys)
-        assert self._cache is not None
-        return self._torch(queries, keys, values, self._cache, step)
+        return self._torch(queries, keys, values, self.cache, step)
 
 
 def _as_fused(query_norm: Norm, key_norm: Norm) -> tuple[RMSNorm, RMSNorm]:
@@ -387,6 +401,7 @@ def make_attention(
     soft_cap: float = 0.0, sinks: bool = False, alibi: float = 0.0,
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     merged: str | None = None, merged_by_group: bool = False, gated: bool = False,
+    value_norm: bool = False,
 ) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -408,6 +423,7 @@ def make_attention(
             queries, key and value.
         gated: whether outputs are multiplied with the sigmoid of gates, of which each head has as
             many as channels; the projection of queries has them behind each head's queries.
+        value_norm: whether an RMSNorm without a weight is applied to each head's values.
     """
     heads, kv_heads = head_shards(num_heads, num_kv_heads, make.backend.group)
     device, scale = make.backend.device, head_size**-0.5 if scale is None else scale
@@ -433,6 +449,7 @@ def make_attention(
         sinks=make.keep(HeadVector(f"{name}.sinks", heads, device)) if sinks else None,
         slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None, gated=gated,
         norm=norm, post_norm=post_norm, residual_scale=residual_scale,
-        compiled=make.has_compiled_weights, backend=make.backend,
+        compiled=make.has_compiled_weights, value_norm_eps=make.norm_eps if value_norm else None,
+        backend=make.backend,
     )  # fmt: skip
     return make.prepare(attention)

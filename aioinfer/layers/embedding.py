@@ -154,6 +154,11 @@ class Embedding:
             stream.hidden.mul_(self._scale)
         return stream
 
+    def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings [T, size] of input_ids int32 [T] as a tensor: for tables that are
+        not as wide than the residual stream's."""
+        return self._look_up_in_torch(input_ids) * self._scale
+
     def _look_up(self, input_ids: torch.Tensor, out: torch.Tensor | None) -> ResidualStream:
         backend, start = self._backend, self.vocabulary.start
         if self._kernel is None:

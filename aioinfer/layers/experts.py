@@ -310,16 +310,17 @@ class MixtureMLP(Part):
 
     def add_to(self, stream: ResidualStream) -> None:
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
-        x = stream.normed(self._norm)
-        output = self._mix(x)
+        x, own = stream.normed(self._norm), self.router.norm
+        output = self._mix(x, x if own is None else own(stream.inputs))
         if self._shared is not None and len(x):
             output += self._shared(x)
         stream.add_over_ranks(output)
 
-    def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size]; in
-        an `expert_group` the whole sum, of its own tokens."""
-        weights, chosen = self.router(x)
+    def _mix(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size] for
+        x [T, hidden_size]; in an `expert_group` the whole sum, of its own tokens. `routed` [T,
+        hidden_size] are the router's inputs, by default x."""
+        weights, chosen = self.router(x if routed is None else routed)
         if self._latents is not None:
             return self._latents.up(self._sum(self._latents.down(x), weights, chosen))
         return self._sum(x, weights, chosen)

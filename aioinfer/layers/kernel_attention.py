@@ -37,7 +37,7 @@ from aioinfer.kernels.paged_attention import (
 )
 from aioinfer.kernels.prefill_plan import PrefillPlan, plan_prefill
 from aioinfer.kernels.projection import Projection, Rotation
-from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, rotated_queries
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, LatentShape
 from aioinfer.layers.linear import LatentExpansion
 from aioinfer.layers.norm import RMSNorm
@@ -155,6 +155,9 @@ class KernelAttention:
         rotary: of queries and keys; None where they are not rotated.
         norms: of queries and keys by head, or none.
         norm_last: whether the norms follow the rotation.
+        value_norm_eps: of an RMSNorm of each head's values without a weight; None for none.
+        writes: whether the layer has keys and values; else there are queries alone, and an earlier
+            layer has written the step's keys and values to the cache.
         sinks, slopes: as in `paged_attention`, or none.
         pdl: launch as programmatic dependents.
     """
@@ -169,10 +172,13 @@ class KernelAttention:
         norms: tuple[RMSNorm, RMSNorm] | None,
         *,
         norm_last: bool = False,
+        value_norm_eps: float | None = None,
+        writes: bool = True,
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         pdl: bool,
     ):
+        self._writes = writes
         self._shape, self._group, self._cache = shape, group, cache
         self._workspace, self._prefill = plans.of_layer(
             shape, group, cache, has_slopes=slopes is not None
@@ -186,6 +192,7 @@ class KernelAttention:
         self._rotation = Rotation(
             None if rotary is None else rotary.cos_sin, *weights,
             sections=None if rotary is None else rotary.sections, norm_last=norm_last,
+            value_norm_eps=value_norm_eps,
         )  # fmt: skip
         self._options: dict[str, Any] = {
             "scale": shape.scale, "soft_cap": shape.soft_cap, "scales": cache.scales,
@@ -201,16 +208,17 @@ class KernelAttention:
         """Caches the step's keys and values and returns [T, num_heads, head_size].
 
         Args:
-            qkv: [T, (num_heads + 2 * num_kv_heads) * head_size], before norm and rotation.
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_size], before norm and rotation; [T,
+                num_heads * head_size] of a layer that does not write.
             step: planned by `AttentionPlans.fill`.
         """
         inputs, group = step.inputs, step.inputs.groups[self._group]
         queries = self._queries(qkv)
         projection = None
-        if step.num_decodes is not None:
+        if step.num_decodes is not None and self._writes:
             projection = self._projection(qkv, inputs.rotary)
         # decode attention caches its own keys, if the host knows how many rows it has
-        first = step.num_decodes or 0
+        first = (step.num_decodes or 0) if self._writes else 0
         if first < len(qkv):
             queries = self._rotate_and_cache(qkv, step, first)
         workspace = self._workspace if step.shares_prefix else self._plain_workspace
@@ -228,18 +236,25 @@ class KernelAttention:
         """
         num_decodes = step.num_decodes
         assert num_decodes is not None
-        if num_decodes < len(qkv):
+        if num_decodes < len(qkv) and self._writes:
             self._rotate_and_cache(qkv, step, num_decodes)
         qkv = qkv.index_select(0, sampled.last)
         queries, rows = self._queries(qkv), len(qkv)
         if not rows:
             return queries
+        projection = None
+        if self._writes:
+            projection = self._projection(qkv, sampled.rotary)
+        else:
+            positions = step.inputs.rotary_positions.index_select(-1, sampled.last)
+            queries = rotated_queries(
+                self._projection(qkv, positions), self._cache.keys, pdl=self._pdl
+            )
         tables = step.inputs.groups[self._group].block_tables.index_select(0, sampled.rows)
         return paged_attention(
             queries, self._cache.keys, self._cache.values, tables,
             step.inputs.query_starts[: rows + 1], sampled.seq_lens, num_decodes=rows,
-            workspace=self._workspace, projection=self._projection(qkv, sampled.rotary),
-            pdl=self._pdl, **self._options,
+            workspace=self._workspace, projection=projection, pdl=self._pdl, **self._options,
         )  # fmt: skip
 
     def attend_rotated(
@@ -266,6 +281,9 @@ class KernelAttention:
         """Norms and rotates the tokens from `first` on: keys and values go to the cache, queries
         are returned [T, num_heads, head_size]."""
         inputs, group, cache = step.inputs, step.inputs.groups[self._group], self._cache
+        if not self._writes:
+            projection = self._projection(qkv, inputs.rotary_positions)
+            return rotated_queries(projection, cache.keys, pdl=self._pdl)
         out = torch.empty_like(self._queries(qkv), memory_format=torch.contiguous_format)
         qk_norm_rope_cache(
             self._projection(qkv[first:], inputs.rotary_positions[..., first:]),

@@ -277,7 +277,8 @@ def rule_of(routing: Routing) -> RoutingRule:
 
 def supports(routing: Routing, channels: int, activation: str = "silu") -> bool:
     """Whether the kernels take experts of so many channels on each rank."""
-    return activation == "silu" and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))
+    is_plain = activation == "silu" and not routing.has_own_norm
+    return is_plain and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))
 
 
 # -------------------------------------------------------------------- tokens of several engines

@@ -58,6 +58,11 @@ class Part(ABC):
     counter: ExpertCounter | None = None
 
     @property
+    def leaves(self) -> tuple[Part, ...]:
+        """The parts that it consists of, in order: by default itself alone."""
+        return (self,)
+
+    @property
     @abstractmethod
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights: parts with equal kinds launch the same kernels."""
@@ -76,9 +81,15 @@ class Mixer(Part):
 
     Attributes:
         scales: of what it keeps, where that can be in float8.
+        source_layer: the number of the layer whose KV cache it reads, if it keeps nothing itself.
     """
 
     scales: KVScales | None
+    source_layer: int | None = None
+
+    def read_from(self, source: Mixer) -> None:
+        """Takes the mixer of `source_layer`, before anything is bound."""
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -39,12 +39,19 @@ from aioinfer.layers.mixture import (
     MixtureConfig,
     MixtureShape,
     PlacedExperts,
+    RouterNorm,
     Routing,
 )
 from aioinfer.layers.mlp import MLP, GatedMLP
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.part_maker import PartMaker
+from aioinfer.layers.per_layer import (
+    make_per_layer_embedding,
+    make_per_layer_input,
+    make_stream_scale,
+)
 from aioinfer.layers.shards import Shard, Source, StackIndex, merged_sources
+from aioinfer.layers.shared_attention import make_shared_attention
 
 if TYPE_CHECKING:
     from aioinfer.layers.expert_stacks import StackedExperts
@@ -81,6 +88,7 @@ def make_mixture(
     router = ExpertRouter(
         f"{name}.{names.router}", routing, make.hidden_size, make.backend,
         make.backend.dtype if takes_stacked else torch.float32, f"{name}.{names.router_bias}",
+        _make_router_norm(make, f"{name}.{names.router}") if routing.has_own_norm else None,
     )  # fmt: skip
     gate = None
     if shape.is_shared_gated:
@@ -134,6 +142,12 @@ def make_biased_mixture(
 
 
 # -------------------------------------------------------------------- experts in plain torch
+
+
+def _make_router_norm(make: PartMaker, name: str) -> RouterNorm:
+    """Returns the norm of the router whose product is the checkpoint module `name`."""
+    scale = f"{name.rpartition('.')[0]}.scale"
+    return make.keep(RouterNorm(scale, make.hidden_size, make.norm_eps, make.backend))
 
 
 def _local_sources(
@@ -319,6 +333,10 @@ class LayerMaker(PartMaker):
 
     # functions, which take the maker as their first parameter
     attention = make_attention
+    shared_attention = make_shared_attention
+    per_layer_embedding = make_per_layer_embedding
+    per_layer_input = make_per_layer_input
+    stream_scale = make_stream_scale
     gated_delta_net = make_gated_delta_net
     kimi_delta_attention = make_kimi_delta_attention
     latent_attention = make_latent_attention

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from aioinfer.ipc.expert_placement import LayerPlacement
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.norm import RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, WeightShard
 
 #: Keeps the sum of scores from being zero, as DeepSeek-V3's published code does.
@@ -44,6 +45,8 @@ class Routing:
             experts may come from.
         group_best: a group's score is the sum of so many of its best experts': 2 in DeepSeek-V3, 1
             in V2.
+        has_own_norm: the router norms the residual stream itself, and the score of each expert that
+            is taken is multiplied with a number of the expert (Gemma 4).
     """
 
     num_experts: int
@@ -56,6 +59,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     group_best: int = 2
+    has_own_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,24 @@ def router_skew(routing: Routing) -> tuple[int, float] | None:
     return preferred, normal.inv_cdf(half / others) / normal.inv_cdf(half / preferred)
 
 
+class RouterNorm(RMSNorm):
+    """The norm of a router, whose weight is a checkpoint tensor divided by the square root of its
+    size.
+
+    Args:
+        name: of the tensor.
+        size, eps, backend: as in `RMSNorm`.
+    """
+
+    def weight_shards(self) -> NamedShards:
+        """Yields the tensor, which every rank has whole."""
+        yield self._name, WeightShard(self.weight)
+
+    def finalize(self) -> None:
+        """Divides the weight."""
+        self.weight.mul_(len(self.weight) ** -0.5)
+
+
 class ExpertRouter:
     """Selects the experts of each token, in float32; the same on every rank. Of equal scores the
     expert with the lower number is taken.
@@ -167,6 +189,10 @@ class ExpertRouter:
         backend: of the rank.
         dtype: of the weight, where kernels multiply it by activations of the same dtype.
         bias_name: of the checkpoint tensor of the bias for the selection, if there is one.
+        norm: of the residual stream, if it has one of its own.
+
+    Attributes:
+        expert_scales: float32 [num_experts], with such a norm; else None.
     """
 
     def __init__(
@@ -177,8 +203,9 @@ class ExpertRouter:
         backend: Backend,
         dtype: torch.dtype = torch.float32,
         bias_name: str = "",
+        norm: RouterNorm | None = None,
     ):
-        self.routing = routing
+        self.routing, self.norm = routing, norm
         self._name, self._bias_name = name, bias_name
         self._skew = router_skew(routing)
         shape = routing.num_experts, hidden_size
@@ -189,9 +216,15 @@ class ExpertRouter:
         self.logit_bias: torch.Tensor | None = None
         if routing.has_logit_bias:
             self.logit_bias = torch.zeros(routing.num_experts, device=backend.device)
+        self.expert_scales: torch.Tensor | None = None
+        if norm is not None:
+            self.expert_scales = torch.ones(routing.num_experts, device=backend.device)
 
     def weight_shards(self) -> NamedShards:
         """Yields where the checkpoint's tensors go."""
+        if self.expert_scales is not None:
+            name = f"{self._name.rpartition('.')[0]}.per_expert_scale"
+            yield name, WeightShard(self.expert_scales)
         yield f"{self._name}.weight", WeightShard(self.weight, skew=self._skew)
         if self.bias is not None:
             # ERNIE's has a dimension of length 1 more
@@ -212,6 +245,8 @@ class ExpertRouter:
         weights = scores.gather(1, experts)
         if routing.is_normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[experts]
         return weights * routing.scale, experts
 
     def _of_best_groups(self, scores: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,12 @@ class RMSNorm:
         return normed.to(x.dtype) * self.weight
 
 
+def norm_without_weight(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns an RMSNorm without a weight of x [..., size], computed in float32, in the dtype of
+    x."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
 class SplitRMSNorm(RMSNorm):
     """An RMSNorm of a dimension that is split over the ranks; see `norm_in_place`.
 

@@ -112,13 +112,15 @@ class PartMaker:
         self._max_len, self._served_len = max_len, served_len
         self._tables: dict[Any, RotaryTable] = {}
 
-    def embedding(self, name: str, vocab_size: int, *, scale: float = 1.0) -> Embedding:
-        """Returns the token embedding of the checkpoint module `name`."""
-        vocabulary = Vocabulary(vocab_size, self.backend.group)
+    def embedding(
+        self, name: str, vocab_size: int, *, scale: float = 1.0, size: int | None = None
+    ) -> Embedding:
+        """Returns the token embedding of the checkpoint module `name`, by default with as many
+        channels as the residual stream."""
         embedding = Embedding(
             name,
-            vocabulary,
-            self.hidden_size,
+            Vocabulary(vocab_size, self.backend.group),
+            size or self.hidden_size,
             self.backend,
             scale=scale,
             scheme=self._affine_scheme(name),

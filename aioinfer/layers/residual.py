@@ -28,6 +28,8 @@ class ResidualStream:
         backend: of the rank.
         partial: [T, hidden_size], this rank's part of a sum that is yet to be reduced.
         is_first: `hidden` has not been written yet; the reduced sum will be its first value.
+        side: [T, side_size], what parts of a model keep of each token beside the hidden states,
+            and read and write in place; None for nothing.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class ResidualStream:
         partial: torch.Tensor | None = None,
         *,
         is_first: bool = False,
+        side: torch.Tensor | None = None,
     ):
+        self.side = side
         self._hidden = hidden
         self._backend = backend
         self._partial = partial
@@ -45,6 +49,25 @@ class ResidualStream:
         self._is_first = is_first
         self._inputs: torch.Tensor | None = None
         self._normed: dict[Norm, torch.Tensor] = {}
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor, hidden_size: int, backend: Backend) -> ResidualStream:
+        """Returns the stream of `packed` [T, hidden_size + side_size], in whose memory it stays but
+        for hidden states with a side, which are copied: kernels take rows without gaps."""
+        if packed.shape[1] == hidden_size:
+            return cls(packed, backend)
+        hidden, side = packed[:, :hidden_size], packed[:, hidden_size:]
+        return cls(hidden.contiguous(), backend, side=side)
+
+    def packed(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns hidden states and side as one tensor [T, hidden_size + side_size].
+
+        Args:
+            out: to write to; by default a new tensor, or the hidden states if there is no side.
+        """
+        if self.side is None:
+            return self.hidden if out is None else out.copy_(self.hidden)
+        return torch.cat((self.hidden, self.side), dim=1, out=out)
 
     def __len__(self) -> int:
         return len(self._hidden)
@@ -79,6 +102,13 @@ class ResidualStream:
         yield
         self._inputs = None
         self._normed = {}
+
+    def branch(self) -> ResidualStream:
+        """Returns a stream of zeros whose parts read `inputs` as they are now."""
+        inputs = self.inputs
+        branch = ResidualStream(torch.zeros_like(inputs), self._backend)
+        branch._inputs = inputs
+        return branch
 
     def normed(self, norm: Norm | None) -> torch.Tensor:
         """Returns the norm of `inputs` [T, hidden_size]; without a norm `inputs` itself."""
@@ -143,6 +173,8 @@ class ResidualStream:
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the tokens `rows` (int32 [S]) alone."""
         self._hidden = self.hidden.index_select(0, rows)
+        if self.side is not None:
+            self.side = self.side.index_select(0, rows)
         if self._inputs is not None:
             self._inputs = self._inputs.index_select(0, rows)
             self._normed = {norm: x.index_select(0, rows) for norm, x in self._normed.items()}

@@ -4,6 +4,7 @@ queries and keys.
 The variants that stretch a model to longer texts change the wavelengths once, when the table is
 made: position interpolation ("linear", Chen et al. 2023), NTK-aware ("dynamic"), by parts ("yarn",
 Peng et al. 2023), a factor for each pair of channels ("longrope", Ding et al. 2024), and Llama 3's.
+"proportional" (Gemma 4) leaves the pairs with the longest wavelengths as they are.
 
 In transformers "dynamic" and "longrope" depend on the length of each text. Here they are settled
 for all texts at the start, since keys in the cache were rotated when they were written, and are not
@@ -55,8 +56,8 @@ class RopeConfig:
 
     Attributes:
         theta: the base of the wavelengths.
-        kind: "default", "linear", "llama3", "yarn", "dynamic" or "longrope"; "none" for no
-            rotation, where a layer cannot leave it out.
+        kind: "default", "linear", "llama3", "yarn", "dynamic", "longrope" or "proportional"; "none"
+            for no rotation, where a layer cannot leave it out.
         scaling: the other numbers of the configuration, by the names they have there.
         rotary_size: how many channels of a head are rotated, its first ones; None for all.
         interleaved: whether channels 2 i and 2 i + 1 of the checkpoint's heads are a pair (GPT-J's
@@ -211,6 +212,10 @@ def inverse_wavelengths(
     inverse = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inverse / scaling["factor"], 1.0
+    if rope.kind == "proportional":
+        rotated = int(scaling.get("partial_rotary_factor", 1.0) * rotary_size // 2)
+        inverse[rotated:] = 0
+        return inverse / scaling.get("factor", 1.0), 1.0
     if rope.kind == "llama3":
         return _llama3(inverse, scaling), 1.0
     if rope.kind == "yarn":

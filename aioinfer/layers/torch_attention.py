@@ -58,7 +58,12 @@ class TorchAttention:
         slopes: float32 [num_heads], of each query head how much a key's score falls with every
             token between the key and the query (ALiBi, Press et al. 2022), after scale and soft
             cap; or none.
+
+    Attributes:
+        is_read: whether later layers read the cache: a step then keeps what is written to it.
     """
+
+    is_read = False
 
     def __init__(
         self,
@@ -90,6 +95,22 @@ class TorchAttention:
         """
         inputs = step.inputs.groups[self._group]
         stored = cache.write(inputs.slot_mapping, keys, values)
+        if self.is_read:
+            step.memo[TorchAttention, id(cache)] = stored
+        return self._attend_all(queries, stored, cache, step)
+
+    def read(self, queries: torch.Tensor, cache: KVCache, step: Step) -> torch.Tensor:
+        """Returns [T, num_heads, head_size], where the cache is of an earlier layer, which
+        `is_read` and has written the step's keys and values; arguments as above."""
+        return self._attend_all(queries, step.memo[TorchAttention, id(cache)], cache, step)
+
+    def _attend_all(
+        self,
+        queries: torch.Tensor,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+        step: Step,
+    ) -> torch.Tensor:
         # a prompt that is computed whole attends to what later steps will read
         keys, values = cache.read(*stored, queries.dtype)
         gathers = self._gathers_of(step, cache, queries.dtype)

@@ -30,6 +30,7 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "dynamic": ("factor",),
     "longrope": ("factor", "short_factor", "long_factor"),
+    "proportional": (),
 }
 #: Other names of these variants.
 _ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
@@ -52,6 +53,8 @@ class DecoderConfig:
         unused_layers: how many layers behind the last one checkpoints have.
         state_heads: how many heads of layers with a state the ranks divide; 0 for no such layers.
         has_other_parts: whether checkpoints have parts beside the text model, which are not loaded.
+        kv_sources: of each layer, the layer whose KV cache it reads, or None if it has one; empty
+            where all have one.
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
@@ -74,6 +77,7 @@ class DecoderConfig:
     unused_layers: int = 0
     state_heads: int = 0
     has_other_parts: bool = False
+    kv_sources: tuple[int | None, ...] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -106,7 +110,7 @@ class DecoderConfig:
             "rope": rope,
             "windows": (None,) * config["num_hidden_layers"],
             "dtype": read_dtype(config),
-            "has_other_parts": bool(config.get("vision_config")),
+            "has_other_parts": bool(config.get("vision_config") or config.get("audio_config")),
         }
         read = cls(**{**fields, **cls.own_fields(config)})
         read._check()
@@ -173,11 +177,27 @@ class DecoderConfig:
 
     def check_pipeline_parallel(self, size: int) -> None:
         """Raises `ConfigError` unless each of `size` stages gets a layer."""
-        if size > self.num_layers:
+        most = len(self.stage_starts) + 1
+        if size > most:
+            layers = f"{self.num_layers} layer{'s' if self.num_layers > 1 else ''}"
+            if most < self.num_layers:
+                layers += ", of which some read the KV cache of others and stay in their stage"
             raise ConfigError(
-                f"parallel.pipeline_parallel_size = {size}, but this model has {self.num_layers} "
-                f"layer{'s' if self.num_layers > 1 else ''}: set it to {self.num_layers} or less"
+                f"parallel.pipeline_parallel_size = {size}, but this model has {layers}: set it to "
+                f"{most} or less"
             )
+
+    @property
+    def stage_starts(self) -> tuple[int, ...]:
+        """The layers with which a pipeline stage but the first may begin: no layer reads the KV
+        cache of a layer of another stage."""
+        inside = {
+            number
+            for reader, source in enumerate(self.kv_sources)
+            if source is not None
+            for number in range(source + 1, reader + 1)
+        }
+        return tuple(n for n in range(1, self.num_layers) if n not in inside)
 
     def _divides(self, size: int, expert_parallel: bool) -> bool:
         mixture = self.mixture
@@ -232,7 +252,9 @@ def read_rope(config: Mapping[str, Any], parameters: Mapping[str, Any] | None = 
     if kind not in _ROPE_KEYS:
         known = ", ".join(_ROPE_KEYS)
         raise ConfigError(f"the RoPE variant {kind!r} is not supported; these are: {known}")
-    rotated = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    rotated = config.get("partial_rotary_factor")
+    if kind != "proportional":  # which has angles for all channels
+        rotated = scaling.pop("partial_rotary_factor", None) or rotated
     max_len = config["max_position_embeddings"]
     original = (
         config.get("original_max_position_embeddings")
@@ -341,7 +363,7 @@ def _stretched_len(max_position_embeddings: int, rope: RopeConfig) -> int:
     """Returns the longest text for which a model's RoPE was stretched; configurations with Llama
     3's variant or longrope give it as it is."""
     scaling = rope.scaling or {}
-    if rope.kind in ("default", "llama3", "longrope"):
+    if rope.kind in ("default", "llama3", "longrope", "proportional"):
         return max_position_embeddings
     stretched = int(scaling["original_max_position_embeddings"] * scaling["factor"])
     return max(max_position_embeddings, stretched)

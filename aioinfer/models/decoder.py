@@ -41,6 +41,8 @@ class CausalLM(Protocol):
         backend: of the rank.
         vocabulary: which token ids this rank scores.
         hidden_size: of the residual stream.
+        stream_size: channels of a token that a pipeline stage gets from the stage before: of the
+            residual stream, and of its side (see `ResidualStream`).
         weights_bytes: of this rank's parameters, a tied one counted once: as they are stored until
             they are loaded, and then as the device holds them.
         kv_specs: what each layer of the whole model keeps in the KV cache; known once the model is
@@ -59,6 +61,7 @@ class CausalLM(Protocol):
     backend: Backend
     vocabulary: Vocabulary
     hidden_size: int
+    stream_size: int
     finishes_with_hidden_states: bool
     has_rotary_sections: bool
     weights_bytes: int
@@ -154,8 +157,8 @@ class CausalLM(Protocol):
         With `num_decodes` None this depends on the number of tokens only.
 
         Args:
-            out: [T, hidden_size] to write the stream to; by default a new tensor.
-            received: [T, hidden_size], for all stages of a pipeline but the first, the stream of
+            out: [T, stream_size] to write the stream to; by default a new tensor.
+            received: [T, stream_size], for all stages of a pipeline but the first, the stream of
                 the stage before, which may be written to.
             num_layers: compute only the first so many of these layers.
         """
@@ -164,7 +167,7 @@ class CausalLM(Protocol):
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """Computes the model's last layer. Returns hidden states before the last norm: [S,
         hidden_size] of the sampled rows, or [T, hidden_size] of a step without. A stage that does
-        not have the last layer returns the stream [T, hidden_size]."""
+        not have the last layer returns the stream [T, stream_size]."""
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -203,7 +206,7 @@ def describe_mixers(lacking: Sequence[str], block_size: int) -> str:
 
 
 def _counters_of(layers: Sequence[Layer]) -> list[ExpertCounter]:
-    counters = [part.counter for layer in layers for part in layer.parts]
+    counters = [leaf.counter for layer in layers for part in layer.parts for leaf in part.leaves]
     return [counter for counter in counters if counter is not None]
 
 
@@ -217,6 +220,8 @@ class DecoderModel:
         embedding, norm, head: by default of the names that most checkpoints have.
         positions: the table of models that learn an embedding of each position.
         layers_name: of the layers in the checkpoint.
+        side_size: channels of a token that parts keep beside the stream; a part of the first layer
+            makes them.
     """
 
     def __init__(
@@ -230,6 +235,7 @@ class DecoderModel:
         head: LMHead | None = None,
         positions: LearnedPositions | None = None,
         layers_name: str = "model.layers",
+        side_size: int = 0,
     ):
         self._make = make
         self._num_layers, self._unused_layers = config.num_layers, config.unused_layers
@@ -237,12 +243,16 @@ class DecoderModel:
         self.finishes_with_hidden_states = True
         self.backend = make.backend
         self.hidden_size = config.hidden_size
+        self.stream_size = config.hidden_size + side_size
         self._is_last = self.backend.is_last_stage
         embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
         self.embedding: Embedding | None = embedding
         self.vocabulary = embedding.vocabulary
-        self._select_layers(config.num_layers, layer, embedding)
+        #: Tensors of the checkpoint that this rank need not load, since other stages do.
+        self._elsewhere: set[str] = set()
+        self._select_layers(config, layer, embedding)
         self.layers = [layer(number) for number in self.layer_numbers]
+        self._connect_readers()
         self.has_rotary_sections = make.has_rotary_sections
         # all layers but the model's last
         self._first_layers = self.layers[:-1] if self._is_last else self.layers
@@ -250,7 +260,6 @@ class DecoderModel:
         self._positions, self._layers_name = positions, layers_name
         tied = config.tied_embeddings
         self.head: LMHead | None = head or make.head("lm_head", embedding, tied=tied)
-        self._elsewhere: set[str] = set()
         self._forget_ends(tied=tied)
         if self.backend.num_stages == 1:
             self.kv_specs = [layer.kv_specs for layer in self.layers]
@@ -259,6 +268,14 @@ class DecoderModel:
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
 
+    def _connect_readers(self) -> None:
+        """Gives mixers that read the KV cache of another layer the mixer of that layer."""
+        for layer in self.layers:
+            for mixer in layer.mixers:
+                if mixer.source_layer is not None:
+                    source = self.layers[mixer.source_layer - self.layer_numbers.start]
+                    mixer.read_from(source.mixers[0])
+
     def _find_scales(self) -> dict[int, KVScales]:
         """Returns the scales of the keys and values of the layers that keep any; states beside them
         have a dtype of their own."""
@@ -266,31 +283,33 @@ class DecoderModel:
             number: mixer.scales
             for number, layer in enumerate(self.layers)
             for mixer in layer.mixers
-            if mixer.scales is not None
+            if mixer.scales is not None and mixer.source_layer is None
         }
 
     def _select_layers(
-        self, num_layers: int, layer: Callable[[int], Layer], embedding: Embedding
+        self, config: DecoderConfig, layer: Callable[[int], Layer], embedding: Embedding
     ) -> None:
         """Finds out which layers this rank's stage has: stages that read about as many bytes in a
         step, with the embedding in the first and the head in the last."""
-        stages = self.backend.num_stages
+        num_layers, stages = config.num_layers, self.backend.num_stages
         self.layer_numbers = range(num_layers)
         self._earlier_counters: list[ExpertCounter] = []
         if stages == 1:
             return
-        layers, sizes = measure_layers(self._make, layer, num_layers)
-        self.kv_specs = [layer.kv_specs for layer in layers]
+        measured = measure_layers(self._make, layer, num_layers)
+        self.kv_specs = [each.layer.kv_specs for each in measured]
         itemsize = self.backend.dtype.itemsize
         costs = [
-            step_bytes(size, specs, itemsize)
-            for size, specs in zip(sizes, self.kv_specs, strict=True)
+            step_bytes(each.nbytes, specs, itemsize)
+            for each, specs in zip(measured, self.kv_specs, strict=True)
         ]
         # the head is as large as the embedding, tied or not
         head = whole_bytes(embedding.weight_shards()) // self.backend.group.size
-        divided = divide_layers(costs, stages, behind=head)
+        divided = divide_layers(costs, stages, behind=head, starts=config.stage_starts)
         self.layer_numbers = divided[self.backend.stage]
-        earlier = _counters_of(layers[: self.layer_numbers.start])
+        self._elsewhere.update(name for each in measured for name in each.tensors)
+        before = [each.layer for each in measured[: self.layer_numbers.start]]
+        earlier = _counters_of(before)
         self._earlier_counters = [counter.on(self.backend.device) for counter in earlier]
 
     def _forget_ends(self, *, tied: bool) -> None:
@@ -403,8 +422,8 @@ class DecoderModel:
 
     @property
     def _parts(self) -> Iterator[Part]:
-        """The parts of all layers, in order."""
-        return (part for layer in self.layers for part in layer.parts)
+        """The parts of all layers, in order, without parts that consist of others."""
+        return (leaf for layer in self.layers for part in layer.parts for leaf in part.leaves)
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""
@@ -444,21 +463,26 @@ class DecoderModel:
         num_layers: int | None = None,
     ) -> ResidualStream:
         """See `CausalLM.begin`."""
+        has_side = self.stream_size > self.hidden_size
         if received is None:
             assert self.embedding is not None
-            stream = self.embedding(step.inputs.input_ids, out)
+            stream = self.embedding(step.inputs.input_ids, None if has_side else out)
             if self._positions is not None:
                 stream.hidden.add_(self._positions(step.inputs.positions))
         else:
-            stream = ResidualStream(received if out is None else out.copy_(received), self.backend)
+            given = received if out is None or has_side else out.copy_(received)
+            stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
         for layer in self._first_layers[:num_layers]:
             layer(stream, step)
+        if has_side and out is not None:
+            stream.packed(out)
         return stream
 
     def finish(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish`."""
-        if self._is_last:
-            self.layers[-1](stream, step, is_last=True)
+        if not self._is_last:
+            return stream.packed()
+        self.layers[-1](stream, step, is_last=True)
         return stream.hidden
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

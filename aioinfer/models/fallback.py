@@ -145,7 +145,7 @@ class FallbackModel:
         self.layer_numbers = range(config.num_layers)
         self.finishes_with_hidden_states = False
         self.has_rotary_sections = False
-        self.hidden_size = config.hidden_size
+        self.hidden_size = self.stream_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())
         self.kv_specs: Sequence[Sequence[KVSpec]] = ()

@@ -91,6 +91,12 @@ _COUNTS = {
     "block_multiple_of": _Number(1, _INT32_MAX),
     "num_dense_layers": _Number(0, _MAX_LAYERS),
     "full_attention_interval": _Number(1, _MAX_LAYERS),
+    "global_head_dim": _Number(2, _MAX_HEADS),
+    "num_global_key_value_heads": _Number(1, _MAX_HEADS),
+    "num_kv_shared_layers": _Number(0, _MAX_LAYERS),
+    "hidden_size_per_layer_input": _Number(0, _INT32_MAX),
+    "vocab_size_per_layer_input": _Number(1, _INT32_MAX),
+    "top_k_experts": _Number(1, _MAX_EXPERTS),
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
@@ -126,6 +132,7 @@ _FLAGS = (
     "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx", "conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias",
     "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
+    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
 )  # fmt: skip
 _TEXTS = (
     "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",

@@ -9,10 +9,10 @@ H200, in a step of 128 rows of Qwen3-8B, it takes as long as 1.7 layers, and has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
-from math import prod
-from typing import TypeVar
+from math import inf, prod
+from typing import Generic, NamedTuple, TypeVar
 
 from aioinfer.ipc.kv_spec import KVSpec, StateSpec
 from aioinfer.layers.maker import LayerMaker
@@ -26,7 +26,13 @@ STEP_ROWS = 128
 STEP_KEYS = STEP_ROWS * 512
 
 
-def divide_layers(sizes: Sequence[int], num_stages: int, *, behind: int = 0) -> list[range]:
+def divide_layers(
+    sizes: Sequence[int],
+    num_stages: int,
+    *,
+    behind: int = 0,
+    starts: Collection[int] | None = None,
+) -> list[range]:
     """Returns the layers of each stage, contiguous and at least one, so that the stage with the
     most bytes has as few as possible; of several such divisions the one whose last stages are
     smallest.
@@ -35,20 +41,25 @@ def divide_layers(sizes: Sequence[int], num_stages: int, *, behind: int = 0) -> 
         sizes: bytes of each layer.
         num_stages: at most the number of layers.
         behind: bytes that the last stage has beside its layers.
+        starts: the layers with which a stage but the first may begin, at least one less than
+            stages; by default all.
     """
     count = len(sizes)
+    cuts = frozenset(range(1, count) if starts is None else starts)
     sums = [0, *accumulate(sizes)]
     # of the first layers divided among the stages so far: (largest stage, its ends)
-    best: list[tuple[int, tuple[int, ...]]] = [(total, ()) for total in sums]
+    best: list[tuple[float, tuple[int, ...]]] = [(total, ()) for total in sums]
     for stage in range(1, num_stages):
         extra = behind if stage == num_stages - 1 else 0
         best = [
             min(
-                (max(best[cut][0], sums[end] - sums[cut] + extra), (*best[cut][1], cut))
-                for cut in range(stage, end)
+                (
+                    (max(best[cut][0], sums[end] - sums[cut] + extra), (*best[cut][1], cut))
+                    for cut in range(stage, end)
+                    if cut in cuts
+                ),
+                default=(inf, ()),
             )
-            if end > stage
-            else (0, ())
             for end in range(count + 1)
         ]
     ends = *best[count][1], count
@@ -80,14 +91,28 @@ def step_bytes(weights: int, specs: Sequence[KVSpec], itemsize: int) -> int:
     return weights + sum(map(bytes_of, specs))
 
 
+class MeasuredLayer(NamedTuple, Generic[L]):
+    """A layer that is made without memory.
+
+    Attributes:
+        layer: itself.
+        nbytes: bytes of its weights on the first tensor-parallel rank: the same on every rank.
+        tensors: the names of its weights in the checkpoint.
+    """
+
+    layer: L
+    nbytes: int
+    tensors: tuple[str, ...]
+
+
 def measure_layers(
     make: LayerMaker, layer: Callable[[int], L], num_layers: int
-) -> tuple[list[L], list[int]]:
-    """Returns the layers of a model, made without memory, and the bytes of each one's weights on
-    the first tensor-parallel rank: the same on every rank."""
-    layers, sizes = [], []
+) -> list[MeasuredLayer[L]]:
+    """Returns the layers of a model, made without memory."""
+    layers = []
     for number in range(num_layers):
         with make.measuring() as measured:
-            layers.append(layer(number))
-        sizes.append(sum(shard.destination.nbytes for _, shard in measured))
-    return layers, sizes
+            made = layer(number)
+        nbytes = sum(shard.destination.nbytes for _, shard in measured)
+        layers.append(MeasuredLayer(made, nbytes, tuple(name for name, _ in measured)))
+    return layers

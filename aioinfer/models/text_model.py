@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4v": "Glm4ForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
@@ -54,7 +55,7 @@ _PREFIXES = (
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (
     "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
-    "multi_modal_projector.", "mm_projector.", "image_newline",
+    "multi_modal_projector.", "mm_projector.", "image_newline", "embed_vision.", "embed_audio.",
 )  # fmt: skip
 _ROPES = ("rope_scaling", "rope_parameters")
 

@@ -37,7 +37,7 @@ class Device:
         results: int32 [NUM_BUFFERS, rows] on the device, the sampled tokens of steps: of a row for
             each slot, and for each lookahead row that a step may have.
         index: which of these buffers the step has.
-        received: [tokens, hidden_size], the stream of the pipeline stage before; None without one.
+        received: [tokens, stream_size], the stream of the pipeline stage before; None without one.
     """
 
     def __init__(self, slots: Slots, kv: KVTensors, max_lookahead: int = 0):
@@ -60,7 +60,7 @@ class Device:
         return plan
 
     def hold(self, received: torch.Tensor) -> None:
-        """Makes hidden states [T, hidden_size] the beginning of `received`."""
+        """Makes a stream [T, stream_size] the beginning of `received`."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------- graphs
@@ -76,7 +76,7 @@ class Device:
         """Replays the graph of a step that only decodes: it samples all rows but `late` (int32 [M])
         by temperature and filters.
 
-        Returns the hidden states [S, hidden_size] of a pipeline stage that does not sample, or the
+        Returns the stream [S, stream_size] of a pipeline stage that does not sample, or the
         logits [S, local_size] of one that does; None for the other.
         """
         raise NotImplementedError

@@ -168,9 +168,9 @@ class GpuDevice(Device):
         plan: the plan of a decode step, which its graph reads.
         buffers: the inputs of a step.
         logits: [rows, shard_size] in the model's dtype, of the sampled rows of a step.
-        stream: [tokens, hidden_size], the output of the graphs of all layers but the last; empty
+        stream: [tokens, stream_size], the output of the graphs of all layers but the last; empty
             without such graphs.
-        decoded: [rows, hidden_size], the output of the graphs of decode steps, of a pipeline stage
+        decoded: [rows, stream_size], the output of the graphs of decode steps, of a pipeline stage
             that does not sample; None elsewhere.
         max_tokens: the maximum of a step.
         graphs: the captured steps; none before `GraphBodies.capture`.
@@ -194,7 +194,7 @@ class GpuDevice(Device):
         """
         super().__init__(slots, kv)
         device, rows, groups = slots.device, len(slots.tokens), len(slots.tables_by_group)
-        size, dtype = model.hidden_size, model.backend.dtype
+        size, dtype = model.stream_size, model.backend.dtype
         self.max_tokens = max(max_tokens, rows)
         self.plan = PlanBuffer(rows, rows * groups, device)
         self.buffers = StepBuffers(slots, rows, self.max_tokens)
@@ -207,6 +207,7 @@ class GpuDevice(Device):
             self.decoded = torch.zeros(rows, size, dtype=dtype, device=device)
         self.graphs = StepGraphs(self.plan, slots, looks_for_prefixes=model.backend.cascade)
         self._local_size, self._backend = model.vocabulary.local_size, model.backend
+        self._hidden_size = model.hidden_size
         self._needs_host_rows = not model.supports_prefill_graphs
         self._staging = Staging(device)
         self._staged: list[I32] = []
@@ -268,7 +269,7 @@ class GpuDevice(Device):
         if not size:
             return None
         self.graphs.mixed.replay(size)
-        return ResidualStream(self.stream[:num_tokens], self._backend)
+        return ResidualStream.unpacked(self.stream[:num_tokens], self._hidden_size, self._backend)
 
     def replay_idle(self) -> bool:
         """See `Device.replay_idle`."""

@@ -64,12 +64,12 @@ class Peers:
         memory = self.tp.symmetric_buffer(layout.nbytes)
         backend.all_reduce = AllReduce(memory, layout, hidden_size, backend.dtype)
 
-    def link_stages(self, hidden_size: int, dtype: torch.dtype) -> StageLinks | None:
+    def link_stages(self, stream_size: int, dtype: torch.dtype) -> StageLinks | None:
         """Returns the links to the other stages, with nothing on its way; None for one stage.
-        `hidden_size` and `dtype`: of the residual stream."""
+        `stream_size` and `dtype`: of the residual stream."""
         if self.pp.size > 1 and self._links is None:
             self._links = StageLinks(
-                self.groups, hidden_size, dtype, self._device, self._max_tokens
+                self.groups, stream_size, dtype, self._device, self._max_tokens
             )
         self.drain_stages()
         return self._links

@@ -163,15 +163,15 @@ class StageLinks:
     def __init__(
         self,
         groups: ProcessGroups,
-        hidden_size: int,
+        stream_size: int,
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
     ):
-        """`hidden_size` and `dtype`: of the residual stream. `max_tokens`: of a step."""
+        """`stream_size` and `dtype`: of the residual stream. `max_tokens`: of a step."""
         stage, size = groups.pp.rank, groups.pp.size
         self.is_first, self.is_last = stage == 0, stage == size - 1
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._stream_size, self._dtype, self._device = stream_size, dtype, device
         # the steps in flight, and one to spare
         self._depth = size + 2
         self._expected: deque[_ExpectedTokens] = deque()
@@ -201,7 +201,7 @@ class StageLinks:
     ) -> tuple[StageChannel, StageChannel]:
         from aioinfer.kernels.peer_messages import ChannelLayout, PeerChannel
 
-        row = self._hidden_size * self._dtype.itemsize
+        row = self._stream_size * self._dtype.itemsize
         hidden = ChannelLayout.of(0, _HIDDEN_SLOTS, max(max_tokens * row, _MIN_SLOT_BYTES))
         # the first stage takes tokens when it needs them, and `_depth` steps later at the latest
         tokens = ChannelLayout.of(hidden.end, self._depth + 2, max_tokens * 4)
@@ -239,11 +239,11 @@ class StageLinks:
     # ---------------------------------------------------------------- hidden states
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Returns the hidden states [T, hidden_size] of the stage before."""
-        return self._hidden.expect((num_tokens, self._hidden_size), self._dtype)()
+        """Returns the hidden states [T, stream_size] of the stage before."""
+        return self._hidden.expect((num_tokens, self._stream_size), self._dtype)()
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Sends the hidden states [T, hidden_size] to the next stage; they may be written to as
+        """Sends the hidden states [T, stream_size] to the next stage; they may be written to as
         soon as this returns."""
         self._hidden.send(hidden)
 

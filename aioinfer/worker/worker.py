@@ -326,7 +326,7 @@ class Worker:
         tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         model.bind(self._own_groups, kv.tensors, self.block_size, max_num_seqs, tokens)
-        links = self._peers.link_stages(model.hidden_size, self._backend.dtype)
+        links = self._peers.link_stages(model.stream_size, self._backend.dtype)
         works = StepWorks.load(Rank(model, slots, links, config), config.model.features)
         device: Device
         if uses_kernels:
