@@ -108,6 +108,31 @@ def test_stacks_of_experts_as_they_are_published(
         assert torch.equal(ours, other)
 
 
+def test_stacks_and_tensors_of_each_expert(wrappers: dict[str, Wrapper], tmp_path: Path) -> None:
+    """Qwen3.5-MoE is published with stacks [experts, out, in], and with layers that predict further
+    tokens; transformers writes a tensor for each expert's projection."""
+    folder = shutil.copytree(wrappers["qwen3_5_moe"].folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    layers = [f"model.language_model.layers.{number}.mlp.experts" for number in range(2)]
+
+    def stack(layer: str, *modules: str) -> torch.Tensor:
+        experts = [
+            torch.cat([tensors.pop(f"{layer}.{expert}.{module}.weight") for module in modules])
+            for expert in range(8)
+        ]
+        return torch.stack(experts)
+
+    for layer in layers:
+        tensors[f"{layer}.gate_up_proj"] = stack(layer, "gate_proj", "up_proj")
+        tensors[f"{layer}.down_proj"] = stack(layer, "down_proj")
+    assert not any(".mlp.experts.0." in name for name in tensors)
+    tensors["mtp.fc.weight"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors")
+    expected = logits_of(wrappers["qwen3_5_moe"].folder)
+    for ours, other in zip(logits_of(folder), expected, strict=True):
+        assert torch.equal(ours, other)
+
+
 def test_fields_of_the_text_model_among_the_wrapper_s(
     wrappers: dict[str, Wrapper], tmp_path: Path
 ) -> None:

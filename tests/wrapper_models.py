@@ -44,6 +44,21 @@ def _rope(*section: int, **others: float) -> dict[str, Any]:
     return {"rope_parameters": {**parameters, **others}}
 
 
+_GEMMA = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+    "num_kv_shared_layers": 2, "sliding_window": 9, "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0,
+}  # fmt: skip
+_AUDIO = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32,
+    "subsampling_conv_channels": [8, 4],
+}  # fmt: skip
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    **_rope(1, 1, 2, partial_rotary_factor=0.5),
+}  # fmt: skip
 #: Of each wrapper: the name of its class, and the fields of its text model, tower and own.
 WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
@@ -55,6 +70,12 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         },
         _TOWER,
         {"mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {**_GEMMA, "global_head_dim": 32, "use_double_wide_mlp": True},
+        {**_TOWER, "head_dim": 16},
+        {"audio_config": _AUDIO},
     ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
@@ -84,6 +105,19 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         "Qwen3VLMoeForConditionalGeneration",
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, **_rope(2, 3, 3)},
         {**_DEEP_TOWER, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", _DELTA_NET, _DEEP_TOWER, {}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            **_DELTA_NET,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+        },
+        _DEEP_TOWER,
         {},
     ),
     "glm4v": (
@@ -122,7 +156,7 @@ def save_wrapper(name: str, folder: Path) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
-    randomize(model, offset=1.0 if name == "gemma3" else 0.0)
+    randomize(model, offset=1.0 if name in ("gemma3", "qwen3_5", "qwen3_5_moe") else 0.0)
     model.save_pretrained(folder)
     if name == "kimi_k25":  # transformers reads published names, and writes others
         rename(folder, lambda tensor: tensor.replace("model.blocks.", "model.layers."))

@@ -359,9 +359,9 @@ class DecoderModel:
         if name.endswith(() if quantization is None else tuple(quantization.unused)):
             return True
         others = *range(own.start), *range(own.stop, self._num_layers + self._unused_layers)
-        return name in self._elsewhere or name.startswith(
-            tuple(f"{self._layers_name}.{number}." for number in others)
-        )
+        # layers that predict further tokens (multi-token prediction) are not loaded
+        unused = ("mtp.", *(f"{self._layers_name}.{number}." for number in others))
+        return name in self._elsewhere or name.startswith(unused)
 
     def bind(
         self,

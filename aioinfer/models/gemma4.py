@@ -129,7 +129,8 @@ class Gemma4Config(SharedKVConfig):
         Pictures, whose tokens alone attend in both directions with "vision", are not read."""
         if config.get("use_bidirectional_attention") == "all":
             raise ConfigError("use_bidirectional_attention: only causal models are supported")
-        config = {**cls.DEFAULTS, **config, "use_bidirectional_attention": None}
+        given = {name: value for name, value in config.items() if value is not None}
+        config = {**cls.DEFAULTS, **given, "use_bidirectional_attention": None}
         by_layer = config.pop("per_layer_config", None)
         if isinstance(by_layer, Mapping) and by_layer:
             shape, *others = by_layer.values()
@@ -182,11 +183,13 @@ class Gemma4Config(SharedKVConfig):
 
 def _read_mixture(config: Mapping[str, Any]) -> MixtureShape:
     """Reads the experts."""
-    experts, top_k = config["num_experts"], config["top_k_experts"]
+    names = "num_experts", "top_k_experts", "moe_intermediate_size"
+    experts, top_k, size = map(config.get, names)
+    if experts is None or top_k is None or size is None:
+        raise ConfigError(f"enable_moe_block needs {', '.join(names)}")
     if top_k > experts:
         raise ConfigError(f"top_k_experts = {top_k} exceeds the {experts} experts")
-    routing = Routing(experts, top_k, has_own_norm=True)
-    return MixtureShape(routing, config["moe_intermediate_size"], is_stacked=True)
+    return MixtureShape(Routing(experts, top_k, has_own_norm=True), size, is_stacked=True)
 
 
 class Gemma4Model(DecoderModel):

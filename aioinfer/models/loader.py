@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ def load_weights(
             _skew([shard for _, shard in shards])
     else:
         located = locate_tensors(folder)
+        shards = [_as_stored(name, shard, located) for name, shard in shards]
         known = {*(name for name, _ in shards), *_OTHERS}
         others = [
             name
@@ -91,6 +93,29 @@ def load_weights(
         _load_safetensors(
             shards, folder, located, on_progress, total, lambda n: n in zeros or is_unused(n)
         )
+
+
+def _as_stored(
+    name: str, shard: WeightShard, located: Mapping[str, StoredTensor]
+) -> tuple[str, WeightShard]:
+    """Returns a shard of a stack of experts as a shard of one expert's tensor, if the checkpoint
+    has such instead of the stack: of Qwen3.5-MoE there are both kinds. Gates and ups, which a stack
+    has one after the other, then have tensors of their own."""
+    stack, total = shard.stack, shard.total
+    if stack is None or name in located:
+        return name, shard
+    experts, _, module = name.rpartition(".")
+    start = shard.start
+    if module == "gate_up_proj" and total is not None:
+        total //= 2
+        module = "up_proj" if start >= total else "gate_proj"
+        start %= total
+    found = f"{experts}.{stack.number}.{module}.weight"
+    if found not in located:
+        return name, shard
+    # a stack is [experts, in, out], and an expert's tensor [out, in]
+    one = replace(shard, destination=shard.destination.t(), dim=1 - shard.dim, stack=None)
+    return found, replace(one, start=start, total=total)
 
 
 def _fill_at_random(
