@@ -17,7 +17,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.gemma4 import Gemma4Config, read_kv_sources
 from aioinfer.models.registry import build_model, load_model_config
-from tests.test_models import GEMMA4_31B
+from tests.test_models import GEMMA4_31B, GEMMA4_EXPERTS
 from tests.tiny_models import tiny_model
 
 META = torch.device("meta")
@@ -104,7 +104,7 @@ def test_the_fields_of_published_files(tmp_path: Path) -> None:
         ({"per_layer_config": {"2": {"head_dim": 8}, "4": {}}}, "all of its layers the same"),
         ({"per_layer_config": {"2": 3}}, "all of its layers the same"),
         (
-            {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3},
+            {**GEMMA4_EXPERTS, "num_experts": 2},
             "top_k_experts = 3 exceeds the 2 experts",
         ),
         ({"enable_moe_block": True}, "enable_moe_block needs num_experts, top_k_experts"),

@@ -156,6 +156,9 @@ def _local_sources(
     """Returns this rank's channels of its experts, which lie below the checkpoint module `name`;
     enters the modules of the others."""
     local, channels, total = placed.local_experts, placed.channels, shape.routing.num_experts
+    others = sorted(set(range(total)).difference(local))
+    modules = [module for module in names.projections if module]
+    make.add_elsewhere(f"{name}.{number}.{module}" for number in others for module in modules)
     if shape.is_stacked:
         indices = [StackIndex(number, total, shape.is_out_first) for number in local]
         return [_stacked_sources(make, name, names.stacked, index, channels) for index in indices]
@@ -164,8 +167,6 @@ def _local_sources(
         _expert_sources(f"{name}.{number}", names.projections, channels, size)
         for number in range(total)
     ]
-    others = set(range(total)).difference(local)
-    make.add_elsewhere(source.name for number in others for source in every[number])
     return [every[number] for number in local]
 
 

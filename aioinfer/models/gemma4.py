@@ -189,7 +189,8 @@ def _read_mixture(config: Mapping[str, Any]) -> MixtureShape:
         raise ConfigError(f"enable_moe_block needs {', '.join(names)}")
     if top_k > experts:
         raise ConfigError(f"top_k_experts = {top_k} exceeds the {experts} experts")
-    return MixtureShape(Routing(experts, top_k, has_own_norm=True), size, is_stacked=True)
+    routing = Routing(experts, top_k, has_own_norm=True)
+    return MixtureShape(routing, size, is_stacked=True, is_out_first=True)
 
 
 class Gemma4Model(DecoderModel):

@@ -113,9 +113,10 @@ def _as_stored(
     found = f"{experts}.{stack.number}.{module}.weight"
     if found not in located:
         return name, shard
-    # a stack is [experts, in, out], and an expert's tensor [out, in]
-    one = replace(shard, destination=shard.destination.t(), dim=1 - shard.dim, stack=None)
-    return found, replace(one, start=start, total=total)
+    one = replace(shard, start=start, total=total, stack=None)
+    if not stack.is_out_first:  # an expert's tensor is [out, in]
+        one = replace(one, destination=shard.destination.t(), dim=1 - shard.dim)
+    return found, one
 
 
 def _fill_at_random(

@@ -52,10 +52,8 @@ def read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
     )
     # quantizers write a tensor for each expert
     is_wide = not config.get("quantization_config")
-    kind = config.get("model_type")
-    is_stacked = kind == "qwen3_vl_moe_text" or (
-        kind == "qwen3_5_moe_text" and "vision_config" in config
-    )
+    is_out_first = config.get("model_type") == "qwen3_5_moe_text"
+    is_stacked = is_out_first or config.get("model_type") == "qwen3_vl_moe_text"
     return MixtureShape(
         routing,
         config["moe_intermediate_size"],
@@ -63,6 +61,7 @@ def read_mixture(config: Mapping[str, Any], shared_size: int) -> MixtureShape:
         is_shared_gated=shared_size > 0,
         dense_layers=frozenset(dense),
         is_stacked=is_stacked and is_wide,
+        is_out_first=is_out_first,
     )
 
 
