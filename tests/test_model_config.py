@@ -83,7 +83,7 @@ NARROW_HEADS = (
 )  # fmt: skip
 SINGLE_HEADS = ("gpt2", "opt")
 #: Families of which some layers read the KV cache of earlier ones: a small model takes five.
-SHARED_KV = ("gemma4_text",)
+SHARED_KV = ("gemma3n_text", "gemma4_text")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in OTHER_HEADS])

@@ -118,6 +118,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma3n": ("gemma3n_text", {}),
+    "gemma3n three streams": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "intermediate_size": [96, 64, 96, 32, 96],
+            "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": 100,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma4": ("gemma4_text", {}),
     "gemma4 31B": ("gemma4_text", GEMMA4_31B),
     "gemma4 26B": ("gemma4_text", GEMMA4_31B | GEMMA4_EXPERTS),

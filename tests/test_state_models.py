@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron experts of latents": ("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
     # groups of two head sizes, windows, and layers that read the cache of others
     "gemma4": ("gemma4_text", {}),
+    "gemma3n": ("gemma3n_text", {}),
 }
 
 

@@ -28,6 +28,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
@@ -106,6 +108,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "falcon_h1": (FalconH1Config, FalconH1ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3n_text": (Gemma3nTextConfig, Gemma3nForCausalLM),
     "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
@@ -261,6 +264,16 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2,
+        "sliding_window": 9,
+        "hidden_size_per_layer_input": 12,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.7, 0.0, 0.0, 0.5, 0.0],
+        "final_logit_softcapping": 10.0,
+    },
     # the last two layers read the keys and values of the two before them
     "gemma4_text": {
         "num_hidden_layers": 5,
@@ -359,8 +372,8 @@ def tiny_model(
         **_FIELDS.get(family, {}),
         **fields,
     }
-    if family == "gemma4_text":
-        given["vocab_size_per_layer_input"] = vocab_size
+    if family in ("gemma3n_text", "gemma4_text"):
+        given.setdefault("vocab_size_per_layer_input", vocab_size)
     if family in ("falcon", "kimi_linear"):  # which compute it
         del given["head_dim"]
     config = config_class(**given)
@@ -392,7 +405,7 @@ def randomize(model: Any, offset: float = 0.0) -> None:
             torch.nn.init.uniform_(parameter, -bound, bound)
         elif "norm" in name or ".ln_" in name:
             torch.nn.init.uniform_(parameter, 0.5 - offset, 1.5 - offset)
-        elif name.endswith(("router.scale", "per_expert_scale")):
+        elif name.endswith(("router.scale", "per_expert_scale", "correct_output_scale")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):

@@ -9,7 +9,9 @@ projection of all experts in one tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +44,7 @@ from aioinfer.layers.mixture import (
     RouterNorm,
     Routing,
 )
-from aioinfer.layers.mlp import MLP, GatedMLP
+from aioinfer.layers.mlp import MLP, GatedMLP, SparseGatedMLP
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.part_maker import PartMaker
 from aioinfer.layers.per_layer import (
@@ -359,6 +361,7 @@ class LayerMaker(PartMaker):
         projections: Modules = ("gate_proj", "up_proj", "down_proj"),
         merged: str | None = None,
         gate_scale: float = 1.0,
+        sparsity: float = 0.0,
     ) -> GatedMLP:
         """Returns the gated MLP of the checkpoint module `name`.
 
@@ -370,11 +373,15 @@ class LayerMaker(PartMaker):
             projections: the modules of gate, up and down.
             merged: the module that holds gate and up together in the checkpoint, if one does.
             gate_scale: multiplied with the gate, before the activation.
+            sparsity: as in `SparseGatedMLP`; 0 for none.
         """
         shard = row_shard(intermediate_size, self.backend)
         sources = merged_sources(name, projections[:2], (shard, shard), merged)
         sources[0] = replace(sources[0], scale=gate_scale)
-        mlp = GatedMLP(
+        kind: Callable[..., GatedMLP] = GatedMLP
+        if sparsity:
+            kind = partial(SparseGatedMLP, total=intermediate_size, sparsity=sparsity)
+        mlp = kind(
             self.column(sources, bias=bias),
             self.row(f"{name}.{projections[2]}", shard, bias=bias),
             shard.size,

@@ -4,8 +4,11 @@ down(activation(gate x) * up x)."""
 from __future__ import annotations
 
 from collections.abc import Hashable
+from statistics import NormalDist
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import ACTIVATIONS
@@ -134,3 +137,43 @@ class GatedMLP(Part):
         """See `Part`."""
         gated = self.gate_up.of_normed(stream, self._norm, self._activation)
         self.down.add_to(stream, gated, norm=self._post_norm, scale=self._residual_scale)
+
+
+class SparseGatedMLP(GatedMLP):
+    """A gated MLP in which few channels are active: from each gate is taken what about a part
+    `sparsity` of a token's gates does not exceed, if these are normally distributed, and what is
+    left is 0 at least (the statistical top-k of Gemma 3n).
+
+    Args:
+        total: channels of all ranks together.
+        sparsity: the part, above 0 and below 1.
+        others: as in `GatedMLP`.
+    """
+
+    def __init__(self, *others: Any, total: int, sparsity: float, backend: Backend, **options: Any):
+        super().__init__(*others, backend=backend, **options)
+        self.gate_up.weight.gate = ""  # the product is of gates that are not activated
+        self._group, self._total = backend.group, total
+        self._deviations = NormalDist().inv_cdf(sparsity)
+
+    def warm_up(self, hidden_size: int) -> None:
+        """See `Part.warm_up`."""
+        self.gate_up.warm_up(self._norm)
+        self.down.warm_up()
+
+    def __call__(self, stream: ResidualStream, step: Step) -> None:
+        """See `Part`."""
+        gate, up = self.gate_up.of_normed(stream, self._norm).chunk(2, dim=-1)
+        gated = ACTIVATIONS[self._activation](self._cut(gate)).mul_(up)
+        self.down.add_to(stream, gated, norm=self._post_norm, scale=self._residual_scale)
+
+    def _cut(self, gate: torch.Tensor) -> torch.Tensor:
+        """Returns gates [T, channels] less the cutoff, and at least 0."""
+        wide = gate.float()
+        mean = self._mean(wide)
+        deviation = self._mean((wide - mean).square_()).sqrt_()
+        return F.relu(wide - (mean + self._deviations * deviation)).to(gate.dtype)
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the mean over the channels of all ranks [T, 1] of x [T, channels]."""
+        return self._group.all_reduce(x.sum(-1, keepdim=True)) / self._total

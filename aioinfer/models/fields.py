@@ -97,6 +97,9 @@ _COUNTS = {
     "hidden_size_per_layer_input": _Number(0, _INT32_MAX),
     "vocab_size_per_layer_input": _Number(1, _INT32_MAX),
     "top_k_experts": _Number(1, _MAX_EXPERTS),
+    "laurel_rank": _Number(1, _INT32_MAX),
+    "altup_num_inputs": _Number(1, 64),
+    "altup_active_idx": _Number(0, 63),
 }
 _FLOATS = {
     "rms_norm_eps": _Number(0, 1),
@@ -132,7 +135,7 @@ _FLAGS = (
     "do_layer_norm_before", "layer_norm_elementwise_affine", "scale_attn_weights",
     "scale_attn_by_inverse_layer_idx", "conv_bias", "block_auto_adjust_ff_dim", "use_expert_bias",
     "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
-    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
+    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "altup_correct_scale",
 )  # fmt: skip
 _TEXTS = (
     "hidden_act", "hidden_activation", "dtype", "torch_dtype", "topk_method", "scoring_func",

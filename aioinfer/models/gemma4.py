@@ -14,6 +14,7 @@ from aioinfer.layers.attention import Attention, QKNorms
 from aioinfer.layers.layer import Layer, Part
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
+from aioinfer.layers.norm import Norm
 from aioinfer.layers.normed_sum import NormedSum
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_ropes, read_windows
@@ -45,7 +46,8 @@ class SharedKVConfig(DecoderConfig):
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the windows, the ropes, and which layers read the keys and values of others."""
         windows = read_windows(config, cls.EVERY)
-        rope, local_rope = read_ropes(config, 1_000_000.0, 10_000.0)
+        theta = config.get("rope_theta") or 1_000_000.0
+        rope, local_rope = read_ropes(config, theta, config.get("rope_local_base_freq") or 10_000.0)
         return {
             "windows": windows,
             "kv_sources": read_kv_sources(windows, config["num_kv_shared_layers"] or 0),
@@ -81,14 +83,14 @@ def read_kv_sources(windows: Sequence[int | None], num_readers: int) -> tuple[in
 
 
 def make_shared_kv_attention(
-    config: SharedKVConfig, make: LayerMaker, prefix: str, number: int, **options: Any
+    config: SharedKVConfig, make: LayerMaker, prefix: str, number: int, norm: Norm, **options: Any
 ) -> Attention:
     """Returns the attention of layer `number`: over its own keys and values, or those of another
-    layer; `options` as in `LayerMaker.attention`."""
+    layer; `norm` and `options` as in `LayerMaker.attention`."""
     name, source = f"{prefix}.self_attn", config.kv_sources[number]
     given = {
         **config.attention_shape(number),
-        "norm": make.norm(f"{prefix}.input_layernorm"),
+        "norm": norm,
         "post_norm": make.norm(f"{prefix}.post_attention_layernorm"),
         "bias": config.bias,
         "output_bias": config.bias,
@@ -224,10 +226,11 @@ class Gemma4Model(DecoderModel):
             projections = ("q_proj", "k_proj", "v_proj", "o_proj")
             if config.keys_as_values and config.windows[number] is None:
                 projections = ("q_proj", "k_proj", "k_proj", "o_proj")
-            parts: list[Part] = [
-                make_shared_kv_attention(config, make, prefix, number, projections=projections),
-                mlp(prefix, number),
-            ]
+            norm = make.norm(f"{prefix}.input_layernorm")
+            attention = make_shared_kv_attention(
+                config, make, prefix, number, norm, projections=projections
+            )
+            parts: list[Part] = [attention, mlp(prefix, number)]
             if size and number == 0:
                 count = config.num_layers
                 first = make.per_layer_embedding("model", config.per_layer_vocab_size, count, size)

@@ -29,6 +29,7 @@ MODULES = [
     "falcon_h1",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "glm4",
     "glm4_moe",

@@ -17,6 +17,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "glm4v": "Glm4ForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
