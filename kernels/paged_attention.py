@@ -22,7 +22,7 @@ from aioinfer.kernels.prefill_hopper import launch_prefill_hopper, supports
 from aioinfer.kernels.prefill_plan import PrefillPlan
 from aioinfer.kernels.projection import Projection
 
-HEAD_SIZES = (64, 96, 128, 256)
+HEAD_SIZES = (64, 96, 128, 256, 512)
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -78,7 +78,7 @@ def paged_attention(
     read then.
 
     Args:
-        q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of 64, 96, 128, 256.
+        q: [T, Hq, D], bf16, fp16 or fp32, heads contiguous; D one of `HEAD_SIZES`.
         k_cache, v_cache: [num_blocks, block_size, Hkv, D] with this step's keys and values written;
             q's dtype or float8 (e4m3).
         block_tables: int32 [R, max_blocks]; entries past a row's length are not read.

@@ -40,6 +40,8 @@ class PrefillConfig:
 
 def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
     """Returns the configuration for queries of this head size and bytes an element."""
+    if head_size > 256:  # twice the warps: a row's sums take 512 registers
+        return PrefillConfig(32, 16, 8, 1) if element_size == 4 else PrefillConfig(64, 32, 8, 2)
     if element_size == 4:
         return PrefillConfig(32, 16 if head_size > 128 else 32, 4, 1)
     return PrefillConfig(64, 32, 4, 2) if head_size > 128 else PrefillConfig(128, 64, 8, 2)

@@ -29,8 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOAT8_MAX = _FLOAT8_MAX.value
 #: A program computes so many heads of a token, even where there are fewer KV heads: twice as many
-#: programs take twice as long.
+#: programs take twice as long. Of wider heads than 256 channels it computes fewer.
 _HEADS = 8
+_MAX_CHANNELS = 2048
 
 
 @triton.jit
@@ -133,6 +134,11 @@ def _qk_norm_rope_cache_kernel(
             tl.store(cache.k + place, to_cache_dtype(x, cache.k), mask & (slot >= 0))
 
 
+def heads_of_program(num_heads: int, shape: HeadShape) -> int:
+    """Returns how many heads of a token a program computes."""
+    return min(_HEADS, triton.next_power_of_2(num_heads), max(1, _MAX_CHANNELS // shape.pad))
+
+
 def qk_norm_rope_cache(
     projection: Projection,
     slot_mapping: torch.Tensor,
@@ -184,7 +190,7 @@ def qk_norm_rope_cache(
         out = torch.empty((tokens, num_q_heads, shape.size), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return out
-    heads = min(_HEADS, triton.next_power_of_2(num_q_heads))
+    heads = heads_of_program(num_q_heads, shape)
     grid = (tokens, triton.cdiv(num_q_heads, heads) + 2 * triton.cdiv(shape.kv_heads, heads))
     _qk_norm_rope_cache_kernel[grid](
         qkv, out, qkv.stride(0), out.stride(0), projection.positions, projection.axis_stride,
@@ -218,10 +224,11 @@ def rotated_queries(
     out = torch.empty((tokens, num_heads, size), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    heads = min(_HEADS, triton.next_power_of_2(num_heads))
+    shape = HeadShape.of(num_heads, k_cache)
+    heads = heads_of_program(num_heads, shape)
     _rotated_queries_kernel[(tokens, triton.cdiv(num_heads, heads))](
         q, out, q.stride(0), out.stride(0), projection.positions, projection.axis_stride,
-        rotation.arguments, num_heads, SHAPE=HeadShape.of(num_heads, k_cache),
-        ROTATION=rotation.config, HEADS=heads, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        rotation.arguments, num_heads, SHAPE=shape, ROTATION=rotation.config,
+         HEADS=heads, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

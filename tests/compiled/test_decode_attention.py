@@ -17,7 +17,11 @@ from aioinfer.kernels.decode_attention import DecodeTiles, _decode_kernel, merge
 from aioinfer.kernels.decode_plan import PLAN_FIELDS, Parts, decode_config
 from aioinfer.kernels.prefill_attention import _prefill_kernel, prefill_config
 from aioinfer.kernels.projection import Rotation
-from aioinfer.kernels.qk_norm_rope_cache import _qk_norm_rope_cache_kernel
+from aioinfer.kernels.qk_norm_rope_cache import (
+    _qk_norm_rope_cache_kernel,
+    _rotated_queries_kernel,
+    heads_of_program,
+)
 
 from tests.compiled.hopper import SHARED_MEMORY, compile_call
 
@@ -104,6 +108,42 @@ def test_rotations_of_all_kinds_compile(rotation: Rotation) -> None:
         HEADS=8, PDL=True,
     )  # fmt: skip
     assert "st.global" in kernel.asm["ptx"]
+
+
+def test_heads_of_512_compile() -> None:
+    """As Gemma 4 has them: norms of queries, keys and values; queries alone, whose keys another
+    layer has written; decodes and prefills."""
+    arguments = decode_arguments(4, 512, projected=True)
+    rotation = Rotation(torch.empty(1, 512), empty(), empty(), value_norm_eps=1e-6)
+    arguments |= {"rotation": rotation.arguments, "ROTATION": rotation.config}
+    shape = arguments["SHAPE"]
+    kernel = compile_call(_decode_kernel, decode_config(512, 2), **arguments)
+    assert kernel.metadata.shared < SHARED_MEMORY
+    one_warp = SimpleNamespace(num_warps=1, num_stages=3)
+    shared = {
+        "positions": empty(torch.int32), "axis_stride": 0, "rotation": rotation.arguments,
+        "SHAPE": shape, "ROTATION": rotation.config, "PDL": True,
+        "HEADS": heads_of_program(32, shape),
+    }  # fmt: skip
+    written = compile_call(
+        _qk_norm_rope_cache_kernel, one_warp, **shared, qkv=arguments["q"], q_out=arguments["out"],
+        qkv_stride=6144, q_stride=4096, slot_mapping=empty(torch.int64), cache=arguments["cache"],
+    )  # fmt: skip
+    assert "rsqrt" in written.asm["ptx"]
+    queries = compile_call(
+        _rotated_queries_kernel, one_warp, **shared, q=arguments["q"], q_out=arguments["out"],
+        q_stride=4096, out_stride=4096, num_heads=32,
+    )  # fmt: skip
+    assert "st.global" in queries.asm["ptx"]
+    names = ("q", "out", "q_stride", "out_stride", "block_tables", "table_stride", "seq_lens",
+             "plan", "cache", "scores", "SHAPE")  # fmt: skip
+    for narrow in (2, 4):
+        config = prefill_config(512, narrow)
+        kernel = compile_call(
+            _prefill_kernel, config, **{name: arguments[name] for name in names},
+            query_starts=empty(torch.int32), ROWS=config.rows, TILE=config.tile, WINDOW=0, PDL=True,
+        )  # fmt: skip
+        assert kernel.metadata.shared < SHARED_MEMORY
 
 
 @pytest.mark.parametrize("is_float8", [False, True])

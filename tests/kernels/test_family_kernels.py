@@ -20,6 +20,24 @@ SIZES = {"vocab_size": 100, "hidden_size": 128, "head_dim": 64, "num_attention_h
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
+    # layers that read the cache of others, norms of values, two head sizes, keys as values
+    "gemma4": ("gemma4_text", {"global_head_dim": 128}),
+    "gemma4 keys as values": (
+        "gemma4_text",
+        {
+            "global_head_dim": 128,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gemma3n": ("gemma3n_text", {}),
     "phi3": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
