@@ -20,7 +20,7 @@ from aioinfer.kernels.norm import add_parts, add_parts_rms_norm, add_rms_norm, r
 from aioinfer.kernels.paged_attention import make_prefill_plan, paged_attention
 from aioinfer.kernels.prefill_plan import plan_prefill
 from aioinfer.kernels.projection import Projection, Rotation
-from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache
+from aioinfer.kernels.qk_norm_rope_cache import qk_norm_rope_cache, rotated_queries
 from references import (
     add_rms_norm_reference,
     gated_activation_reference,
@@ -96,6 +96,7 @@ class RotationCase:
         normed, norm_last: whether they are normed, and after the rotation.
         sections: of the pairs of channels, for three positions a token.
         moved: whether RoPE has positions of its own; with sections always.
+        values_normed: whether values are normed, without a weight.
     """
 
     size: int
@@ -103,6 +104,7 @@ class RotationCase:
     norm_last: bool = False
     sections: Sections | None = None
     moved: bool = False
+    values_normed: bool = False
 
     @property
     def axes(self) -> torch.Tensor | None:
@@ -123,16 +125,20 @@ class RotationCase:
         angles = torch.rand(max_pos, self.size // 2, device=device) * 6.3
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1) if self.size else None
         weights = [normal(head_size, dtype=dtype, device=device) for _ in range(2 * self.normed)]
-        return Rotation(cos_sin, *weights, sections=self.sections, norm_last=self.norm_last)
+        return Rotation(
+            cos_sin, *weights, sections=self.sections, norm_last=self.norm_last,
+            value_norm_eps=1e-6 if self.values_normed else None,
+        )  # fmt: skip
 
     def reference_options(self, rotation: Rotation, device: str) -> dict[str, Any]:
         """Returns the arguments for `qk_norm_rope_cache_reference`."""
-        cos_sin, _, *weights, _ = rotation.arguments
+        arguments = rotation.arguments
+        cos_sin, weights = arguments.cos_sin, (arguments.q_weight, arguments.k_weight)
         q_weight, k_weight = (None if w is None else w.double() for w in weights)
         return {
             "cos_sin": torch.empty(2**16, 0, device=device) if cos_sin is None else cos_sin,
             "q_weight": q_weight, "k_weight": k_weight, "axes": self.axes,
-            "norm_last": self.norm_last,
+            "norm_last": self.norm_last, "values_normed": self.values_normed,
         }  # fmt: skip
 
 
@@ -144,6 +150,7 @@ ROTATIONS = [
     RotationCase(64, normed=True, moved=True),
     RotationCase(64, normed=True, sections=Sections(16, 8, 8)),
     RotationCase(32, sections=Sections(6, 5, 5, is_interleaved=True)),
+    RotationCase(64, normed=True, values_normed=True),
 ]
 
 
@@ -327,8 +334,8 @@ def qk_norm_rope(
     device: str,
     cache_dtype: torch.dtype | None = None,
 ) -> list[Pair]:
-    """Runs `qk_norm_rope_cache` with one token of padding. Returns q and what is read from the
-    whole caches, the entries that must not be written included."""
+    """Runs `qk_norm_rope_cache` with one token of padding, and `rotated_queries`. Returns q of
+    both, and what is read from the whole caches, the entries that must not be written included."""
     block_size, blocks = 16, tokens // 8 + 2
     qkv = normal(tokens, (q_heads + 2 * kv_heads) * head_size, dtype=dtype, device=device)
     rotation = rotation_case.make(head_size, dtype, device)
@@ -349,7 +356,9 @@ def qk_norm_rope(
         v_cache=wide_caches[1], num_q_heads=q_heads, scales=scales, key_shifts=shifts,
         **rotation_case.reference_options(rotation, device),
     )  # fmt: skip
-    return [(q, reference), *zip(readable(caches, scales), wide_caches, strict=True)]
+    alone = Projection(qkv[:, : q_heads * head_size], rotation, positions)
+    queries = rotated_queries(alone, caches[0]), reference
+    return [(q, reference), queries, *zip(readable(caches, scales), wide_caches, strict=True)]
 
 
 def dense_rows(

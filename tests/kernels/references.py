@@ -343,6 +343,7 @@ def qk_norm_rope_cache_reference(
     eps: float = 1e-6,
     axes: torch.Tensor | None = None,
     norm_last: bool = False,
+    values_normed: bool = False,
     scales: torch.Tensor | None = None,
     key_shifts: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -371,6 +372,8 @@ def qk_norm_rope_cache_reference(
         x = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
         return normed(x, weight) if norm_last else x
 
+    if values_normed:
+        v = normed(v, torch.ones_like(v[0, 0]))
     is_written = slot_mapping >= 0
     slots = slot_mapping[is_written].long()
     keys = turned(k, k_weight) if key_shifts is None else turned(k, k_weight) - key_shifts

@@ -49,7 +49,7 @@ def test_padding_rows_become_zeros() -> None:
     assert error((out, reference)) < 1e-5
 
 
-@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256, 512])
 def test_mixed_batch(head_size: int) -> None:
     assert attention_error([(1, 33), (7, 33), (40, 40), (1, 2)], 3, 1, head_size, 16) < 1e-5
 
