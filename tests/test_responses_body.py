@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from aioinfer.api.openai.responses_body import Item, input_items, to_messages
+from aioinfer.api.openai.responses_body import Item, Part, input_items, to_messages
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,11 +37,11 @@ def test_all_thoughts_of_a_generated_message_are_stored() -> None:
 def test_each_item_has_an_id_of_its_own() -> None:
     said = {"id": "msg_1", "role": "user", "content": "Hi"}
     items = input_items(msgspec.convert([said, said, CALL], list[Item]), {"msg_2"})
-    assert items[0]["id"] == "msg_1"
-    assert len({item["id"] for item in items}) == 3
+    assert items[0].id == "msg_1"
+    assert len({item.id for item in items}) == 3
     (other,) = input_items(msgspec.convert([said], list[Item]), {"msg_1"})
-    assert other["id"] != "msg_1"
-    assert other["content"] == [{"type": "input_text", "text": "Hi"}]
+    assert other.id != "msg_1"
+    assert other.content == [Part(type="input_text", text="Hi")]
 
 
 def test_arguments_that_were_cut_off_do_not_end_a_conversation() -> None:

@@ -5,18 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import Struct
 
 from aioinfer.api.batch import store as stores
 from aioinfer.api.batch.store import ObjectStore, checked_metadata
 from aioinfer.errors import RequestError
 
 
-def response(id: str) -> dict[str, Any]:
-    return {"id": id, "object": "response", "metadata": {}}
+class Body(Struct):
+    """What the store reads of an object."""
+
+    id: str
+    object: str
+    metadata: dict[str, str]
 
 
-def conversation(id: str) -> dict[str, Any]:
-    return {"id": id, "object": "conversation", "metadata": {}}
+def response(id: str) -> Body:
+    return Body(id, "response", {})
+
+
+def conversation(id: str) -> Body:
+    return Body(id, "conversation", {})
 
 
 def text(length: int) -> list[dict[str, Any]]:
@@ -27,7 +36,7 @@ def test_each_key_finds_its_own() -> None:
     store = ObjectStore()
     store.add("a", response("r"), [])
     store.add("b", conversation("c"), [])
-    assert store.find("a", "response", "r").body["id"] == "r"
+    assert store.find("a", "response", "r").body.id == "r"
     for owner, kind, id in (("b", "response", "r"), (None, "response", "r"),
                             ("a", "conversation", "c"), ("b", "response", "c")):  # fmt: skip
         with pytest.raises(RequestError) as caught:
@@ -35,7 +44,7 @@ def test_each_key_finds_its_own() -> None:
         assert caught.value.status == 404
     with pytest.raises(RequestError):
         store.remove("b", "response", "r")
-    assert [each.body["id"] for each in store.all_of("b", "conversation")] == ["c"]
+    assert [each.body.id for each in store.all_of("b", "conversation")] == ["c"]
     assert list(store.all_of("b", "response")) == []
 
 
@@ -44,12 +53,12 @@ def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ObjectStore()
     for id in ("1", "2", "3"):
         store.add("a", response(id), [])
-    assert [each.body["id"] for each in store.all_of("a", "response")] == ["3", "2"]
+    assert [each.body.id for each in store.all_of("a", "response")] == ["3", "2"]
     monkeypatch.setattr(stores, "MAX_STORED_BYTES", 1000)
     store = ObjectStore()
     for id in ("1", "2", "3"):
         store.add(None, response(id), text(600))
-    assert [each.body["id"] for each in store.all_of(None, "response")] == ["3"]
+    assert [each.body.id for each in store.all_of(None, "response")] == ["3"]
     store.remove(None, "response", "3")
     assert (len(store), store.num_bytes) == (0, 0)
 
@@ -61,7 +70,7 @@ def test_a_conversation_is_as_new_as_its_last_change(monkeypatch: pytest.MonkeyP
     store.add(None, conversation("2"), [])
     store.change_items(None, store.find(None, "conversation", "1"), text(10))
     store.add(None, conversation("3"), [])
-    assert [each.body["id"] for each in store.all_of(None, "conversation")] == ["3", "1"]
+    assert [each.body.id for each in store.all_of(None, "conversation")] == ["3", "1"]
     assert store.find(None, "conversation", "1").items == text(10)
 
 
@@ -85,7 +94,7 @@ def test_bytes_follow_all_changes() -> None:
     store.change_items(None, store.find(None, "conversation", "1"), text(50))
     store.change_metadata(store.find(None, "conversation", "1"), {"a": "b" * 30})
     stored = store.find(None, "conversation", "1")
-    assert stored.body["metadata"] == {"a": "b" * 30}
+    assert stored.body.metadata == {"a": "b" * 30}
     known = ObjectStore()
     known.add(None, stored.body, stored.items)
     assert store.num_bytes == known.num_bytes == stored.num_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import orjson
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.delivery import answer
@@ -309,6 +309,27 @@ class MessageReply(Struct, kw_only=True):
     usage: MessageUsage
 
 
+class BlockDelta(Struct, kw_only=True):
+    """What an event adds to a block, or to the message at its end."""
+
+    type: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Struct, kw_only=True):
+    """An event of a stream: the fields of all types."""
+
+    type: str
+    message: MessageReply | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: ReplyBlock | UnsetType = UNSET
+    delta: BlockDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
 class TokenCount(Struct, kw_only=True):
     """The number of tokens of a conversation."""
 
@@ -370,32 +391,30 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
-        start = {"type": "message_start", "message": self._message([], 1)}
-        return named_event(start) + named_event({"type": "ping"})
+        start = MessageEvent(type="message_start", message=self._message([], 1))
+        return named_event(start) + named_event(MessageEvent(type="ping"))
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
         if kind == "delta" and block.kind == "text":  # most tokens
             return _TEXT_EVENT % (block.index, orjson.dumps(text))
-        event: dict[str, Any] = {"type": f"content_block_{kind}", "index": block.index}
+        event = MessageEvent(type=f"content_block_{kind}", index=block.index)
         if kind == "start":
-            event["content_block"] = _content(block)
+            event.content_block = _content(block)
+        elif kind == "delta" and block.kind == "reasoning":
+            event.delta = BlockDelta(type="thinking_delta", thinking=text)
         elif kind == "delta":
-            event["delta"] = {
-                "reasoning": {"type": "thinking_delta", "thinking": text},
-                "call": {"type": "input_json_delta", "partial_json": text},
-            }[block.kind]
+            event.delta = BlockDelta(type="input_json_delta", partial_json=text)
         return named_event(event)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         ended, sequence = self._stop(reason, stop_reason)
-        end = {
-            "type": "message_delta",
-            "delta": {"stop_reason": ended, "stop_sequence": sequence},
-            "usage": self._usage(num_tokens),
-        }
-        return named_event(end) + named_event({"type": "message_stop"})
+        delta = BlockDelta(stop_reason=ended, stop_sequence=sequence)
+        usage = self._usage(num_tokens)
+        return named_event(
+            MessageEvent(type="message_delta", delta=delta, usage=usage)
+        ) + named_event(MessageEvent(type="message_stop"))
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""

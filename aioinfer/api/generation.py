@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
@@ -191,9 +191,15 @@ def data_event(body: Mapping[str, Any] | Struct) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-def named_event(fields: Mapping[str, Any]) -> bytes:
+class NamedEvent(Protocol):
+    """An event, a struct, that has its name as a field."""
+
+    type: str
+
+
+def named_event(event: NamedEvent) -> bytes:
     """Returns an event whose name is its `type`."""
-    return b"event: %b\ndata: %b\n\n" % (str(fields["type"]).encode(), encode(fields))
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
 
 
 def timings(output: RequestOutput, sequence: int, num_tokens: int) -> dict[str, float]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Generic, Literal, TypeVar
 
-import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
@@ -25,7 +24,6 @@ from aioinfer.api.batch.store import (
     R,
     Store,
     StoredObject,
-    field_of,
     json_size,
     owner_of,
     page_of,
@@ -123,8 +121,8 @@ class Objects(Generic[R]):
         found = [
             record.body
             for record in self.store(request).all_of(owner_of(request), self.kind)
-            if all(field_of(record.body, name) == value for name, value in wanted.items())
-            and (not tags or tags.items() <= (field_of(record.body, "metadata") or {}).items())
+            if all(getattr(record.body, name) == value for name, value in wanted.items())
+            and (not tags or tags.items() <= (getattr(record.body, "metadata", None) or {}).items())
         ]
         page = page_of(
             found,
@@ -185,12 +183,11 @@ BATCHES = Objects("batch", require_files)
 async def create_conversation(request: web.Request) -> web.Response:
     """Begins a conversation, with up to 20 items."""
     body = await read_body(request, CreateConversation)
-    conversation = Conversation(
+    created = Conversation(
         id=f"conv_{secrets.token_hex(24)}",
         created_at=int(time.time()),
         metadata=body.metadata or {},
     )
-    created = msgspec.structs.asdict(conversation)
     items, store = input_items(body.items, place="items"), request.app[OBJECT_STORE]
     store.check_room(json_size(created) + json_size(items), "a conversation")
     store.add(owner_of(request), created, items)
@@ -201,7 +198,7 @@ async def create_items(request: web.Request) -> web.Response:
     """Adds up to 20 items to the end of a conversation, and returns them."""
     body = await read_body(request, CreateItems)
     conversation, store = CONVERSATIONS.find(request), request.app[OBJECT_STORE]
-    new = input_items(body.items, {item["id"] for item in conversation.items}, "items")
+    new = input_items(body.items, {item.id for item in conversation.items}, "items")
     store.check_room(conversation.num_bytes + json_size(new), "a conversation", "items")
     store.change_items(owner_of(request), conversation, [*conversation.items, *new])
     return json_response(page_of(new, {}))
@@ -221,10 +218,10 @@ async def delete_item(request: web.Request) -> web.Response:
     return json_response(conversation.body)
 
 
-def _item(request: web.Request, conversation: StoredObject) -> dict[str, Any]:
+def _item(request: web.Request, conversation: StoredObject) -> Item:
     id = request.match_info["item_id"]
     for item in conversation.items:
-        if item["id"] == id:
+        if item.id == id:
             return item
     raise RequestError(
         f"the conversation has no item {id[:80]!r}, or no longer", status=404, code="not_found"

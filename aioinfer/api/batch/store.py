@@ -131,15 +131,15 @@ class StoredObject:
     """An object in memory.
 
     Attributes:
-        body: as replies show it.
+        body: the struct that replies show.
         items: of a response, the items before its output; of a conversation, all of its items; of
             a chat completion, its messages.
         num_bytes: the length of both as JSON, and of the events.
         events: of the stream of a response in the background, by sequence number.
     """
 
-    body: dict[str, Any]
-    items: Sequence[dict[str, Any]]
+    body: Any
+    items: Sequence[Any]
     num_bytes: int
     events: Sequence[bytes] = ()
 
@@ -180,7 +180,7 @@ class Store(Generic[R]):
         """Returns the record of an object. Raises `RequestError` (404, or 400 for a previous
         response), which names the field that has the id."""
         record = self._stored.get((owner, id))
-        if record is None or field_of(record.body, "object") != kind:
+        if record is None or record.body.object != kind:
             previous, is_on_disk = param == "previous_response_id", kind in ("file", "batch")
             code = f"{kind}_not_found" if is_on_disk else "not_found"
             raise RequestError(
@@ -194,7 +194,7 @@ class Store(Generic[R]):
     def all_of(self, owner: str | None, kind: Kind) -> Iterator[R]:
         """Yields the records of a kind that an API key has, the newest first."""
         for (of, _), record in reversed(self._stored.items()):
-            if of == owner and field_of(record.body, "object") == kind:
+            if of == owner and record.body.object == kind:
                 yield record
 
     async def delete(self, owner: str | None, kind: Kind, id: str) -> None:
@@ -233,8 +233,8 @@ class ObjectStore(Store[StoredObject]):
     def add(
         self,
         owner: str | None,
-        body: dict[str, Any],
-        items: Sequence[dict[str, Any]],
+        body: Any,
+        items: Sequence[Any],
         events: Sequence[bytes] = (),
     ) -> None:
         """Stores an object of an API key. An object that is nested too deeply for JSON, or larger
@@ -243,26 +243,26 @@ class ObjectStore(Store[StoredObject]):
             size = json_size(body) + json_size(items) + sum(map(len, events))
         except RecursionError:
             return
-        if (replaced := self._stored.pop((owner, body["id"]), None)) is not None:
+        if (replaced := self._stored.pop((owner, body.id), None)) is not None:
             self.num_bytes -= replaced.num_bytes
         if size > MAX_STORED_BYTES:
             return
-        self._stored[owner, body["id"]] = StoredObject(body, items, size, events)
+        self._stored[owner, body.id] = StoredObject(body, items, size, events)
         self.num_bytes += size
         self._evict()
 
     def change_items(
-        self, owner: str | None, conversation: StoredObject, items: Sequence[dict[str, Any]]
+        self, owner: str | None, conversation: StoredObject, items: Sequence[Any]
     ) -> None:
         """Replaces the items of a conversation, which becomes the newest object. A conversation
         that is then larger than the limit of all objects is not kept."""
-        self.remove(owner, "conversation", conversation.body["id"])
+        self.remove(owner, "conversation", conversation.body.id)
         self.add(owner, conversation.body, items)
 
     def change_metadata(self, stored: StoredObject, metadata: dict[str, str]) -> None:
         """Replaces the metadata of an object."""
-        grown = json_size(metadata) - json_size(stored.body["metadata"])
-        stored.body = stored.body | {"metadata": metadata}
+        grown = json_size(metadata) - json_size(stored.body.metadata)
+        stored.body = msgspec.structs.replace(stored.body, metadata=metadata)
         stored.num_bytes += grown
         self.num_bytes += grown
         self._evict()
@@ -452,11 +452,6 @@ class Page(Struct, kw_only=True):
     has_more: bool
 
 
-def field_of(body: Any, name: str) -> Any:
-    """Returns a field of an object, which is a struct or JSON; None where it has none."""
-    return body.get(name) if isinstance(body, dict) else getattr(body, name, None)
-
-
 def page_of(
     items: Sequence[Any],
     query: Mapping[str, str],
@@ -465,7 +460,7 @@ def page_of(
     default_limit: int = 20,
     default_order: str = "desc",
 ) -> Page:
-    """Returns the page of `items` (structs or JSON with an `id`, the newest first) that `limit`,
+    """Returns the page of `items` (structs with an `id`, the newest first) that `limit`,
     `after` and `order` of a query ask for: at most `max_limit`.
 
     Raises `RequestError` naming the parameter.
@@ -479,7 +474,7 @@ def page_of(
             f"limit must be an integer from 1 to {max_limit}, not {shorten(text)!r}", param="limit"
         )
     ordered = list(items if order == "desc" else reversed(items))
-    ids = [field_of(item, "id") for item in ordered]
+    ids = [item.id for item in ordered]
     first = 0
     if (after := query.get("after")) is not None:
         if after not in ids:

@@ -14,7 +14,7 @@ from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import Message
+from aioinfer.api.messages import ContentPart, FunctionCall, Message, ToolCall
 from aioinfer.api.openai.chunks import (
     ChunkDialect,
     ChunkTemplate,
@@ -79,6 +79,22 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_logprobs: list[Any] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
+
+
+class StoredMessage(Struct, kw_only=True):
+    """A message as OpenAI lists it: its content as text, and its parts beside that."""
+
+    id: str
+    role: str
+    content: str | None
+    name: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_call_id: str | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+    refusal: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    content_parts: list[ContentPart] | None = None
 
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
@@ -276,19 +292,14 @@ class ParsedWriter(ChunkWriter):
 
 def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:
     """Stores the reply to a chat with its messages, in the place of an older one of its id."""
-    named = msgspec.structs.replace(reply, metadata=checked_metadata(body.metadata))
-    fields = msgspec.structs.asdict(named)
-    stored = {name: value for name, value in fields.items() if value is not UNSET}
-    messages = [
-        {"id": f"{reply.id}-{index}", **_message(message)}
-        for index, message in enumerate(body.messages)
-    ]
+    stored = msgspec.structs.replace(reply, metadata=checked_metadata(body.metadata))
+    messages = [_stored(f"{reply.id}-{index}", each) for index, each in enumerate(body.messages)]
     request.app[OBJECT_STORE].add(owner_of(request), stored, messages)
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """Returns a message as OpenAI lists it: its content as text, and its parts beside that."""
-    given = {k: v for k, v in msgspec.to_builtins(message).items() if v is not None}
-    parts = given["content"] if isinstance(message.content, list) else None
-    text = None if message.content is None else message.for_template()["content"]
-    return given | {"content": text, "content_parts": parts}
+def _stored(id: str, message: Message) -> StoredMessage:
+    fields = msgspec.structs.asdict(message)
+    given = {name: value for name, value in fields.items() if value is not None}
+    given["content"] = None if message.content is None else message.for_template()["content"]
+    parts = message.content if isinstance(message.content, list) else None
+    return StoredMessage(id=id, content_parts=parts, **given)

@@ -18,10 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import orjson
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.admission import bounded
-from aioinfer.api.batch.store import MAX_STORED, MAX_STORED_BYTES, ObjectStore, json_size, owner_of
+from aioinfer.api.batch.store import (
+    MAX_STORED,
+    MAX_STORED_BYTES,
+    OBJECT_STORE,
+    ObjectStore,
+    json_size,
+    owner_of,
+)
 from aioinfer.api.context import STREAM_HEADERS
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import describe, json_response
@@ -31,8 +38,21 @@ from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.request_log import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.openai.responses_body import ResponseContext, ResponseRequest
-from aioinfer.engine.chat_turn import new_call_id, num_thought_tokens
+from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
+from aioinfer.api.openai.responses_body import (
+    ConversationId,
+    FunctionTool,
+    Item,
+    Part,
+    Reasoning,
+    ResponseRequest,
+    TextConfig,
+    TextFormat,
+    input_items,
+    output_text,
+    to_messages,
+)
+from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.text.message_parser import ToolUse
@@ -40,15 +60,34 @@ from aioinfer.text.message_parser import ToolUse
 if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
 
+#: Tokens of a prompt before `truncation` drops items of it.
+_MAX_UNCUT_TOKENS = 2**20
+
 
 class ResponseUsage(Struct, kw_only=True):
     """Tokens of a response."""
 
     input_tokens: int
-    input_tokens_details: dict[str, int]
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: dict[str, int]
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
+
+
+class ResponseFault(Struct, kw_only=True):
+    """The error that has ended a response."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, kw_only=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class Response(Struct, kw_only=True):
@@ -60,52 +99,78 @@ class Response(Struct, kw_only=True):
     created_at: int
     model: str
     background: bool
-    conversation: dict[str, str] | None
+    conversation: ConversationId | None
     frequency_penalty: float
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, Any]
+    metadata: dict[str, str]
     presence_penalty: float
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: dict[str, str | None]
+    reasoning: Reasoning
     store: bool
     temperature: float
-    text: dict[str, Any]
+    text: TextConfig
     tool_choice: Any
-    tools: list[dict[str, Any]]
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: str
-    user: Any
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    user: str | None
+    status: Status
     completed_at: int | None = None
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, str] | None = None
-    output: list[dict[str, Any]]
+    error: ResponseFault | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[Item]
     usage: ResponseUsage | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """An event of a stream: the fields of all types."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    part: Part | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+#: The events of a block's text by its kind.
+_TEXT_EVENTS: Mapping[BlockKind, str] = {
+    "call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text",
+}  # fmt: skip
 
 
 class ResponseDialect(MessageDialect[ResponseRequest]):
     """The words of a response.
 
     Attributes:
-        context: that it is generated from, once it is decoded.
+        items: the items before its output: of its conversation or of the previous response and its
+            output, then of its input; once it is decoded.
         ended: the response, once it has ended.
     """
 
     body_type = ResponseRequest
     text_field = "input"
     id_prefix = "resp_"
-    context: ResponseContext
 
     def __init__(self, request: web.Request, body: ResponseRequest):
         super().__init__(request, body)
         # all ids are made of the stream's key
         state = stream_state(request)
         self.id = f"resp_{state.key}"
+        self.items: list[Item] = []
         self.ended: Response | None = None
         self._created = state.created
+        self._new_items: list[Item] = []  # of the input
         self._number = 0  # of the next event
         self._num_logprobs = 0  # of the block's, that have been sent
         self._ids = random.Random(state.key)
@@ -117,57 +182,95 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         return names | {"prompt": "input", "messages": "input"}
 
     async def prompt(self, use: ToolUse) -> list[int]:
-        """See `Dialect.prompt`. Raises `RequestError` also if an object is not stored that the
-        body names."""
-        previous, request = self.body.previous_response_id, self.request
-        runs = request.app[RESPONSE_RUNS]
-        if previous is not None and runs.find(owner_of(request), previous) is not None:
+        """See `Dialect.prompt`. With `truncation` as many of the first items are left out as do not
+        fit. Raises `RequestError` also if an object is not stored that the body names."""
+        frontend, body = self.frontend, self.body
+        before = self._items_before()
+        self._new_items = input_items(body.input, {item.id for item in before})
+        self.items = items = [*before, *self._new_items]
+        if body.truncation != "auto":
+            return await self._encode(items, use)
+        room = frontend.max_model_len - (body.max_output_tokens or 1)
+        middle, low, high = 0, 0, len(items) - 1  # the last one stays
+        while low < high:
+            ids = await self._encode(items[middle:], use, max_tokens=_MAX_UNCUT_TOKENS)
+            low, high = (low, middle) if len(ids) <= room else (middle + 1, high)
+            middle = (low + high) // 2  # at first all items are tried
+        while low < len(items) - 1 and items[low].type == "function_call_output":
+            low += 1  # its call is left out
+        return await self._encode(items[low:], use)
+
+    def _items_before(self) -> Sequence[Item]:
+        """Returns the items of the conversation, or of the previous response and its output."""
+        app, owner = self.request.app, owner_of(self.request)
+        if (id := self.body.conversation_id) is not None:
+            return app[OBJECT_STORE].find(owner, "conversation", id, "conversation").items
+        if (id := self.body.previous_response_id) is None:
+            return ()
+        if app[RESPONSE_RUNS].find(owner, id) is not None:
             raise RequestError(
                 "the previous response has not ended yet", param="previous_response_id"
             )
-        self.context = ResponseContext.find(request, self.body)
-        return await self.context.encode(self.frontend, self.body, use)
+        previous = app[OBJECT_STORE].find(owner, "response", id, "previous_response_id")
+        return [*previous.items, *_output(previous.body)]
+
+    async def _encode(
+        self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the prompt of items, behind the instructions, which are of one response alone."""
+        messages = to_messages(items)
+        if self.body.instructions:
+            messages.insert(0, {"role": "system", "content": self.body.instructions})
+        kwargs = self.body.template_kwargs()
+        return await encode_turn(
+            self.frontend, messages, use, template_kwargs=kwargs, max_tokens=max_tokens
+        )
 
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`. A response in the background is generated beyond its reply."""
         found = await super().decode()
-        self._fields = self._repeated()
+        self._begun = self._begin()
         if isinstance(found, Generation) and self.body.background:
             return await self.request.app[RESPONSE_RUNS].begin(self, found)
         return found
 
-    def _repeated(self) -> dict[str, Any]:
-        """Returns the fields of the response that repeat the request."""
-        body, conversation = self.body, self.body.conversation_id
-        format = body.text.format if body.text is not None else None
-        params = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
-        given = ("instructions", "max_output_tokens", "previous_response_id", "user")
-        fields = {
-            "id": self.id,
-            "created_at": self._created,
-            "model": self.frontend.config.served_model_names[0],
-            "background": bool(body.background),
-            "conversation": None if conversation is None else {"id": conversation},
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "store": body.store is not False,
-            "text": {
-                "format": {"type": "text"} if format is None else _plain(format),
-                "verbosity": (body.text and body.text.verbosity) or "medium",
-            },
-            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-            "tools": [{"strict": None} | _plain(tool) for tool in body.tools or ()],
-            "top_logprobs": body.num_logprobs or 0,
-            "truncation": body.truncation or "disabled",
-            **{name: getattr(self.turn.params, name) for name in params},
-            **{name: getattr(body, name) for name in given},
-        }
+    def _begin(self) -> Response:
+        """Returns the response as it begins: its fields repeat the request."""
+        body, params, conversation = self.body, self.turn.params, self.body.conversation_id
+        text = body.text or TextConfig()
+        begun = Response(
+            id=self.id,
+            created_at=self._created,
+            model=self.frontend.config.served_model_names[0],
+            background=bool(body.background),
+            conversation=None if conversation is None else ConversationId(id=conversation),
+            frequency_penalty=params.frequency_penalty,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            presence_penalty=params.presence_penalty,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=Reasoning(effort=body.reasoning.effort if body.reasoning else None),
+            store=body.store is not False,
+            temperature=params.temperature,
+            text=TextConfig(
+                format=text.format or TextFormat(), verbosity=text.verbosity or "medium"
+            ),
+            tool_choice=body.tool_choice if body.tool_choice is not None else "auto",
+            tools=body.tools or [],
+            top_logprobs=body.num_logprobs or 0,
+            top_p=params.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+            status="in_progress",
+            output=[],
+        )
         try:
-            orjson.dumps(fields)
+            orjson.dumps(begun, default=msgspec.to_builtins)  # whose limit is the lower one
         except orjson.JSONEncodeError as error:
             raise RequestError("the body is nested too deeply to be repeated") from error
-        return fields
+        return begun
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`; for a tool call, the id that its result names."""
@@ -177,88 +280,68 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def response(
         self,
-        reason: str | None = None,
-        num_tokens: int = 0,
-        error: dict[str, Any] | None = None,
-        *,
-        unfinished: Literal["queued", "in_progress", "cancelled"] = "in_progress",
+        status: Status,
+        usage: ResponseUsage | None = None,
+        error: ResponseFault | None = None,
     ) -> Response:
-        """Returns the response with its blocks so far; without a reason for its end or an error its
-        status is `unfinished`."""
+        """Returns the response with its blocks so far."""
         blocks = self.blocks.all
-        reply = Response(
-            **self._fields,
-            status=unfinished if reason is None else "completed",
+        last = status if status in ("completed", "in_progress") else "incomplete"
+        return msgspec.structs.replace(
+            self._begun,
+            status=status,
+            completed_at=int(time.time()) if status == "completed" else None,
             error=error,
-            output=[],
-            usage=None if reason is None else self._usage(num_tokens),
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            output=[_item(block, last if block is blocks[-1] else "completed") for block in blocks],
+            usage=usage,
         )
-        if reason == "length":
-            reply.status, reply.incomplete_details = "incomplete", {"reason": "max_output_tokens"}
-        if error is not None:
-            reply.status = "failed"
-        if reply.status == "completed":
-            reply.completed_at = int(time.time())
-        last = reply.status if reply.status in ("completed", "in_progress") else "incomplete"
-        reply.output = [
-            _item(block, last if block is blocks[-1] else "completed") for block in blocks
-        ]
-        return reply
 
     def _usage(self, num_tokens: int) -> ResponseUsage:
-        prompt = len(self.output.prompt_token_ids)
+        prompt, cached = len(self.output.prompt_token_ids), self.output.num_cached_tokens
         (tokens,) = self.output.generated()
-        thoughts = num_thought_tokens(self.frontend, self.turn, tokens)
+        thoughts = min(num_thought_tokens(self.frontend, self.turn, tokens), num_tokens)
         return ResponseUsage(
             input_tokens=prompt,
-            input_tokens_details={"cached_tokens": self.output.num_cached_tokens},
+            input_tokens_details=PromptTokensDetails(cached_tokens=cached),
             output_tokens=num_tokens,
-            output_tokens_details={"reasoning_tokens": min(thoughts, num_tokens)},
+            output_tokens_details=CompletionTokensDetails(reasoning_tokens=thoughts),
             total_tokens=prompt + num_tokens,
         )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return named_event({"type": f"response.{kind}", "sequence_number": number, **fields})
+        return named_event(ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields))
 
     def opening(self) -> bytes:
         """See `MessageDialect.opening`."""
-        body = self.response()
+        body = self.response("in_progress")
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
-        index = block.index
-        place = {"item_id": _item_id(block), "output_index": index}
-        if block.kind != "call":
+        index, event, name = block.index, self._event, _TEXT_EVENTS[block.kind]
+        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": index}
+        is_call, is_text = block.kind == "call", block.kind == "text"
+        if not is_call:
             place["content_index"] = 0
+        if kind == "delta":
+            new = block.logprobs[self._num_logprobs :] if is_text else UNSET
+            self._num_logprobs = len(block.logprobs)
+            return event(f"{name}.delta", **place, delta=text, logprobs=new)
         if kind == "start":
             self._num_logprobs = 0
-            data = self._event(
-                "output_item.added", output_index=index, item=_item(block, "in_progress")
-            )
+            data = event("output_item.added", output_index=index, item=_item(block, "in_progress"))
             return (
-                data
-                if block.kind == "call"
-                else data + self._event("content_part.added", **place, part=_part(block))
+                data if is_call else data + event("content_part.added", **place, part=_part(block))
             )
-        name = {"call": "function_call_arguments", "text": "output_text"}.get(
-            block.kind, "reasoning_text"
-        )
-        if kind == "delta":
-            extra = {"logprobs": block.logprobs[self._num_logprobs :]}
-            self._num_logprobs = len(block.logprobs)
-            extra = extra if block.kind == "text" else {}
-            return self._event(f"{name}.delta", **place, delta=text, **extra)
-        if block.kind == "call":
-            data = self._event(f"{name}.done", **place, name=block.name, arguments=block.text)
+        if is_call:
+            data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
         else:
-            extra = {"logprobs": block.logprobs} if block.kind == "text" else {}
-            data = self._event(f"{name}.done", **place, text=block.text, **extra)
-            data += self._event("content_part.done", **place, part=_part(block))
-        return data + self._event(
-            "output_item.done", output_index=index, item=_item(block, "completed")
-        )
+            logprobs = block.logprobs if is_text else UNSET
+            data = event(f"{name}.done", **place, text=block.text, logprobs=logprobs)
+            data += event("content_part.done", **place, part=_part(block))
+        return data + event("output_item.done", output_index=index, item=_item(block, "completed"))
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
@@ -267,20 +350,35 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
         """See `MessageDialect.message`."""
-        self.ended = ended = self.response(reason, num_tokens)
+        status: Status = "incomplete" if reason == "length" else "completed"
+        self.ended = ended = self.response(status, self._usage(num_tokens))
         if not self.body.background:
             self.keep(ended)
         return ended
 
     def keep(self, ended: Response, events: Sequence[bytes] = ()) -> None:
-        """Stores the response, which has ended, as the body asks for it."""
-        self.context.keep(self.request, self.body, msgspec.structs.asdict(ended), events)
+        """Stores the response, which has ended, unless `store` is false, and adds it to its
+        conversation if it is complete and that is still stored."""
+        store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
+        if ended.store:
+            store.add(owner, ended, self.items, events)
+        id = self.body.conversation_id
+        if (
+            id is None
+            or ended.status not in ("completed", "incomplete")
+            or (owner, id) not in store
+        ):
+            return
+        conversation = store.find(owner, "conversation", id)  # as it is by now
+        taken = {item.id for item in conversation.items}
+        new = [item for item in self._new_items if item.id not in taken]
+        store.change_items(owner, conversation, [*conversation.items, *new, *_output(ended)])
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
         described = describe(error)[1].error
-        cause = {"code": described.code or "server_error", "message": described.message}
-        return self.response(error=cause)
+        code = described.code or "server_error"
+        return self.response("failed", error=ResponseFault(code=code, message=described.message))
 
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
@@ -292,7 +390,8 @@ class ResponseRun:
 
     Attributes:
         dialect: has the response.
-        num_bytes: the length of its items as JSON.
+        items: the items before its output.
+        num_bytes: the length of these as JSON.
         events: the events so far by their sequence numbers, if it was asked to be a stream.
         queued: becomes the response when it is in the queue, or the error that kept it out.
         task: generates it.
@@ -301,18 +400,13 @@ class ResponseRun:
     task: asyncio.Task[None]
 
     def __init__(self, dialect: ResponseDialect, generation: Generation):
-        self.dialect = dialect
+        self.dialect, self.items = dialect, dialect.items
         self.events: list[bytes] = []
         self.queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self.num_bytes = json_size(self.items)
         self._generation = generation
         self._output: RequestOutput | None = None
         self._news = asyncio.Event()
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """The items before its output."""
-        return self.dialect.context.items
 
     @property
     def body(self) -> Response:
@@ -324,7 +418,7 @@ class ResponseRun:
         is_running = output is not None and output.sequences[0].request.status in running
         # one that was preempted is in progress
         waits = not dialect.blocks.all and not is_running
-        return dialect.response(unfinished="queued" if waits else "in_progress")
+        return dialect.response("queued" if waits else "in_progress")
 
     async def cancel(self) -> None:
         """Has the generation end, and returns when it has; the response is cancelled unless it is
@@ -355,7 +449,7 @@ class ResponseRun:
             dialect.ended = dialect.failed(error)
             self._note(dialect.failure(error))
         if dialect.ended is None:
-            dialect.ended = dialect.response(unfinished="cancelled")
+            dialect.ended = dialect.response("cancelled")
         self._note(b"")
         dialect.keep(dialect.ended, self.events)
 
@@ -445,42 +539,36 @@ async def send_events(request: web.Request, events: AsyncIterator[bytes]) -> web
     return response
 
 
-def _plain(struct: Any) -> dict[str, Any]:
-    return {
-        name: value for name, value in msgspec.structs.asdict(struct).items() if value is not None
-    }
-
-
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: Block) -> Part:
     """Returns the part of content that a block is."""
     if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {
-        "type": "output_text",
-        "text": block.text,
-        "annotations": [],
-        "logprobs": block.logprobs,
-    }
+        return Part(type="reasoning_text", text=block.text)
+    return output_text(block.text, block.logprobs)
 
 
-def _item(block: Block, status: str) -> dict[str, Any]:
+def _item(block: Block, status: str) -> Item:
     """Returns the item of a block, with its content so far."""
+    item = Item(id=_item_id(block), status=status)
     if block.kind == "call":
-        return {
-            "id": _item_id(block),
-            "type": "function_call",
-            "status": status,
-            "call_id": block.id,
-            "name": block.name,
-            "arguments": block.text,
-        }
-    content = [_part(block)] if block.parts else []
+        item.type, item.call_id = "function_call", block.id
+        item.name, item.arguments = block.name, block.text
+        return item
+    item.content = [_part(block)] if block.parts else []
     if block.kind == "reasoning":
-        head: dict[str, Any] = {"type": "reasoning", "summary": []}
+        item.type, item.summary = "reasoning", []
     else:
-        head = {"type": "message", "role": "assistant"}
-    return {"id": block.id, **head, "status": status, "content": content}
+        item.role = "assistant"
+    return item
 
 
 def _item_id(block: Block) -> str:
     return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
+
+
+def _output(ended: Response) -> Sequence[Item]:
+    """Returns the items of a response's output; an empty message where it has none, since chat
+    templates want the roles to alternate."""
+    if ended.output:
+        return ended.output
+    id = f"msg_{ended.id.removeprefix('resp_')}"
+    return [Item(id=id, status=ended.status, role="assistant", content=[])]

@@ -86,7 +86,7 @@ async def cancel_response(request: web.Request) -> web.Response:
     found = _find(request)
     if isinstance(found, ResponseRun):
         await found.cancel()
-    elif not found.body["background"]:
+    elif not found.body.background:
         raise RequestError(
             "Cannot cancel a synchronous response: it was not made with background", param="id"
         )
