@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from aioinfer.api.logprobs import chat_logprobs, completion_logprobs
 from aioinfer.features.logprobs.planning import TokenLogprob
@@ -24,7 +25,7 @@ def test_a_chat_lists_the_likeliest_with_each_token(tokenizer: Tokenizer) -> Non
     )
     hello = {"token": "Hello", "logprob": -0.5, "bytes": list(b"Hello")}
     world = {"token": " world", "logprob": -0.25, "bytes": list(b" world")}
-    assert logprobs == {
+    assert to_builtins(logprobs) == {
         "content": [
             hello | {"top_logprobs": [hello, world | {"logprob": -1.5}]},
             world | {"top_logprobs": []},
@@ -36,16 +37,14 @@ def test_a_chat_lists_the_likeliest_with_each_token(tokenizer: Tokenizer) -> Non
 def test_parts_of_a_character_have_exact_bytes(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("𓀀")
     assert len(tokens) > 1
-    content = chat_logprobs(tokenizer, [TokenLogprob(token, -1.0, []) for token in tokens])[
-        "content"
-    ]
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "𓀀"
+    found = chat_logprobs(tokenizer, [TokenLogprob(token, -1.0, []) for token in tokens])
+    assert b"".join(bytes(entry.bytes) for entry in found.content).decode() == "𓀀"
 
 
 def test_a_completion_has_parallel_lists(tokenizer: Tokenizer) -> None:
     one, two = tokenizer.encode("Hello world")
     tokens = [TokenLogprob(one, -0.5, [(one, -0.5)]), TokenLogprob(two, -2.0, [(one, -1.0)])]
-    assert completion_logprobs(tokenizer, tokens, 10) == {
+    assert to_builtins(completion_logprobs(tokenizer, tokens, 10)) == {
         "text_offset": [10, 15],
         "token_logprobs": [-0.5, -2.0],
         "tokens": ["Hello", " world"],
@@ -55,5 +54,5 @@ def test_a_completion_has_parallel_lists(tokenizer: Tokenizer) -> None:
 
 def test_what_is_impossible_has_a_number(tokenizer: Tokenizer) -> None:
     tokens = [TokenLogprob(5, -math.inf, [(6, -math.inf)])]
-    assert chat_logprobs(tokenizer, tokens)["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
-    assert completion_logprobs(tokenizer, tokens, 0)["token_logprobs"] == [-9999.0]
+    assert chat_logprobs(tokenizer, tokens).content[0].top_logprobs[0].logprob == -9999.0
+    assert completion_logprobs(tokenizer, tokens, 0).token_logprobs == [-9999.0]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioinfer.api.logprobs import ScoredToken
 from aioinfer.api.message_events import Block, Blocks
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.message_parser import ToolUse
@@ -25,7 +24,7 @@ def read(pieces: list[bytes]) -> list[Block]:
     for piece in pieces:
         so_far += piece
         whole = so_far.decode("utf-8", "ignore")
-        entry: dict[str, Any] = {"bytes": list(piece)}
+        entry = ScoredToken(token="", logprob=0.0, bytes=list(piece), top_logprobs=[])
         for _ in blocks.take(parser.feed(whole[len(text) :]), entry):
             pass
         text = whole
@@ -35,7 +34,7 @@ def read(pieces: list[bytes]) -> list[Block]:
 
 
 def tokens(block: Block) -> list[bytes]:
-    return [bytes(entry["bytes"]) for entry in block.logprobs]
+    return [bytes(entry.bytes) for entry in block.logprobs]
 
 
 @pytest.mark.parametrize(

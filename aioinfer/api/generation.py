@@ -168,7 +168,7 @@ class Dialect(Generic[B]):
         """Returns the writer of choice `index`, which is this sequence of an output."""
         raise NotImplementedError
 
-    def progress(self, output: RequestOutput, index: int, news: Mapping[str, float]) -> bytes:
+    def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
         """Returns the event that reports the progress of a prompt (`ProgressReader`), whose first
         choice has this number; only for APIs that let a request ask for it."""
         raise NotImplementedError
@@ -202,28 +202,56 @@ def named_event(event: NamedEvent) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event.type.encode(), encode(event))
 
 
-def timings(output: RequestOutput, sequence: int, num_tokens: int) -> dict[str, float]:
-    """Returns the times of a sequence of an output that has `num_tokens` tokens by now. The prompt
-    tokens that were in the prefix cache count apart."""
+class Timings(Struct, kw_only=True):
+    """llama.cpp's `timings`: of the tokens of a prompt that were not in the prefix cache, and of
+    the generated ones, how many there are and how fast they came; `cache_n` tokens were in the
+    cache."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(Struct, kw_only=True):
+    """llama.cpp's `prompt_progress`: how many tokens the prompt has, how many of them were in the
+    prefix cache, how many are computed (the cached ones included), and the milliseconds since its
+    first step."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+def timings(output: RequestOutput, sequence: int, num_tokens: int) -> Timings:
+    """Returns the times of a sequence of an output that has `num_tokens` tokens by now."""
     times, cached = output.sequences[sequence].times, output.num_cached_tokens
     prompt_ms = predicted_ms = 0.0
     if times is not None and times.first_token:
         prompt_ms = (times.first_token - times.scheduled) * 1e3
         predicted_ms = max(0.0, times.last_token - times.first_token) * 1e3
-    return {
-        "cache_n": cached,
-        **_rates("prompt", len(output.prompt_token_ids) - cached, prompt_ms),
-        **_rates("predicted", num_tokens, predicted_ms),
-    }
+    num_prompt = len(output.prompt_token_ids) - cached
+    return Timings(
+        cache_n=cached,
+        prompt_n=num_prompt,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=_ratio(prompt_ms, num_prompt),
+        prompt_per_second=_ratio(num_prompt * 1e3, prompt_ms),
+        predicted_n=num_tokens,
+        predicted_ms=predicted_ms,
+        predicted_per_token_ms=_ratio(predicted_ms, num_tokens),
+        predicted_per_second=_ratio(num_tokens * 1e3, predicted_ms),
+    )
 
 
-def _rates(name: str, tokens: int, milliseconds: float) -> dict[str, float]:
-    return {
-        f"{name}_n": tokens,
-        f"{name}_ms": milliseconds,
-        f"{name}_per_token_ms": milliseconds / tokens if tokens else 0.0,
-        f"{name}_per_second": tokens / milliseconds * 1e3 if milliseconds else 0.0,
-    }
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 class ProgressReader:
@@ -233,19 +261,17 @@ class ProgressReader:
         self._output = output
         self._num_reported = 0
 
-    def news(self) -> dict[str, float] | None:
-        """Returns how many tokens the prompt has, how many of them were in the prefix cache, how
-        many are computed (the cached ones included), and the milliseconds since the prompt's first
-        step; None if that is not wanted or nothing is new."""
+    def news(self) -> PromptProgress | None:
+        """Returns the progress; None if it is not wanted or nothing is new."""
         progress = self._output.prompt_progress
         if progress is None or progress.num_computed <= self._num_reported:
             return None
         self._num_reported = progress.num_computed
         times = self._output.sequences[0].times
         began = times.scheduled if times is not None else 0.0
-        return {
-            "total": progress.prompt_len,
-            "cache": self._output.num_cached_tokens,
-            "processed": progress.num_computed,
-            "time_ms": (time.perf_counter() - began) * 1e3 if began else 0.0,
-        }
+        return PromptProgress(
+            total=progress.prompt_len,
+            cache=self._output.num_cached_tokens,
+            processed=progress.num_computed,
+            time_ms=(time.perf_counter() - began) * 1e3 if began else 0.0,
+        )

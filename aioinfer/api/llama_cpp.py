@@ -23,7 +23,7 @@ from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import LlamaError, describe, json_response
-from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, data_event, timings
+from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import numbers_json, pool
@@ -202,6 +202,21 @@ class LlamaSettings(Struct, kw_only=True):
     logit_bias: list[LlamaBias]
 
 
+class LlamaScore(Struct, kw_only=True):
+    """The log-probability of a token."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class LlamaScored(LlamaScore, kw_only=True):
+    """A token of the output, with the likeliest tokens in its place."""
+
+    top_logprobs: list[LlamaScore]
+
+
 class LlamaToken(Struct, kw_only=True):
     """An event of a stream: a token."""
 
@@ -212,7 +227,7 @@ class LlamaToken(Struct, kw_only=True):
     id_slot: int = -1
     tokens_predicted: int
     tokens_evaluated: int
-    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+    completion_probabilities: list[LlamaScored] | UnsetType = UNSET
 
 
 class LlamaReply(Struct, kw_only=True):
@@ -233,8 +248,8 @@ class LlamaReply(Struct, kw_only=True):
     stop_type: StopType
     stopping_word: str
     tokens_cached: int
-    timings: dict[str, float]
-    completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
+    timings: Timings
+    completion_probabilities: list[LlamaScored] | UnsetType = UNSET
 
 
 class LlamaVectors(Struct, kw_only=True):
@@ -446,18 +461,19 @@ class LlamaDialect(Dialect[LlamaCompletion]):
             timings=timings(output, 0, num_tokens),
         )
 
-    def probabilities(self, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def probabilities(self, tokens: Sequence[TokenLogprob]) -> list[LlamaScored]:
         """Returns the log-probabilities of tokens."""
         return [
-            self._scored(token.token_id, token.logprob)
-            | {"top_logprobs": [self._scored(*top) for top in token.top]}
+            LlamaScored(
+                **self._fields(token.token_id, token.logprob),
+                top_logprobs=[LlamaScore(**self._fields(*top)) for top in token.top],
+            )
             for token in tokens
         ]
 
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+    def _fields(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._tokenizer.token_text(token)
-        named = {"id": token, "token": text, "bytes": list(data)}
-        return named | {"logprob": max(logprob, LOWEST)}
+        return {"id": token, "token": text, "bytes": list(data), "logprob": max(logprob, LOWEST)}
 
 
 class LlamaWriter(ChoiceWriter):

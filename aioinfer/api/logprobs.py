@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import Struct
 
 from aioinfer.api.context import encode
 from aioinfer.features.logprobs.planning import TokenLogprob
@@ -54,17 +55,53 @@ def are_many(tokens: Sequence[TokenLogprob]) -> bool:
     return bool(tokens) and len(tokens) * (1 + len(tokens[0].top)) > _AT_ONCE
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Returns the `logprobs` of a chat choice: an entry a token, with the likeliest ones in its
-    place."""
-    return {"content": [logprob_entry(tokenizer, token) for token in tokens], "refusal": None}
+class LikelyToken(Struct, kw_only=True):
+    """A token's text, its log-probability, and the bytes that it stands for."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
 
 
-def logprob_entry(tokenizer: Tokenizer | None, token: TokenLogprob) -> dict[str, Any]:
-    """Returns a token's log-probability, with the likeliest tokens in its place, as chats and
-    Responses have it."""
-    likeliest = _entries(tokenizer, token.top)
-    return _entry(tokenizer, token.token_id, token.logprob) | {"top_logprobs": likeliest}
+class ScoredToken(LikelyToken, kw_only=True):
+    """A token of the output, with the likeliest tokens in its place, as chats and Responses have
+    it."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Struct, kw_only=True):
+    """The `logprobs` of a chat choice."""
+
+    content: list[ScoredToken]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, kw_only=True):
+    """The `logprobs` of a completion's choice: parallel lists, with the place in the text where
+    each token begins, in characters, and the likeliest tokens by text. The first token of an echoed
+    prompt has neither a log-probability nor alternatives."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Returns the `logprobs` of a chat choice."""
+    return ChatLogprobs(content=[scored_token(tokenizer, token) for token in tokens])
+
+
+def scored_token(tokenizer: Tokenizer | None, token: TokenLogprob) -> ScoredToken:
+    """Returns a token's log-probability, with the likeliest tokens in its place."""
+    text, data = _token_text(tokenizer, token.token_id)
+    return ScoredToken(
+        token=text,
+        logprob=max(token.logprob, LOWEST),
+        bytes=list(data),
+        top_logprobs=_likely_tokens(tokenizer, token.top),
+    )
 
 
 def _token_text(tokenizer: Tokenizer | None, token_id: int) -> tuple[str, bytes]:
@@ -78,21 +115,14 @@ def token_name(tokenizer: Tokenizer | None, token_id: int) -> str:
     return _token_text(tokenizer, token_id)[0]
 
 
-def _entry(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
-    text, data = _token_text(tokenizer, token_id)
-    return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(data)}
-
-
-def _entries(
-    tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]
-) -> list[dict[str, Any]] | msgspec.Raw:
-    """Returns the entries of the likeliest tokens; of many as JSON that is made in pieces, between
-    which other threads may run."""
-    entries = (_entry(tokenizer, *likely) for likely in top)
+def _likely_tokens(tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]) -> Any:
+    """Returns the `LikelyToken`s in a place; of many as JSON that is made in pieces, between which
+    other threads may run."""
+    texts = ((*_token_text(tokenizer, token), max(logprob, LOWEST)) for token, logprob in top)
+    found = (LikelyToken(token=t, logprob=logprob, bytes=list(data)) for t, data, logprob in texts)
     if len(top) <= _AT_ONCE:
-        return list(entries)
-    pieces = [encode(piece)[1:-1] for piece in _pieces(entries)]
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+        return list(found)
+    return _as_list([encode(piece)[1:-1] for piece in _pieces(found)])
 
 
 def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
@@ -102,8 +132,8 @@ def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
 
 def completion_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenLogprob], offset: int
-) -> dict[str, Any]:
-    """Returns the `logprobs` of a completion's choice: parallel lists.
+) -> CompletionLogprobs:
+    """Returns the `logprobs` of a completion's choice.
 
     Args:
         tokenizer: gives the tokens' texts.
@@ -115,21 +145,19 @@ def completion_logprobs(
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    return {
-        "text_offset": offsets,
-        "token_logprobs": [max(token.logprob, LOWEST) for token in tokens],
-        "tokens": texts,
-        "top_logprobs": [
+    return CompletionLogprobs(
+        text_offset=offsets,
+        token_logprobs=[max(token.logprob, LOWEST) for token in tokens],
+        tokens=texts,
+        top_logprobs=[
             _by_text(tokenizer, token, text) for token, text in zip(tokens, texts, strict=True)
         ],
-    }
+    )
 
 
-def _by_text(
-    tokenizer: Tokenizer | None, token: TokenLogprob, text: str
-) -> dict[str, float] | msgspec.Raw:
+def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> Any:
     """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
-    them; many as in `_entries`."""
+    them; many as in `_likely_tokens`."""
     likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
@@ -151,9 +179,8 @@ async def echoed_logprobs(
     scores: PromptScores,
     num_top: int,
     generated: Sequence[TokenLogprob],
-) -> dict[str, msgspec.Raw]:
-    """Returns the `logprobs` of a completion's choice that begins with its prompt, and how its
-    first token has neither a log-probability nor alternatives.
+) -> CompletionLogprobs:
+    """Returns the `logprobs` of a completion's choice that begins with its prompt.
 
     Args:
         tokenizer: gives the tokens' texts; without it they name ids.
@@ -162,7 +189,7 @@ async def echoed_logprobs(
         generated: the tokens behind the prompt.
     """
 
-    def make() -> dict[str, msgspec.Raw]:
+    def make() -> CompletionLogprobs:
         first = token_name(tokenizer, scores.tokens[0])
         parts: dict[str, list[bytes]] = {
             "text_offset": [b"0"],
@@ -173,10 +200,11 @@ async def echoed_logprobs(
         offset = len(first)
         for piece in _pieces(chain(_scored(scores, num_top), generated)):
             found = completion_logprobs(tokenizer, piece, offset)
-            offset = found["text_offset"][-1] + len(found["tokens"][-1])
-            for name, values in found.items():
-                parts[name].append(encode(values)[1:-1])
-        return {name: _as_list(found) for name, found in parts.items()}
+            offset = found.text_offset[-1] + len(found.tokens[-1])
+            for name, written in parts.items():
+                written.append(encode(getattr(found, name))[1:-1])
+        lists: dict[str, Any] = {name: _as_list(written) for name, written in parts.items()}
+        return CompletionLogprobs(**lists)
 
     return await _in_thread(make, len(scores.tokens) + len(generated), num_top)
 

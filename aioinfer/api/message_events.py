@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiohttp import web
 
 from aioinfer.api.generation import B, ChoiceWriter, Dialect
-from aioinfer.api.logprobs import are_many, logprob_entry
+from aioinfer.api.logprobs import ScoredToken, are_many, scored_token
 from aioinfer.engine.chat_turn import SHORT_TEXT, make_parser
 from aioinfer.text.message_parser import MessageDelta
 
@@ -47,7 +47,7 @@ class Block:
     id: str
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -60,7 +60,7 @@ class _PendingToken:
     """A token that has come, and the bytes of it that are in no block's text yet. `is_noted`: its
     log-probability is in a block, whose text ended within it."""
 
-    logprob: dict[str, Any]
+    logprob: ScoredToken
     rest: bytes
     is_noted: bool = False
 
@@ -72,17 +72,17 @@ class _TokensOfText:
     def __init__(self) -> None:
         self._tokens: list[_PendingToken] = []
 
-    def add(self, logprob: dict[str, Any]) -> None:
+    def add(self, logprob: ScoredToken) -> None:
         """Adds the next token, whose `bytes` are its part of a text."""
-        self._tokens.append(_PendingToken(logprob, bytes(logprob["bytes"])))
+        self._tokens.append(_PendingToken(logprob, bytes(logprob.bytes)))
 
-    def take(self, text: str, *, notes: bool) -> list[dict[str, Any]]:
+    def take(self, text: str, *, notes: bool) -> list[ScoredToken]:
         """Returns the log-probabilities of the tokens that the next text of a block consists of,
         and forgets all tokens up to its end. `notes`: the block holds them."""
         if not self._tokens:
             return []
         start, end = self._place(text.encode("utf-8", "replace"))
-        found: list[dict[str, Any]] = []
+        found: list[ScoredToken] = []
         place = 0
         for count, token in enumerate(self._tokens):
             if place >= end:
@@ -124,7 +124,7 @@ class Blocks:
         self._tokens = _TokensOfText()
 
     def take(
-        self, delta: MessageDelta, logprob: dict[str, Any] | None = None
+        self, delta: MessageDelta, logprob: ScoredToken | None = None
     ) -> Iterator[BlockChange]:
         """Yields the changes that a delta makes. `logprob` is the log-probability of the token that
         brought it, as OpenAI has it, for the text that the token becomes part of."""
@@ -249,5 +249,5 @@ class BlockWriter(ChoiceWriter):
         if not delta.logprobs:
             yield from self._blocks.take(self._parser.feed(delta.text))
         for token in delta.logprobs or ():
-            entry = logprob_entry(self._tokenizer, token)
+            entry = scored_token(self._tokenizer, token)
             yield from self._blocks.take(self._parser.feed(token.text), entry)

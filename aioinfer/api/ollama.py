@@ -467,9 +467,9 @@ class OllamaDialect(MessageDialect[OB]):
             "total_duration": _nanoseconds((time.perf_counter() - self._arrived) * 1e3),
             "load_duration": 0,
             "prompt_eval_count": len(self.output.prompt_token_ids),
-            "prompt_eval_duration": _nanoseconds(measured["prompt_ms"]),
+            "prompt_eval_duration": _nanoseconds(measured.prompt_ms),
             "eval_count": num_tokens,
-            "eval_duration": _nanoseconds(measured["predicted_ms"]),
+            "eval_duration": _nanoseconds(measured.predicted_ms),
         }
 
 

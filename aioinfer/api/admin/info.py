@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
@@ -15,6 +15,14 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
 from aioinfer.api.errors import json_response
+from aioinfer.config_sections import (
+    CacheConfig,
+    LimitsConfig,
+    ModelConfig,
+    ParallelConfig,
+    SamplingConfig,
+    SchedulerConfig,
+)
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
 
@@ -37,9 +45,6 @@ class Readiness:
 #: Sections of the configuration that a text may depend on: how rows are batched decides how sums
 #: are rounded.
 _SETTINGS_OF_TEXT = ("model", "sampling", "chat", "cache", "scheduler", "parallel")
-
-#: Sections of the configuration that `/server_info` shows.
-_SHOWN_SECTIONS = ("model", "sampling", "cache", "scheduler", "parallel", "limits")
 
 READINESS = web.AppKey("readiness", Readiness)
 
@@ -132,8 +137,19 @@ class EngineInfo(Struct, kw_only=True):
     max_num_seqs: int
 
 
+class ShownConfig(Struct, kw_only=True):
+    """The sections of the configuration that concern the model and the engines."""
+
+    model: ModelConfig
+    sampling: SamplingConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    limits: LimitsConfig
+
+
 class ServerInfo(Struct, kw_only=True):
-    """The served model and its settings. `config` has sections of the configuration by name."""
+    """The served model and its settings."""
 
     version: str
     models: Sequence[str]
@@ -142,7 +158,7 @@ class ServerInfo(Struct, kw_only=True):
     started: int
     uptime_s: int
     engines: list[EngineInfo]
-    config: dict[str, Any]
+    config: ShownConfig
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -226,7 +242,9 @@ async def server_info(request: web.Request) -> web.Response:
             started=request.app[STARTED],
             uptime_s=max(0, int(time.time()) - request.app[STARTED]),
             engines=[_engine_info(engine) for engine in frontend.engines],
-            config={name: getattr(config, name) for name in _SHOWN_SECTIONS},
+            config=ShownConfig(
+                **{name: getattr(config, name) for name in ShownConfig.__struct_fields__}
+            ),
         )
     )
 

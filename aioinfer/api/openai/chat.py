@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
-from aioinfer.api.logprobs import chat_logprobs, formatted, prompt_logprobs
+from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import ContentPart, FunctionCall, Message, ToolCall
 from aioinfer.api.openai.chunks import (
     ChunkDialect,
@@ -41,6 +41,31 @@ if TYPE_CHECKING:
     from aioinfer.features.logprobs.planning import TokenLogprob
 
 
+class CalledFunction(Struct, kw_only=True):
+    """The function of a call, and the JSON text of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ChatCall(Struct, kw_only=True):
+    """A call that the model makes; in a stream its beginning, or further arguments."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
+class ChatDelta(Struct, kw_only=True):
+    """What a chunk adds to a message."""
+
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
+
+
 class AssistantMessage(Struct, kw_only=True):
     """The model's message; the thought has the names of two other servers."""
 
@@ -49,7 +74,7 @@ class AssistantMessage(Struct, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -58,7 +83,7 @@ class ChatChoice(Struct, kw_only=True):
 
     index: int
     message: AssistantMessage
-    logprobs: dict[str, Any] | None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
@@ -164,7 +189,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         }
         names = self.names
 
-        def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> ChatLogprobs:
             return chat_logprobs(names, tokens)
 
         writer: ChunkWriter
@@ -219,7 +244,9 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             if parsed.reasoning:
                 message.reasoning_content = message.reasoning = parsed.reasoning
             if parsed.calls:
-                message.tool_calls = [call.to_dict() for call in parsed.calls]
+                message.tool_calls = [
+                    _call(call.id, call.name, call.arguments) for call in parsed.calls
+                ]
                 reason = _finish_reason(reason or "stop", len(parsed.calls))
         tokens = delta.logprobs or ()
         logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
@@ -269,25 +296,25 @@ class ParsedWriter(ChunkWriter):
         reason = _finish_reason(delta.finish_reason, self._parser.num_calls)
         return data + self._template.finish(reason, delta.stop_reason)
 
-    def _delta(self, delta: MessageDelta) -> dict[str, Any]:
-        parts: dict[str, Any] = {}
+    def _delta(self, delta: MessageDelta) -> ChatDelta:
+        found = ChatDelta()
         if delta.reasoning:
-            parts["reasoning_content"] = parts["reasoning"] = delta.reasoning
+            found.reasoning_content = found.reasoning = delta.reasoning
         if delta.content:
-            parts["content"] = delta.content
+            found.content = delta.content
         if delta.calls:
-            parts["tool_calls"] = [
-                {"index": call.index, "function": {"arguments": call.arguments}}
+            found.tool_calls = [
+                ChatCall(index=call.index, function=CalledFunction(arguments=call.arguments))
                 if call.name is None
-                else {
-                    "index": call.index,
-                    "id": self._new_id(),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
+                else _call(self._new_id(), call.name, call.arguments, call.index)
                 for call in delta.calls
             ]
-        return parts
+        return found
+
+
+def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) -> ChatCall:
+    function = CalledFunction(name=name, arguments=arguments)
+    return ChatCall(index=index, id=id, type="function", function=function)
 
 
 def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:

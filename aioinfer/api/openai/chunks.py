@@ -18,7 +18,15 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.context import FINGERPRINT, encode
 from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import DONE, ChoiceWriter, Dialect, data_event, timings
+from aioinfer.api.generation import (
+    DONE,
+    ChoiceWriter,
+    Dialect,
+    PromptProgress,
+    Timings,
+    data_event,
+    timings,
+)
 from aioinfer.api.protocol import SamplingBody
 from aioinfer.engine.output import Delta
 
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
 ThoughtCount = Callable[[Sequence[int]], int]
 #: Makes the JSON of log-probabilities; the number is where the first token's text begins in its
 #: choice's text.
-LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], dict[str, Any]]
+LogprobsFormat = Callable[[Sequence["TokenLogprob"], int], Struct]
 S = TypeVar("S", bound=SamplingBody)
 
 
@@ -91,17 +99,17 @@ class Envelope:
         """Returns the end of an event, from behind the choices."""
         return b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
-    def usage_event(self, usage: Usage, timings: Mapping[str, float] | None = None) -> bytes:
+    def usage_event(self, usage: Usage, timings: Timings | None = None) -> bytes:
         """Returns the event with empty choices that reports the usage, and llama.cpp's `timings`
         where they are given."""
-        more = b"" if timings is None else b',"timings":' + orjson.dumps(timings)
+        more = b"" if timings is None else b',"timings":' + encode(timings)
         return self.head() + b'],"usage":' + encode(usage) + more + b"}\n\n"
 
-    def progress_event(self, index: int, progress: Mapping[str, float]) -> bytes:
+    def progress_event(self, index: int, progress: PromptProgress) -> bytes:
         """Returns the event of choice `index` that has llama.cpp's `prompt_progress` alone."""
         text: dict[str, Any] = {"delta": {}} if "chat" in self.object else {"text": ""}
         choice = {"index": index, **text, "logprobs": None, "finish_reason": None}
-        more = b'],"prompt_progress":' + orjson.dumps(progress)
+        more = b'],"prompt_progress":' + encode(progress)
         return self.head() + orjson.dumps(choice) + more + self.tail()[1:]
 
 
@@ -162,7 +170,7 @@ class ChunkTemplate:
             self._no_logprobs,
         )
 
-    def chunk_with_logprobs(self, text: str, logprobs: Mapping[str, Any]) -> bytes:
+    def chunk_with_logprobs(self, text: str, logprobs: Struct) -> bytes:
         """Returns the event that appends `text`, with the log-probabilities of its tokens."""
         return b"".join(
             (
@@ -177,7 +185,7 @@ class ChunkTemplate:
     def chunk_with_token_ids(
         self,
         text: str,
-        logprobs: Mapping[str, Any] | None,
+        logprobs: Struct | None,
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] | None,
     ) -> bytes:
@@ -198,7 +206,7 @@ class ChunkTemplate:
             )
         )
 
-    def chunk_with_delta(self, delta: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
+    def chunk_with_delta(self, delta: Struct, fields: Mapping[str, Any]) -> bytes:
         """Returns the event of a chat that appends `delta` to the message. `fields` are further
         ones of the choice, such as the log-probabilities of the tokens."""
         return b"".join(
@@ -276,7 +284,7 @@ class ChunkDialect(Dialect[S]):
         self._count_thought: ThoughtCount | None = None
         self._with_timings = False
 
-    def progress(self, output: RequestOutput, index: int, news: Mapping[str, float]) -> bytes:
+    def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
         """See `Dialect.progress`."""
         return self.envelope.progress_event(index, news)
 

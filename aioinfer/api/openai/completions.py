@@ -14,7 +14,13 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
-from aioinfer.api.logprobs import completion_logprobs, echoed_logprobs, formatted, prompt_logprobs
+from aioinfer.api.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    formatted,
+    prompt_logprobs,
+)
 from aioinfer.api.openai.chunks import (
     ChunkDialect,
     ChunkTemplate,
@@ -44,7 +50,7 @@ class CompletionChoice(Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
@@ -200,7 +206,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
             usage=usage(outputs, num_tokens),
         )
 
-    async def _logprobs(self, output: RequestOutput, delta: Delta) -> dict[str, Any] | None:
+    async def _logprobs(self, output: RequestOutput, delta: Delta) -> CompletionLogprobs | None:
         """Returns the log-probabilities of a choice, its echoed prompt included."""
         scores, body = output.prompt_scores, self.body
         generated = delta.logprobs or ()
@@ -226,7 +232,7 @@ class EchoWriter(TextWriter):
         self,
         output: RequestOutput | None,
         echo: str,
-        format_echo: Callable[[PromptScores], Awaitable[dict[str, Any]]],
+        format_echo: Callable[[PromptScores], Awaitable[CompletionLogprobs]],
         *args: Any,
         **options: Any,
     ):
