@@ -15,7 +15,6 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import answer
 from aioinfer.api.errors import AnthropicError, describe, json_response
 from aioinfer.api.generation import data_event, named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
@@ -336,11 +335,6 @@ class TokenCount(Struct, kw_only=True):
     input_tokens: int
 
 
-async def create_message(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation."""
-    return await answer(request, AnthropicDialect)
-
-
 async def count_tokens(request: web.Request) -> web.Response:
     """Returns the number of tokens of a conversation."""
     frontend = request.app[FRONTEND]
@@ -351,9 +345,10 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 
 class AnthropicDialect(MessageDialect[MessagesRequest]):
-    """Anthropic's words."""
+    """Answers a conversation."""
 
     body_type = MessagesRequest
+    reply_type = MessageReply
     id_prefix = "msg_"
 
     @property

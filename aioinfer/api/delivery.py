@@ -18,7 +18,7 @@ from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, admit, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.errors import Handler, json_response, renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: Prompts of a request that are submitted before other work of the event loop gets its turn.
 _SUBMITTED_AT_ONCE = 16
+
+
+def handler_of(kind: type[Dialect[Any]]) -> Handler:
+    """Returns the handler of requests in a dialect."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await answer(request, kind)
+
+    handle.__doc__ = kind.__doc__
+    return handle
 
 
 async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamResponse:

@@ -1,10 +1,10 @@
 """What a body becomes in every API, and how its reply is written: `Generation` and `Dialect`.
 
-A handler is one line, `delivery.answer` with the `Dialect` of its API, which is the same for all:
-`Dialect.decode` makes a `Generation` of the body, its prompts are submitted, and the deltas of the
-sequences are streamed or collected. A reply has one choice for each sequence of each prompt,
-numbered through: choice number = prompt number · n + number of the sequence. OpenAI calls them
-choices; the other APIs have one, and call it a message, or have numbered replies.
+`delivery.answer` handles all requests by the `Dialect` of their API: `Dialect.decode` makes a
+`Generation` of the body, its prompts are submitted, and the deltas of the sequences are streamed or
+collected. A reply has one choice for each sequence of each prompt, numbered through: choice number
+= prompt number · n + number of the sequence. OpenAI calls them choices; the other APIs have one,
+and call it a message, or have numbered replies.
 
 The words of an API are three: a `ChoiceWriter` turns what comes of a choice into bytes, `Dialect`
 has the bytes between and behind the choices, and `Dialect.whole` is a reply in one piece. It is a
@@ -89,10 +89,12 @@ B = TypeVar("B", bound=GenerationBody)
 
 
 class Dialect(Generic[B]):
-    """The words of an API for one reply.
+    """The words of an API for one reply. The docstring of a subclass that `routes` has describes
+    its endpoint.
 
     Attributes:
         body_type: the type of its bodies.
+        reply_type: the type of its replies in one piece.
         text_field: the field that a model without a tokenizer cannot read; None where the prompt
             may be token ids.
         id_prefix: of its replies' ids.
@@ -103,6 +105,7 @@ class Dialect(Generic[B]):
     """
 
     body_type: ClassVar[type[GenerationBody]]
+    reply_type: ClassVar[Any]
     text_field: ClassVar[str | None] = "messages"
     id_prefix: ClassVar[str]
     content_type = STREAM_HEADERS["Content-Type"]

@@ -21,7 +21,6 @@ from aioinfer import __version__
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.decoding import Body
-from aioinfer.api.delivery import answer
 from aioinfer.api.errors import LlamaError, describe, json_response
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
@@ -296,11 +295,6 @@ class LlamaProps(Struct, kw_only=True):
     is_sleeping: bool = False
 
 
-async def complete(request: web.Request) -> web.StreamResponse:
-    """Completes each prompt."""
-    return await answer(request, LlamaDialect)
-
-
 async def embed(request: web.Request) -> web.StreamResponse:
     """Embeds each input: a list with a list of one vector for each, or of one for each token where
     the server is configured so (`pooling.type`)."""
@@ -387,9 +381,11 @@ def _settings(body: LlamaCompletion, params: SamplingParams) -> LlamaSettings:
 
 
 class LlamaDialect(Dialect[LlamaCompletion]):
-    """The words of llama.cpp's server."""
+    """Completes each prompt."""
 
     body_type = LlamaCompletion
+    # one prompt has one reply, several have a list
+    reply_type = LlamaReply | list[LlamaReply]
     text_field = "prompt"
     id_prefix = "cmpl-"
 

@@ -18,7 +18,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
 from aioinfer.api.decoding import Body
-from aioinfer.api.delivery import answer
 from aioinfer.api.errors import OllamaError, describe, json_response
 from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.request_log import RECORD
@@ -296,16 +295,6 @@ class ShownModel(Struct, kw_only=True):
     capabilities: Sequence[str] = ("completion", "tools")
 
 
-async def chat(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation."""
-    return await answer(request, ChatDialect)
-
-
-async def generate(request: web.Request) -> web.StreamResponse:
-    """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
-    return await answer(request, GenerateDialect)
-
-
 async def list_tags(request: web.Request) -> web.Response:
     """Lists the model, with the size of its weights' files."""
     app, files = request.app, await _files(request.app)
@@ -389,6 +378,7 @@ class OllamaDialect(MessageDialect[OB]):
     """Ollama's words: lines of JSON. A call is one line: its arguments are an object."""
 
     content_type = "application/x-ndjson"
+    reply_type = Line
     id_prefix = "ollama-"
 
     def __init__(self, request: web.Request, body: OB):
@@ -474,7 +464,7 @@ class OllamaDialect(MessageDialect[OB]):
 
 
 class ChatDialect(OllamaDialect[OllamaChat]):
-    """The words of `/api/chat`."""
+    """Answers a conversation."""
 
     body_type = OllamaChat
 
@@ -494,7 +484,7 @@ class ChatDialect(OllamaDialect[OllamaChat]):
 
 
 class GenerateDialect(OllamaDialect[OllamaGenerate]):
-    """The words of `/api/generate`."""
+    """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
 
     body_type = OllamaGenerate
     text_field = "prompt"

@@ -23,7 +23,7 @@ from aioinfer.api.admin.control import (
 from aioinfer.api.admin.info import Load, Model, ModelList, ServerInfo, Status, Version
 from aioinfer.api.admin.openapi import Route
 from aioinfer.api.admin.page import PageInfo
-from aioinfer.api.anthropic import CountTokensRequest, MessageReply, MessagesRequest, TokenCount
+from aioinfer.api.anthropic import CountTokensRequest, TokenCount
 from aioinfer.api.batch import batches, objects
 from aioinfer.api.batch.batches import CreateBatch
 from aioinfer.api.batch.objects import (
@@ -38,29 +38,25 @@ from aioinfer.api.batch.objects import (
     UpdateObject,
 )
 from aioinfer.api.batch.store import BatchObject, FileObject, Page
+from aioinfer.api.delivery import handler_of
 from aioinfer.api.errors import PREFIX, Handler
+from aioinfer.api.generation import Dialect
 from aioinfer.api.http.request_body import defer_continue
 from aioinfer.api.llama_cpp import (
-    LlamaCompletion,
     LlamaEmbedding,
     LlamaProps,
-    LlamaReply,
     LlamaSlot,
     LlamaVectors,
     TemplateReply,
 )
 from aioinfer.api.ollama import (
-    Line,
     ModelTags,
-    OllamaChat,
-    OllamaGenerate,
     RunningModels,
     ShownModel,
     ShowRequest,
 )
 from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 from aioinfer.api.openai.chat import ChatCompletion
-from aioinfer.api.openai.completions import Completion
 from aioinfer.api.openai.pooling import (
     Classes,
     Embeddings,
@@ -80,13 +76,12 @@ from aioinfer.api.openai.pooling_bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from aioinfer.api.openai.response_events import Response
+from aioinfer.api.openai.response_events import Response, ResponseDialect
 from aioinfer.api.openai.responses import InputTokens
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
 from aioinfer.api.protocol import (
     ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
@@ -99,13 +94,16 @@ def _get(path: str, handler: Handler, reply: Any = None, **more: Any) -> Route:
 _post = partial(Route, "POST")
 
 
+def _generate(path: str, kind: type[Dialect[Any]]) -> Route:
+    stream = kind.content_type.partition(";")[0]
+    return Route("POST", path, handler_of(kind), kind.body_type, kind.reply_type, stream=stream)
+
+
 def _delete(path: str, handler: Handler, reply: Any = None) -> Route:
     return Route("DELETE", path, handler, reply=reply)
 
 
-_SSE, _LINES = "text/event-stream", "application/x-ndjson"
-#: llama.cpp's: one prompt has one reply, several have a list.
-_LlamaReplies = LlamaReply | list[LlamaReply]
+_SSE = "text/event-stream"
 #: With `texts` the reply is a list.
 _Reranked = Reranked | list[RerankedText]
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -121,26 +119,16 @@ _PLACEMENT = {
 
 ROUTES: tuple[Route, ...] = (
     # OpenAI
-    _post(
-        "/v1/completions", completions.create_completion, CompletionRequest, Completion, stream=_SSE
-    ),
-    _post(
-        "/v1/chat/completions",
-        chat.create_chat_completion,
-        ChatRequest,
-        ChatCompletion,
-        stream=_SSE,
-    ),
-    _post(
-        "/chat/completions", chat.create_chat_completion, ChatRequest, ChatCompletion, stream=_SSE
-    ),
+    _generate("/v1/completions", completions.CompletionDialect),
+    _generate("/v1/chat/completions", chat.ChatDialect),
+    _generate("/chat/completions", chat.ChatDialect),
     _get("/v1/chat/completions", CHATS.list, Page, query=_CHATS),
     _get("/v1/chat/completions/{id}/messages", CHATS.list_items, Page, query=_PAGE),
     _get("/v1/chat/completions/{id}", CHATS.get, ChatCompletion),
     _post("/v1/chat/completions/{id}", CHATS.update, UpdateObject, ChatCompletion),
     _delete("/v1/chat/completions/{id}", CHATS.delete, Deleted),
-    _post("/v1/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
-    _post("/responses", responses.create_response, ResponseRequest, Response, stream=_SSE),
+    _generate("/v1/responses", ResponseDialect),
+    _generate("/responses", ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens, ResponseRequest, InputTokens),
     _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE, query=_REPLAY),
     _delete("/v1/responses/{id}", responses.delete_response, Deleted),
@@ -166,11 +154,11 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch, None, BatchObject),
     # Anthropic
-    _post("/v1/messages", anthropic.create_message, MessagesRequest, MessageReply, stream=_SSE),
+    _generate("/v1/messages", anthropic.AnthropicDialect),
     _post("/v1/messages/count_tokens", anthropic.count_tokens, CountTokensRequest, TokenCount),
     # Ollama
-    _post("/api/chat", ollama.chat, OllamaChat, Line, stream=_LINES),
-    _post("/api/generate", ollama.generate, OllamaGenerate, Line, stream=_LINES),
+    _generate("/api/chat", ollama.ChatDialect),
+    _generate("/api/generate", ollama.GenerateDialect),
     _post("/api/show", ollama.show, ShowRequest, ShownModel),
     _get("/api/tags", ollama.list_tags, ModelTags),
     _get("/api/ps", ollama.list_running, RunningModels),
@@ -178,7 +166,7 @@ ROUTES: tuple[Route, ...] = (
     _post("/api/embed", pooling.embed_for_ollama, OllamaEmbedRequest, OllamaEmbeddings),
     _post("/api/embeddings", pooling.embed_for_ollama, OllamaEmbeddingsRequest, OllamaEmbedding),
     # llama.cpp
-    _post("/completion", llama_cpp.complete, LlamaCompletion, _LlamaReplies, stream=_SSE),
+    _generate("/completion", llama_cpp.LlamaDialect),
     _post("/embedding", llama_cpp.embed, LlamaEmbedding, list[LlamaVectors]),
     _post("/apply-template", llama_cpp.apply_template, ChatRequest, TemplateReply),
     _get("/props", llama_cpp.props, LlamaProps),

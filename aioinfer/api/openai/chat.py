@@ -11,7 +11,6 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
-from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import ContentPart, FunctionCall, Message, ToolCall
@@ -122,19 +121,15 @@ class StoredMessage(Struct, kw_only=True):
     content_parts: list[ContentPart] | None = None
 
 
-async def create_chat_completion(request: web.Request) -> web.StreamResponse:
+class ChatDialect(ChunkDialect[ChatRequest]):
     """Answers a conversation n times.
 
-    Without `max_tokens`, in the request or as a default, an answer may be as long as fits.
+    Without `max_tokens`, in the request or as a default, an answer may be as long as fits. With
+    `store`, the reply is stored before the client has all of it.
     """
-    return await answer(request, ChatDialect)
-
-
-class ChatDialect(ChunkDialect[ChatRequest]):
-    """The words of chat completions. With `store`, the reply is stored before the client has all of
-    it."""
 
     body_type = ChatRequest
+    reply_type = ChatCompletion
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.delivery import answer
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import (
     CompletionLogprobs,
@@ -71,11 +70,6 @@ class Completion(Struct, kw_only=True):
     usage: Usage
 
 
-async def create_completion(request: web.Request) -> web.StreamResponse:
-    """Completes each prompt n times."""
-    return await answer(request, CompletionDialect)
-
-
 async def _sampling_params(
     frontend: Frontend, body: CompletionRequest, prompt_len: int
 ) -> SamplingParams:
@@ -125,9 +119,10 @@ async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
 
 
 class CompletionDialect(ChunkDialect[CompletionRequest]):
-    """The words of completions."""
+    """Completes each prompt n times."""
 
     body_type = CompletionRequest
+    reply_type = Completion
     text_field = None
     id_prefix = "cmpl-"
     chunk_object = "text_completion"

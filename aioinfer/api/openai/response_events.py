@@ -150,7 +150,10 @@ _TEXT_EVENTS: Mapping[BlockKind, str] = {
 
 
 class ResponseDialect(MessageDialect[ResponseRequest]):
-    """The words of a response.
+    """Answers a conversation, and stores it unless `store` is false.
+
+    With `background` it is generated without a connection: the reply says that it is queued, or
+    follows its events.
 
     Attributes:
         items: the items before its output: of its conversation or of the previous response and its
@@ -159,6 +162,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     """
 
     body_type = ResponseRequest
+    reply_type = Response
     text_field = "input"
     id_prefix = "resp_"
 

@@ -12,7 +12,6 @@ from aioinfer.api.admission import admit
 from aioinfer.api.batch.objects import Deleted
 from aioinfer.api.batch.store import OBJECT_STORE, StoredObject, owner_of, page_of
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.delivery import answer
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.openai.response_events import (
     RESPONSE_RUNS,
@@ -29,15 +28,6 @@ class InputTokens(Struct, kw_only=True):
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
-
-
-async def create_response(request: web.Request) -> web.StreamResponse:
-    """Answers a conversation, and stores it unless `store` is false.
-
-    With `background` it is generated without a connection: the reply says that it is queued, or
-    follows its events.
-    """
-    return await answer(request, ResponseDialect)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
