@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,8 +33,10 @@ T = TypeVar("T")
 _SUBMITTED_AT_ONCE = 16
 
 
-def handler_of(kind: type[Dialect[Any]]) -> Handler:
-    """Returns the handler of requests in a dialect."""
+def handler_of(
+    kind: type[T], answer: Callable[[web.Request, type[T]], Awaitable[web.StreamResponse]]
+) -> Handler:
+    """Returns the handler that answers requests in a dialect, which describes it."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await answer(request, kind)

@@ -147,9 +147,7 @@ class SamplingFields(IgnoredFields, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
     def sampling_fields(self) -> dict[str, Any]:
-        fields = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        fields = self.given(*_SAMPLING_FIELDS)
         if self.stop is not None:
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output is not None:
@@ -267,10 +265,7 @@ class SamplingBody(SamplingFields, kw_only=True):
         raise FieldError("max_tokens", "must be at least 1, not 0")
 
     def sampling_fields(self) -> dict[str, Any]:
-        fields = super().sampling_fields()
-        for name in ("n", "max_tokens", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                fields[name] = value
+        fields = super().sampling_fields() | self.given("n", "max_tokens", "prompt_logprobs")
         if self.n_predict not in (None, -1):  # which stands for as much as fits
             fields.setdefault("max_tokens", self.n_predict)
         if (grammar := self.grammar_spec()) is not None:
@@ -278,11 +273,7 @@ class SamplingBody(SamplingFields, kw_only=True):
         if self.return_progress and self.stream:
             fields["reports_progress"] = True
         if self.use_beam_search:
-            given = {
-                name: value
-                for name in ("length_penalty", "early_stopping")
-                if (value := getattr(self, name)) is not None
-            }
+            given = self.given("length_penalty", "early_stopping")
             width, width_field = self.beam_width()
             fields["beam_search"] = BeamSearch(width, **given, width_field=width_field)
         return fields

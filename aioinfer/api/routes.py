@@ -38,7 +38,7 @@ from aioinfer.api.batch.objects import (
     UpdateObject,
 )
 from aioinfer.api.batch.store import BatchObject, FileObject, Page
-from aioinfer.api.delivery import handler_of
+from aioinfer.api.delivery import answer, handler_of
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.generation import Dialect
 from aioinfer.api.http.request_body import defer_continue
@@ -57,27 +57,8 @@ from aioinfer.api.ollama import (
 )
 from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 from aioinfer.api.openai.chat import ChatCompletion
-from aioinfer.api.openai.pooling import (
-    Classes,
-    Embeddings,
-    OllamaEmbedding,
-    OllamaEmbeddings,
-    PoolingReply,
-    Reranked,
-    RerankedText,
-    Scores,
-)
-from aioinfer.api.openai.pooling_bodies import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    PoolingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
-from aioinfer.api.openai.response_events import Response, ResponseDialect
-from aioinfer.api.openai.responses import InputTokens
+from aioinfer.api.openai.response_events import Response
+from aioinfer.api.openai.responses import InputTokens, ResponseDialect
 from aioinfer.api.openai.responses_body import ResponseRequest
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
 from aioinfer.api.protocol import (
@@ -95,8 +76,13 @@ _post = partial(Route, "POST")
 
 
 def _generate(path: str, kind: type[Dialect[Any]]) -> Route:
-    stream = kind.content_type.partition(";")[0]
-    return Route("POST", path, handler_of(kind), kind.body_type, kind.reply_type, stream=stream)
+    handler, stream = handler_of(kind, answer), kind.content_type.partition(";")[0]
+    return _post(path, handler, kind.body_type, kind.reply_type, stream=stream)
+
+
+def _pool(path: str, kind: type[pooling.PoolingDialect[Any]]) -> Route:
+    handler = handler_of(kind, pooling.answer_pooled)
+    return _post(path, handler, kind.body_type, kind.reply_type)
 
 
 def _delete(path: str, handler: Handler, reply: Any = None) -> Route:
@@ -104,8 +90,6 @@ def _delete(path: str, handler: Handler, reply: Any = None) -> Route:
 
 
 _SSE = "text/event-stream"
-#: With `texts` the reply is a list.
-_Reranked = Reranked | list[RerankedText]
 _TEXT: dict[str, Any] = {"type": "string"}
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
 _PAGE = {"limit": _LIMIT, "after": _TEXT, "order": _TEXT | {"enum": ["asc", "desc"]}}
@@ -163,8 +147,8 @@ ROUTES: tuple[Route, ...] = (
     _get("/api/tags", ollama.list_tags, ModelTags),
     _get("/api/ps", ollama.list_running, RunningModels),
     _get("/api/version", info.version, Version),
-    _post("/api/embed", pooling.embed_for_ollama, OllamaEmbedRequest, OllamaEmbeddings),
-    _post("/api/embeddings", pooling.embed_for_ollama, OllamaEmbeddingsRequest, OllamaEmbedding),
+    _pool("/api/embed", pooling.OllamaEmbedDialect),
+    _pool("/api/embeddings", pooling.OllamaEmbeddingDialect),
     # llama.cpp
     _generate("/completion", llama_cpp.LlamaDialect),
     _post("/embedding", llama_cpp.embed, LlamaEmbedding, list[LlamaVectors]),
@@ -172,14 +156,14 @@ ROUTES: tuple[Route, ...] = (
     _get("/props", llama_cpp.props, LlamaProps),
     _get("/slots", llama_cpp.slots, list[LlamaSlot]),
     # Embeddings and the like, tokens
-    _post("/v1/embeddings", pooling.create_embeddings, EmbeddingRequest, Embeddings),
-    _post("/pooling", pooling.create_pooling, PoolingRequest, PoolingReply),
-    _post("/classify", pooling.classify, ClassifyRequest, Classes),
-    _post("/score", pooling.score, ScoreRequest, Scores),
-    _post("/v1/score", pooling.score, ScoreRequest, Scores),
-    _post("/rerank", pooling.rerank, RerankRequest, _Reranked),
-    _post("/v1/rerank", pooling.rerank, RerankRequest, _Reranked),
-    _post("/v2/rerank", pooling.rerank, RerankRequest, _Reranked),
+    _pool("/v1/embeddings", pooling.EmbeddingDialect),
+    _pool("/pooling", pooling.StatesDialect),
+    _pool("/classify", pooling.ClassifyDialect),
+    _pool("/score", pooling.ScoreDialect),
+    _pool("/v1/score", pooling.ScoreDialect),
+    _pool("/rerank", pooling.RerankDialect),
+    _pool("/v1/rerank", pooling.RerankDialect),
+    _pool("/v2/rerank", pooling.RerankDialect),
     _post("/tokenize", tokenization.tokenize, TokenizeRequest, TokenizeReply),
     _post("/detokenize", tokenization.detokenize, DetokenizeRequest, DetokenizeReply),
     # The server and its model

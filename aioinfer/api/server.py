@@ -34,7 +34,7 @@ from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimit
 from aioinfer.api.http.listener import Listener, tls_context
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
 from aioinfer.api.http.request_log import RequestLog
-from aioinfer.api.openai.response_events import RESPONSE_RUNS, ResponseRuns
+from aioinfer.api.openai.responses import RESPONSE_RUNS, ResponseRuns
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError, NotReadyError, RequestError

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from aioinfer.api.batch import store
-from aioinfer.api.openai import response_events
+from aioinfer.api.openai import responses
 from aioinfer.errors import GenerationError
 from tests.functional.conftest import Served, serve
 from tests.functional.test_tools import WEATHER
@@ -461,8 +461,8 @@ async def test_events_of_the_background_are_resumed(
 
 
 async def test_the_background_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_events, "MAX_STORED", 1)
-    monkeypatch.setattr(response_events, "MAX_STORED_BYTES", 1500)
+    monkeypatch.setattr(responses, "MAX_STORED", 1)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", 1500)
     monkeypatch.setattr(store, "MAX_STORED_BYTES", 1500)
     async with serve() as served:
         body: Any = {"input": "Tell me a long story.", "background": True}

@@ -9,38 +9,53 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import json_response, renamed
+from aioinfer.api.errors import renamed
 from aioinfer.api.generation import Generation
-from aioinfer.api.http.request_log import request_id
+from aioinfer.api.http.request_log import RECORD, request_id
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling_bodies import (
+    Classes,
+    ClassifiedItem,
     ClassifyRequest,
     EmbeddingBody,
+    EmbeddingItem,
     EmbeddingRequest,
+    Embeddings,
+    EmbeddingUsage,
     InputBody,
+    OllamaEmbedding,
+    OllamaEmbeddings,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    PooledItem,
     PoolingBody,
+    PoolingReply,
     PoolingRequest,
+    Reranked,
+    RerankedDocument,
+    RerankedText,
     RerankRequest,
+    ScoreItem,
     ScoreRequest,
+    Scores,
     ScoringBody,
 )
 from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
-from aioinfer.engine.served_model import cosine_similarity
+from aioinfer.engine.served_model import ClassificationHead, cosine_similarity
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
@@ -53,127 +68,6 @@ if TYPE_CHECKING:
 _FEW_NUMBERS = 16_384
 #: Bytes of a reply that are joined and sent at once.
 _PIECE_BYTES = 256 * 1024
-
-
-class EmbeddingUsage(Struct, kw_only=True):
-    """Tokens of a request without an output."""
-
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int | UnsetType = UNSET
-
-
-class EmbeddingItem(Struct, kw_only=True):
-    """The vector of an input: numbers, or their base64; with pooling "all" one for each token."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float | list[float]] | str
-
-
-class Embeddings(Struct, kw_only=True):
-    """The reply of `/v1/embeddings`."""
-
-    object: Literal["list"] = "list"
-    model: str
-    usage: EmbeddingUsage
-    data: list[EmbeddingItem] = []
-
-
-class PooledReply(Struct, kw_only=True):
-    """The fields that vLLM's replies to pooling requests have in common."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    usage: EmbeddingUsage
-
-
-class PooledItem(Struct, kw_only=True):
-    """The pooled state of an input, or the states of its tokens."""
-
-    object: Literal["pooling"] = "pooling"
-    index: int
-    data: list[float | list[float]] | str
-
-
-class PoolingReply(PooledReply, kw_only=True):
-    """The reply of `/pooling`."""
-
-    data: list[PooledItem] = []
-
-
-class ClassifiedItem(Struct, kw_only=True):
-    """The classes of an input: the likeliest, and the probability of each."""
-
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
-
-
-class Classes(PooledReply, kw_only=True):
-    """The reply of `/classify`."""
-
-    data: list[ClassifiedItem]
-
-
-class ScoreItem(Struct, kw_only=True):
-    """The score of a pair of texts."""
-
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
-class Scores(PooledReply, kw_only=True):
-    """The reply of `/score`."""
-
-    data: list[ScoreItem]
-
-
-class RerankedDocument(Struct, kw_only=True):
-    """A document of a request, by its place, with its relevance to the query."""
-
-    index: int
-    relevance_score: float
-    document: dict[str, str] | UnsetType = UNSET
-
-
-class Reranked(Struct, kw_only=True):
-    """The reply of `/rerank` to `documents`, the most relevant first; `meta` is Cohere's, below
-    `/v2`, which has neither `model` nor `usage`."""
-
-    id: str
-    results: list[RerankedDocument]
-    model: str | UnsetType = UNSET
-    usage: EmbeddingUsage | UnsetType = UNSET
-    meta: dict[str, Any] | UnsetType = UNSET
-
-
-class RerankedText(Struct, kw_only=True):
-    """An item of the reply of `/rerank` to `texts`, as text-embeddings-inference has it."""
-
-    index: int
-    score: float
-    text: str | UnsetType = UNSET
-
-
-class OllamaEmbeddings(Struct, kw_only=True):
-    """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
-class OllamaEmbedding(Struct, kw_only=True):
-    """The reply of `/api/embeddings`."""
-
-    embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,165 +83,354 @@ class Pooled:
         return EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
 
-async def create_embeddings(request: web.Request) -> web.StreamResponse:
-    """Embeds each input."""
-    body = await read_body(request, EmbeddingRequest)
-    pooling = request.app[FRONTEND].pooling
-    pooled = await _pool_inputs(request, body, pooling.params(), "embd")
-    make = _encoder(request.app[FRONTEND], body, normalize=body.normalizes)
-    head = Embeddings(model=_name(request), usage=pooled.usage())
-    return await _send(
-        request,
-        head,
-        pooled.states,
-        lambda index, state: EmbeddingItem(index=index, embedding=make(state)),
-    )
+B = TypeVar("B", bound=PoolingBody)
 
 
-async def embed_for_ollama(request: web.Request) -> web.StreamResponse:
-    """Embeds each input, in the shape of Ollama's `/api/embed`; under `/api/embeddings` one."""
-    is_older = request.path.endswith("/embeddings")
-    began = time.perf_counter_ns()
-    body = await read_body(request, OllamaEmbeddingsRequest if is_older else OllamaEmbedRequest)
-    frontend = request.app[FRONTEND]
-    pooled = await _pool_inputs(request, body, frontend.pooling.params(), "embd")
+class PoolingDialect(Generic[B]):
+    """An endpoint's words for one request: the prompts of its body, and the reply that their pooled
+    states make. The docstring of a subclass describes the endpoint.
 
-    def make() -> bytes:
-        embed = frontend.pooling.embedding
-        # older clients normalise by themselves, and expect the vector as the model has it
-        found = [embed(s, body.dimensions, not is_older) for s in pooled.states]
-        written: list[Any] = [msgspec.Raw(numbers_json(vector)) for vector in found]
-        if is_older:
-            return encode(OllamaEmbedding(embedding=written[0]))
-        return encode(
-            OllamaEmbeddings(
-                model=_name(request),
-                embeddings=written,
-                total_duration=time.perf_counter_ns() - began,
-                load_duration=0,
-                prompt_eval_count=pooled.num_tokens,
+    Attributes:
+        body_type, reply_type: the types of its bodies and of its replies.
+        id_prefix: of its replies' ids.
+        param: the field that holds the inputs.
+        request, body, frontend, pooling: what is answered, and the model that answers.
+        model: its name.
+    """
+
+    body_type: ClassVar[type[PoolingBody]]
+    reply_type: ClassVar[Any]
+    id_prefix: ClassVar[str] = "embd"
+    param = "input"
+
+    def __init__(self, request: web.Request, body: B):
+        self.request, self.body = request, body
+        self.frontend = request.app[FRONTEND]
+        self.pooling = self.frontend.pooling
+        self.model = self.frontend.config.served_model_names[0]
+
+    def kind(self) -> str:
+        """Returns how the prompts are pooled. Raises `RequestError` if the model cannot do it."""
+        return self.pooling.params().pooling or "last"
+
+    async def prompts(self) -> list[list[int]]:
+        """Returns the token ids of each prompt. Raises `RequestError`."""
+        raise NotImplementedError
+
+    def reply(self, pooled: Pooled) -> Any:
+        """Returns the reply; of a reply with a list of items all but these."""
+        raise NotImplementedError
+
+    def write(self, pooled: Pooled) -> list[bytes]:
+        """Returns the reply as JSON, in parts."""
+        return [encode(self.reply(pooled))]
+
+    def fields(self, pooled: Pooled) -> dict[str, Any]:
+        """Returns the fields that vLLM's replies have in common."""
+        return {
+            "id": f"{self.id_prefix}-{request_id(self.request)}",
+            "created": int(time.time()),
+            "model": self.model,
+            "usage": pooled.usage(),
+        }
+
+    async def encode(self, inputs: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
+        full, and `RequestError` naming the field."""
+        frontend, body = self.frontend, self.body
+        admit(self.request, body.timeout_s, len(inputs))
+        longest, special = max_uncut(body), body.add_special_tokens is not False
+        found = []
+        with renamed({"prompt": self.param}):
+            for each in inputs:
+                ids = await encode_prompt(frontend, each, special, max_tokens=longest)
+                found.append(cut(frontend, body, ids, frontend.max_model_len))
+        return found
+
+
+class ItemsDialect(PoolingDialect[B]):
+    """An endpoint whose reply has an item for each prompt; `data`, the reply's last field, has
+    them."""
+
+    def item(self, index: int, state: F32) -> Struct:
+        """Returns the item of a prompt by its number and its state."""
+        raise NotImplementedError
+
+    def write(self, pooled: Pooled) -> list[bytes]:
+        """See `PoolingDialect.write`."""
+        parts = [encode(self.reply(pooled)).removesuffix(b"]}")]
+        for index, state in enumerate(pooled.states):
+            parts += [b"," if index else b"", encode(self.item(index, state))]
+        return _merged([*parts, b"]}"])
+
+
+async def answer_pooled(
+    request: web.Request, kind: type[PoolingDialect[Any]]
+) -> web.StreamResponse:
+    """Answers a request in a dialect; a long reply in pieces. Raises what `read_body` and `pool`
+    do."""
+    body = await read_body(request, kind.body_type)
+    dialect = kind(request, body)
+    how, prompts = dialect.kind(), await dialect.prompts()
+    pooled = await pool(request, body.priority, prompts, how, dialect.id_prefix, dialect.param)
+    numbers = sum(state.size for state in pooled.states)
+    make = partial(dialect.write, pooled)
+    parts = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
+    if len(parts) == 1:
+        return web.Response(body=parts[0], content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    response.content_length = sum(map(len, parts))
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+    return response
+
+
+EB = TypeVar("EB", bound=EmbeddingBody)
+
+
+class _Embedding(PoolingDialect[EB]):
+    """An endpoint whose inputs are embedded, behind the prompt that the body names."""
+
+    async def prompts(self) -> list[list[int]]:
+        """See `PoolingDialect.prompts`."""
+        dimensions, size = self.body.dimensions, self.frontend.hidden_size
+        if dimensions is not None and dimensions > size:
+            raise FieldError(
+                "dimensions", f"is {dimensions}, and this model's embeddings have {size}"
             )
-        )
-
-    numbers = sum(map(len, pooled.states))
-    data = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
-    return web.Response(body=data, content_type="application/json")
+        prompt = self.pooling.prompt(self.body.prompt_name)
+        given = await _inputs(self.frontend, self.body)
+        return await self.encode([prompt + i if isinstance(i, str) else i for i in given])
 
 
-async def create_pooling(request: web.Request) -> web.StreamResponse:
+ER = TypeVar("ER", bound=EmbeddingRequest)
+
+
+class EmbeddingDialect(_Embedding[ER], ItemsDialect[ER]):
+    """Embeds each input."""
+
+    body_type = EmbeddingRequest
+    reply_type: ClassVar[Any] = Embeddings
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        return Embeddings(model=self.model, usage=pooled.usage())
+
+    def item(self, index: int, state: F32) -> Struct:
+        """See `ItemsDialect.item`."""
+        return EmbeddingItem(index=index, embedding=self.vector(state, self.body.normalizes))
+
+    def vector(self, state: F32, normalize: bool | None) -> Any:
+        """Returns the JSON of an embedding: a list of numbers, or the text of its base64; of
+        several [P, hidden_size] a list of lists, or one text."""
+        found = self.pooling.embedding(state, self.body.dimensions, normalize)
+        written = to_base64 if self.body.encoding_format == "base64" else numbers_json
+        return msgspec.Raw(written(np.ascontiguousarray(found)))
+
+
+class StatesDialect(EmbeddingDialect[PoolingRequest]):
     """Returns the pooled hidden state of each input, or the hidden state of each of its tokens.
     They are not normalized unless the request asks for it or names a `task`."""
-    body = await read_body(request, PoolingRequest)
-    params = request.app[FRONTEND].pooling.params(body.kind, takes_all=body.task != "embed")
-    pooled = await _pool_inputs(request, body, params, "pool")
-    make = _encoder(request.app[FRONTEND], body, normalize=bool(body.normalizes))
-    head = PoolingReply(**_head(request, "pool"), usage=pooled.usage())
-    return await _send(
-        request,
-        head,
-        pooled.states,
-        lambda index, state: PooledItem(index=index, data=make(state)),
-    )
+
+    body_type = PoolingRequest
+    reply_type = PoolingReply
+    id_prefix = "pool"
+
+    def kind(self) -> str:
+        """See `PoolingDialect.kind`."""
+        takes_all = self.body.task != "embed"
+        return self.pooling.params(self.body.kind, takes_all=takes_all).pooling or "last"
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        return PoolingReply(**self.fields(pooled))
+
+    def item(self, index: int, state: F32) -> Struct:
+        """See `ItemsDialect.item`."""
+        return PooledItem(index=index, data=self.vector(state, bool(self.body.normalizes)))
 
 
-async def classify(request: web.Request) -> web.StreamResponse:
+class OllamaEmbedDialect(_Embedding[OllamaEmbedRequest]):
+    """Embeds each input, in the shape of Ollama's `/api/embed`."""
+
+    body_type = OllamaEmbedRequest
+    reply_type = OllamaEmbeddings
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        embed, size = self.pooling.embedding, self.body.dimensions
+        vectors: list[Any] = [
+            msgspec.Raw(numbers_json(embed(state, size, True))) for state in pooled.states
+        ]
+        return OllamaEmbeddings(
+            model=self.model,
+            embeddings=vectors,
+            total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
+            load_duration=0,
+            prompt_eval_count=pooled.num_tokens,
+        )
+
+
+class OllamaEmbeddingDialect(_Embedding[OllamaEmbeddingsRequest]):
+    """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
+    themselves, and expect the vector as the model has it."""
+
+    body_type = OllamaEmbeddingsRequest
+    reply_type = OllamaEmbedding
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        vector = self.pooling.embedding(pooled.states[0], self.body.dimensions, False)
+        written: Any = msgspec.Raw(numbers_json(vector))
+        return OllamaEmbedding(embedding=written)
+
+
+class ClassifyDialect(ItemsDialect[ClassifyRequest]):
     """Returns the classes of each input, where the model has a classification head."""
-    frontend = request.app[FRONTEND]
-    body = await read_body(request, ClassifyRequest)
-    head = frontend.pooling.head
-    if head is None:
-        raise RequestError(
-            "this model has no classification head: /classify needs a checkpoint of an "
-            "architecture that ends in ForSequenceClassification",
-            param="model",
-        )
-    inputs = await _inputs(frontend, body)
-    pooled = await pool(request, body.priority, await _encode(request, body, inputs), "last", "cls")
-    data = []
-    for index, state in enumerate(pooled.states):
-        found = head.probabilities(state)
-        data.append(
-            ClassifiedItem(
-                index=index,
-                label=head.labels[int(found.argmax())],
-                probs=found.tolist(),
-                num_classes=len(found),
+
+    body_type = ClassifyRequest
+    reply_type = Classes
+    id_prefix = "classify"
+
+    def kind(self) -> str:
+        """See `PoolingDialect.kind`."""
+        if self.pooling.head is None:
+            raise RequestError(
+                "this model has no classification head: /classify needs a checkpoint of an "
+                "architecture that ends in ForSequenceClassification",
+                param="model",
             )
+        return "last"
+
+    async def prompts(self) -> list[list[int]]:
+        """See `PoolingDialect.prompts`."""
+        return await self.encode(await _inputs(self.frontend, self.body))
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        return Classes(**self.fields(pooled), data=[])
+
+    def item(self, index: int, state: F32) -> Struct:
+        """See `ItemsDialect.item`."""
+        head = self.pooling.head
+        assert head is not None
+        probs = head.probabilities(state)
+        label = head.labels[int(probs.argmax())]
+        return ClassifiedItem(
+            index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
         )
-    return json_response(Classes(**_head(request, "classify"), data=data, usage=pooled.usage()))
 
 
-async def score(request: web.Request) -> web.StreamResponse:
+SB = TypeVar("SB", bound=ScoringBody)
+
+
+class _Scoring(PoolingDialect[SB]):
+    """An endpoint that scores pairs of texts: by the classification head of a cross-encoder, else
+    by the cosine of the angle between their embeddings. Of the texts only `max_tokens_per_query`
+    and `max_tokens_per_doc` tokens count, if they are given and not 0."""
+
+    id_prefix = "score"
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Returns the texts of both sides; the first may be one for all."""
+        raise NotImplementedError
+
+    @property
+    def _cross_encoder(self) -> ClassificationHead | None:
+        head = self.pooling.head
+        return head if head is not None and len(head.labels) == 1 else None
+
+    def kind(self) -> str:
+        """See `PoolingDialect.kind`."""
+        return super().kind() if self._cross_encoder is None else "last"
+
+    async def prompts(self) -> list[list[int]]:
+        """See `PoolingDialect.prompts`."""
+        pooling, body = self.pooling, self.body
+        before = ("", "") if self._cross_encoder is not None else (
+            pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
+        )  # fmt: skip
+        sides = []
+        for prompt, texts, most in zip(
+            before, self.texts(), (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True
+        ):
+            ids = await self.encode([prompt + text for text in texts])
+            sides.append([each[:most] for each in ids] if most else ids)
+        first, second = sides
+        self._num_first = len(first)
+        if self._cross_encoder is None:
+            return first + second
+        first *= len(second) if len(first) == 1 else 1
+        return [one + other for one, other in zip(first, second, strict=True)]
+
+    def scores(self, pooled: Pooled) -> list[float]:
+        """Returns the score of each pair."""
+        if (head := self._cross_encoder) is not None:
+            return [float(head.probabilities(state)[0]) for state in pooled.states]
+        ones, others = pooled.states[: self._num_first], pooled.states[self._num_first :]
+        ones *= len(others) if len(ones) == 1 else 1
+        return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)]
+
+
+class ScoreDialect(_Scoring[ScoreRequest]):
     """Returns how similar the texts of each pair are."""
-    body = await read_body(request, ScoreRequest)
-    first, second = body.texts()
-    scores, num_tokens = await _similarities(request, body, first, second, "text_2")
-    data = [ScoreItem(index=index, score=value) for index, value in enumerate(scores)]
-    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens, completion_tokens=0)
-    return json_response(Scores(**_head(request, "score"), data=data, usage=usage))
+
+    body_type = ScoreRequest
+    reply_type = Scores
+    param = "text_2"
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """See `_Scoring.texts`."""
+        return self.body.texts()
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        scores = enumerate(self.scores(pooled))
+        data = [ScoreItem(index=index, score=value) for index, value in scores]
+        reply = Scores(**self.fields(pooled), data=data)
+        reply.usage.completion_tokens = 0
+        return reply
 
 
-async def rerank(request: web.Request) -> web.StreamResponse:
+class RerankDialect(_Scoring[RerankRequest]):
     """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
     and for `texts` in the shape of text-embeddings-inference."""
-    body = await read_body(request, RerankRequest)
-    texts = body.contents()
-    param = "documents" if body.texts is None else "texts"
-    scores, num_tokens = await _similarities(request, body, [body.query], texts, param)
-    best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
-    if body.texts is not None:
-        return json_response(
-            [
-                RerankedText(
-                    index=index,
-                    score=scores[index],
-                    text=texts[index] if body.return_text else UNSET,
-                )
-                for index in best
+
+    body_type = RerankRequest
+    reply_type = Reranked | list[RerankedText]
+
+    def __init__(self, request: web.Request, body: RerankRequest):
+        super().__init__(request, body)
+        self.param = "documents" if body.texts is None else "texts"
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """See `_Scoring.texts`."""
+        return [self.body.query], self.body.contents()
+
+    def reply(self, pooled: Pooled) -> Any:
+        """See `PoolingDialect.reply`."""
+        body, texts, scores = self.body, self.body.contents(), self.scores(pooled)
+        best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+        if body.texts is not None:
+            return [
+                RerankedText(index=i, score=scores[i], text=texts[i] if body.return_text else UNSET)
+                for i in best
             ]
-        )
-    is_cohere = request.path.endswith("/v2/rerank")
-    shows = not is_cohere if body.return_documents is None else body.return_documents
-    results = [
-        RerankedDocument(
-            index=index,
-            relevance_score=scores[index],
-            document={"text": texts[index]} if shows else UNSET,
-        )
-        for index in best
-    ]
-    reply = Reranked(id=f"rerank-{request_id(request)}", results=results)
-    if is_cohere:
-        tokens = {"input_tokens": num_tokens, "output_tokens": 0}
-        reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}
-    else:
-        reply.model = _name(request)
-        reply.usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-    return json_response(reply)
-
-
-# -------------------------------------------------------------------- pooling
-
-
-async def _pool_inputs(
-    request: web.Request, body: EmbeddingBody, params: SamplingParams, prefix: str
-) -> Pooled:
-    frontend = request.app[FRONTEND]
-    if body.dimensions is not None and body.dimensions > frontend.hidden_size:
-        raise FieldError(
-            "dimensions",
-            f"is {body.dimensions}, and this model's embeddings have {frontend.hidden_size}",
-        )
-    prompt = frontend.pooling.prompt(body.prompt_name)
-    given = await _inputs(frontend, body)
-    inputs = [prompt + each if isinstance(each, str) else each for each in given]
-    return await pool(
-        request,
-        body.priority,
-        await _encode(request, body, inputs),
-        params.pooling or "last",
-        prefix,
-    )
+        is_cohere = self.request.path.endswith("/v2/rerank")
+        shows = not is_cohere if body.return_documents is None else body.return_documents
+        documents = [{"text": texts[i]} if shows else UNSET for i in best]
+        results = [
+            RerankedDocument(index=i, relevance_score=scores[i], document=document)
+            for i, document in zip(best, documents, strict=True)
+        ]
+        reply = Reranked(id=f"rerank-{request_id(self.request)}", results=results)
+        if is_cohere:
+            tokens = {"input_tokens": pooled.num_tokens, "output_tokens": 0}
+            reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}
+        else:
+            reply.model, reply.usage = self.model, pooled.usage()
+        return reply
 
 
 async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
@@ -356,22 +439,6 @@ async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
         return body.inputs()
     messages, options = await template_messages(body.messages), body.template_options()
     return [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
-
-
-async def _encode(
-    request: web.Request, body: PoolingBody, inputs: Sequence[Prompt], param: str = "input"
-) -> list[list[int]]:
-    """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
-    full, and `RequestError` naming `param`."""
-    frontend = request.app[FRONTEND]
-    admit(request, body.timeout_s, len(inputs))
-    longest, special = max_uncut(body), body.add_special_tokens is not False
-    found = []
-    with renamed({"prompt": param}):
-        for each in inputs:
-            ids = await encode_prompt(frontend, each, special, max_tokens=longest)
-            found.append(cut(frontend, body, ids, frontend.max_model_len))
-    return found
 
 
 async def pool(
@@ -396,100 +463,6 @@ async def pool(
     if len(whole) < len(states):
         raise GenerationError("the request was ended before all of it was computed")
     return Pooled(whole, sum(map(len, prompts)))
-
-
-async def _similarities(
-    request: web.Request,
-    body: ScoringBody,
-    first: list[str],
-    second: list[str],
-    param: str,
-) -> tuple[list[float], int]:
-    """Returns the score of each pair of texts, of which `first` may be one for all, and the tokens
-    that it took: by the classification head of a cross-encoder, else the cosine of the angle
-    between their embeddings. Of the texts only `max_tokens_per_query` and `max_tokens_per_doc`
-    tokens count, if they are given and not 0."""
-    pooling = request.app[FRONTEND].pooling
-    head = pooling.head
-    is_cross_encoder = head is not None and len(head.labels) == 1
-    query, document = ("", "") if is_cross_encoder else (
-        pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
-    )  # fmt: skip
-    beginnings = await _encode(request, body, [query + text for text in first], param)
-    endings = await _encode(request, body, [document + text for text in second], param)
-    if body.max_tokens_per_query:
-        beginnings = [ids[: body.max_tokens_per_query] for ids in beginnings]
-    if body.max_tokens_per_doc:
-        endings = [ids[: body.max_tokens_per_doc] for ids in endings]
-    if head is not None and is_cross_encoder:
-        beginnings *= len(endings) if len(beginnings) == 1 else 1
-        pairs = [one + other for one, other in zip(beginnings, endings, strict=True)]
-        pooled = await pool(request, body.priority, pairs, "last", "score", param)
-        return [float(head.probabilities(s)[0]) for s in pooled.states], pooled.num_tokens
-    kind = pooling.params().pooling or "last"
-    pooled = await pool(request, body.priority, beginnings + endings, kind, "score", param)
-    ones, others = pooled.states[: len(first)], pooled.states[len(first) :]
-    ones *= len(others) if len(ones) == 1 else 1
-    return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)], pooled.num_tokens
-
-
-# -------------------------------------------------------------------- replies
-
-
-def _name(request: web.Request) -> str:
-    return request.app[FRONTEND].config.served_model_names[0]
-
-
-def _head(request: web.Request, prefix: str) -> dict[str, Any]:
-    """Returns the fields that vLLM's replies of this kind have in common."""
-    return {
-        "id": f"{prefix}-{request_id(request)}",
-        "created": int(time.time()),
-        "model": _name(request),
-    }
-
-
-def _encoder(
-    frontend: Frontend, body: EmbeddingRequest, *, normalize: bool | None
-) -> Callable[[F32], Any]:
-    """Returns a function that makes the JSON of an embedding: a list of numbers, or the text of its
-    base64; of several [P, hidden_size] a list of lists, or one text."""
-    pooling, dimensions = frontend.pooling, body.dimensions
-
-    def make(state: F32) -> msgspec.Raw:
-        found = np.ascontiguousarray(pooling.embedding(state, dimensions, normalize))
-        if body.encoding_format == "base64":
-            return msgspec.Raw(to_base64(found))
-        return msgspec.Raw(numbers_json(found))
-
-    return make
-
-
-async def _send(
-    request: web.Request,
-    reply: Embeddings | PoolingReply,
-    states: Sequence[F32],
-    item: Callable[[int, F32], EmbeddingItem | PooledItem],
-) -> web.StreamResponse:
-    """Sends a reply with an item for each state, which `item` makes of its number and it; a long
-    reply in pieces. `data`, which is empty yet, is the last field."""
-
-    def make() -> list[bytes]:
-        parts = [encode(reply).removesuffix(b"]}")]
-        for index, state in enumerate(states):
-            parts += [b"," if index else b"", encode(item(index, state))]
-        return _merged([*parts, b"]}"])
-
-    numbers = sum(state.size for state in states)
-    parts = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
-    if len(parts) == 1:
-        return web.Response(body=parts[0], content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
-    await response.prepare(request)
-    for part in parts:
-        await response.write(part)
-    return response
 
 
 def _merged(parts: Sequence[bytes]) -> list[bytes]:

@@ -1,12 +1,12 @@
-"""Request bodies of pooling endpoints: embeddings, pooling, classification, scores, reranking. The
-names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."""
+"""Bodies and replies of pooling endpoints: embeddings, pooling, classification, scores, reranking.
+The names are OpenAI's, Jina's and Cohere's, and vLLM's for what these do not have."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.decoding import MAX_PROMPTS, Body
 from aioinfer.api.messages import Message
@@ -258,3 +258,124 @@ class RerankRequest(ScoringBody, kw_only=True):
         """Returns the documents' texts."""
         given = self.documents or self.texts or []
         return [each if isinstance(each, str) else each.text for each in given]
+
+
+class EmbeddingUsage(Struct, kw_only=True):
+    """Tokens of a request without an output."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+
+
+class EmbeddingItem(Struct, kw_only=True):
+    """The vector of an input: numbers, or their base64; with pooling "all" one for each token."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float | list[float]] | str
+
+
+class Embeddings(Struct, kw_only=True):
+    """The reply of `/v1/embeddings`."""
+
+    object: Literal["list"] = "list"
+    model: str
+    usage: EmbeddingUsage
+    data: list[EmbeddingItem] = []
+
+
+class PooledReply(Struct, kw_only=True):
+    """The fields that vLLM's replies to pooling requests have in common."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: EmbeddingUsage
+
+
+class PooledItem(Struct, kw_only=True):
+    """The pooled state of an input, or the states of its tokens."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float | list[float]] | str
+
+
+class PoolingReply(PooledReply, kw_only=True):
+    """The reply of `/pooling`."""
+
+    data: list[PooledItem] = []
+
+
+class ClassifiedItem(Struct, kw_only=True):
+    """The classes of an input: the likeliest, and the probability of each."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(PooledReply, kw_only=True):
+    """The reply of `/classify`."""
+
+    data: list[ClassifiedItem]
+
+
+class ScoreItem(Struct, kw_only=True):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(PooledReply, kw_only=True):
+    """The reply of `/score`."""
+
+    data: list[ScoreItem]
+
+
+class RerankedDocument(Struct, kw_only=True):
+    """A document of a request, by its place, with its relevance to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | UnsetType = UNSET
+
+
+class Reranked(Struct, kw_only=True):
+    """The reply of `/rerank` to `documents`, the most relevant first; `meta` is Cohere's, below
+    `/v2`, which has neither `model` nor `usage`."""
+
+    id: str
+    results: list[RerankedDocument]
+    model: str | UnsetType = UNSET
+    usage: EmbeddingUsage | UnsetType = UNSET
+    meta: dict[str, Any] | UnsetType = UNSET
+
+
+class RerankedText(Struct, kw_only=True):
+    """An item of the reply of `/rerank` to `texts`, as text-embeddings-inference has it."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class OllamaEmbeddings(Struct, kw_only=True):
+    """The reply of `/api/embed`: a vector for each input; durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Struct, kw_only=True):
+    """The reply of `/api/embeddings`."""
+
+    embedding: list[float]

@@ -1,18 +1,10 @@
-"""The words of `/v1/responses`: the response while it is generated, and the events of its stream.
-
-Background responses (`"background": true`) are generated without a connection until they end or are
-cancelled. Clients poll them, or follow their events. `ResponseRuns` holds the responses that have
-not ended; the `ObjectStore` has the others. Both are in memory: a server that ends cancels the
-responses that are not complete.
-"""
+"""The words of `/v1/responses`: the response while it is generated, and its stream's events."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -20,23 +12,13 @@ import orjson
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.admission import bounded
 from aioinfer.api.batch.store import (
-    MAX_STORED,
-    MAX_STORED_BYTES,
     OBJECT_STORE,
-    ObjectStore,
-    json_size,
     owner_of,
 )
-from aioinfer.api.context import STREAM_HEADERS
-from aioinfer.api.delivery import submitted
-from aioinfer.api.errors import describe, json_response
+from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import Generation, named_event
-from aioinfer.api.http.limits import ACCOUNT
-from aioinfer.api.http.request_log import RECORD, RequestRecord
-from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
@@ -53,12 +35,11 @@ from aioinfer.api.openai.responses_body import (
     to_messages,
 )
 from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
-from aioinfer.errors import OverloadedError, RequestError
-from aioinfer.scheduler.request import RequestStatus
+from aioinfer.errors import RequestError
 from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
-    from aioinfer.engine.output import RequestOutput
+    pass
 
 #: Tokens of a prompt before `truncation` drops items of it.
 _MAX_UNCUT_TOKENS = 2**20
@@ -149,11 +130,8 @@ _TEXT_EVENTS: Mapping[BlockKind, str] = {
 }  # fmt: skip
 
 
-class ResponseDialect(MessageDialect[ResponseRequest]):
-    """Answers a conversation, and stores it unless `store` is false.
-
-    With `background` it is generated without a connection: the reply says that it is queued, or
-    follows its events.
+class ResponseEvents(MessageDialect[ResponseRequest]):
+    """The words of a response, whether it is generated for a connection or in the background.
 
     Attributes:
         items: the items before its output: of its conversation or of the previous response and its
@@ -162,7 +140,6 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     """
 
     body_type = ResponseRequest
-    reply_type = Response
     text_field = "input"
     id_prefix = "resp_"
 
@@ -206,16 +183,12 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
 
     def _items_before(self) -> Sequence[Item]:
         """Returns the items of the conversation, or of the previous response and its output."""
-        app, owner = self.request.app, owner_of(self.request)
+        store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
         if (id := self.body.conversation_id) is not None:
-            return app[OBJECT_STORE].find(owner, "conversation", id, "conversation").items
+            return store.find(owner, "conversation", id, "conversation").items
         if (id := self.body.previous_response_id) is None:
             return ()
-        if app[RESPONSE_RUNS].find(owner, id) is not None:
-            raise RequestError(
-                "the previous response has not ended yet", param="previous_response_id"
-            )
-        previous = app[OBJECT_STORE].find(owner, "response", id, "previous_response_id")
+        previous = store.find(owner, "response", id, "previous_response_id")
         return [*previous.items, *_output(previous.body)]
 
     async def _encode(
@@ -231,11 +204,9 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         )
 
     async def decode(self) -> Generation | web.StreamResponse:
-        """See `Dialect.decode`. A response in the background is generated beyond its reply."""
+        """See `Dialect.decode`."""
         found = await super().decode()
         self._begun = self._begin()
-        if isinstance(found, Generation) and self.body.background:
-            return await self.request.app[RESPONSE_RUNS].begin(self, found)
         return found
 
     def _begin(self) -> Response:
@@ -387,160 +358,6 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     def failure(self, error: Exception) -> bytes:
         """See `Dialect.failure`."""
         return self._event("failed", response=self.failed(error))
-
-
-class ResponseRun:
-    """A response that is generated in the background.
-
-    Attributes:
-        dialect: has the response.
-        items: the items before its output.
-        num_bytes: the length of these as JSON.
-        events: the events so far by their sequence numbers, if it was asked to be a stream.
-        queued: becomes the response when it is in the queue, or the error that kept it out.
-        task: generates it.
-    """
-
-    task: asyncio.Task[None]
-
-    def __init__(self, dialect: ResponseDialect, generation: Generation):
-        self.dialect, self.items = dialect, dialect.items
-        self.events: list[bytes] = []
-        self.queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self.num_bytes = json_size(self.items)
-        self._generation = generation
-        self._output: RequestOutput | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def body(self) -> Response:
-        """The response as it stands."""
-        dialect, output = self.dialect, self._output
-        if dialect.ended is not None:
-            return dialect.ended
-        running = RequestStatus.RUNNING, RequestStatus.FINISHED
-        is_running = output is not None and output.sequences[0].request.status in running
-        # one that was preempted is in progress
-        waits = not dialect.blocks.all and not is_running
-        return dialect.response("queued" if waits else "in_progress")
-
-    async def cancel(self) -> None:
-        """Has the generation end, and returns when it has; the response is cancelled unless it is
-        complete."""
-        if self._output is not None:
-            self._output.abort()
-        await asyncio.wait([self.task])
-
-    async def generate(self) -> None:
-        """Generates the response for its request, beyond the reply, and stores it."""
-        dialect, request = self.dialect, self.dialect.request
-        request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
-        try:
-            async with (
-                bounded(request, dialect.body.timeout_s),
-                submitted(request, self._generation) as outputs,
-            ):
-                self._output = outputs[0]
-                writer = dialect.choice(outputs[0], 0, 0)
-                self.queued.set_result(self.body)
-                async for delta in outputs[0]:
-                    make = partial(writer.events, delta)
-                    self._note(await formatted(delta.logprobs or (), make))
-        except Exception as error:
-            if not self.queued.done():
-                self.queued.set_exception(error)
-                return
-            dialect.ended = dialect.failed(error)
-            self._note(dialect.failure(error))
-        if dialect.ended is None:
-            dialect.ended = dialect.response("cancelled")
-        self._note(b"")
-        dialect.keep(dialect.ended, self.events)
-
-    def _note(self, events: bytes) -> None:
-        """Stores events, and wakes the followers of the stream."""
-        if self.dialect.body.stream:
-            # JSON has no line ends of its own
-            self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """Yields the events from this sequence number on as they come."""
-        while True:
-            if first < len(self.events):
-                found = b"".join(self.events[first:])
-                first = len(self.events)
-                yield found
-            elif self.dialect.ended is not None:
-                return
-            else:
-                await self._news.wait()
-
-
-class ResponseRuns:
-    """The background responses of all API keys that have not ended. The limits of stored objects,
-    in number and in bytes, bound them too."""
-
-    def __init__(self, store: ObjectStore):
-        self._store = store
-        self._runs: dict[tuple[str | None, str], ResponseRun] = {}
-
-    def find(self, owner: str | None, id: str) -> ResponseRun | None:
-        """Returns a response of an API key that has not ended; None where there is none."""
-        return self._runs.get((owner, id))
-
-    async def begin(self, dialect: ResponseDialect, generation: Generation) -> web.StreamResponse:
-        """Begins a response, and returns the reply when it is in the queue: the response, or its
-        events.
-
-        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
-        and what `submitted` does.
-        """
-        run = ResponseRun(dialect, generation)
-        self._store.check_room(run.num_bytes, "a response in the background", "background")
-        num_bytes = sum(other.num_bytes for other in self._runs.values()) + run.num_bytes
-        if len(self._runs) >= MAX_STORED or num_bytes > MAX_STORED_BYTES:
-            raise OverloadedError(
-                f"{len(self._runs)} responses are in the background, one more is too many; try "
-                "again later"
-            )
-        place = owner_of(dialect.request), dialect.id
-        self._runs[place] = run
-        run.task = asyncio.create_task(self._run(run))
-        run.task.add_done_callback(lambda _: self._runs.pop(place))
-        try:
-            queued = await run.queued
-        except asyncio.CancelledError:  # the client is gone before it got the id
-            run.task.cancel()
-            raise
-        if dialect.body.stream:
-            return await send_events(dialect.request, run.follow(0))
-        return json_response(queued)
-
-    async def _run(self, run: ResponseRun) -> None:
-        with run.dialect.request[ACCOUNT].occupied():
-            await run.generate()
-
-    async def stop(self, app: web.Application) -> None:
-        """Ends all of them; a handler of `on_shutdown`."""
-        tasks = [run.task for run in self._runs.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-RESPONSE_RUNS = web.AppKey("response_runs", ResponseRuns)
-
-
-async def send_events(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
-    """Sends events as they come."""
-    response = web.StreamResponse(headers=STREAM_HEADERS)
-    await response.prepare(request)
-    async for data in events:
-        if data:
-            await response.write(data)
-    return response
 
 
 def _part(block: Block) -> Part:
