@@ -62,7 +62,6 @@ from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
-    from aioinfer.ipc.sections import F32
 
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384
