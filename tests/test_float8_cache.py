@@ -166,6 +166,11 @@ def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
         if scales.key_shifts is not None:
             shifts[number] = scales.key_shifts.normal_(0, 0.3).clone()
     assert any(bool(shift.any()) for shift in shifts.values()) == is_shifted
+    for number, layer in enumerate(getattr(model, "layers", ())):
+        for mixer in layer.mixers:
+            if mixer.source_layer is not None:
+                of_layers[number] = of_layers[mixer.source_layer]
+                shifts[number] = shifts[mixer.source_layer]
     reference = rounding_model(folder, of_layers, shifts=shifts)
     logits = PagedModel(model, 4, FLOAT8).run_at_random(TEXTS, 9, seed=1)
     unrounded = PagedModel(model, 4).run_at_random(TEXTS, 9, seed=1)
@@ -188,6 +193,7 @@ def check_model(model: Any, folder: Path, *, is_shifted: bool) -> None:
         ("qwen3_5_text", True),  # states in other layers
         ("nemotron_h", False),  # layers that keep nothing, too; no RoPE
         ("falcon_h1", True),  # states in the same layer
+        ("gemma4_text", True),  # layers that read the keys of others
     ],
 )
 def test_a_family(family: str, is_shifted: bool, tmp_path: Path) -> None:
