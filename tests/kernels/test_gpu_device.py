@@ -115,6 +115,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder_with_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose stream has a side, and of which the last layer reads the cache of the one
+    before it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(
+        "gemma4_text", folder, vocab_size=VOCAB, hidden_size=128, global_head_dim=64,
+        num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3,
+        num_kv_shared_layers=1, layer_types=["full_attention"] * 3,
+    )  # fmt: skip
+    return folder
+
+
 def make_runner(folder: Path, *, kernels: bool) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
     bound = Bound(folder, kernels=kernels)
@@ -159,8 +172,8 @@ class QueueChannel:
 def make_stages(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, kernels: bool
 ) -> list[ModelRunner]:
-    """The runners of two pipeline stages, each with one of the model's layers, and with a graph for
-    each decode step, if they have kernels."""
+    """The runners of two pipeline stages, and with a graph for each decode step, if they have
+    kernels."""
     channels = QueueChannel(), QueueChannel()
     monkeypatch.setattr(StageLinks, "_open_channels", lambda *_: channels)
     monkeypatch.setattr(StageLinks, "_connect", lambda _: None)
@@ -177,7 +190,7 @@ def make_stages(
         programs = {"programs": 3} if kernels else {}
         model.bind(groups, kv.tensors, BLOCK_SIZE, 4, 40, **programs)
         place: Any = SimpleNamespace(pp=SimpleNamespace(rank=stage, size=2))
-        links = StageLinks(place, model.hidden_size, torch.float32, CPU, 40)
+        links = StageLinks(place, model.stream_size, torch.float32, CPU, 40)
         works = StepWorks.load(Rank(model, slots, links))
         if kernels:
             ends = {"is_first": links.is_first, "is_last": links.is_last}
@@ -269,10 +282,12 @@ def test_steps_are_those_of_the_cpu(folder: Path, late: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("model", ["folder", "folder_with_side"])
 def test_two_stages_sample_what_one_model_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: bool
+    model: str, kernels: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, decodes and late rows; the first stage embeds the tokens that the last sampled."""
+    folder = request.getfixturevalue(model)
     whole = make_runner(folder, kernels=False)
     first, last = make_stages(folder, monkeypatch, kernels=kernels)
     logprobs = LogprobRows(ids(0, 2), ids(3, 1), ids(2, ALL), ids(9, 90))
