@@ -214,11 +214,10 @@ class KernelAttention:
         """
         inputs, group = step.inputs, step.inputs.groups[self._group]
         queries = self._queries(qkv)
-        projection = None
-        if step.num_decodes is not None and self._writes:
-            projection = self._projection(qkv, inputs.rotary)
+        projection, first = None, 0
         # decode attention caches its own keys, if the host knows how many rows it has
-        first = (step.num_decodes or 0) if self._writes else 0
+        if step.num_decodes is not None and self._writes and not step.has_lookahead:
+            projection, first = self._projection(qkv, inputs.rotary), step.num_decodes
         if first < len(qkv):
             queries = self._rotate_and_cache(qkv, step, first)
         workspace = self._workspace if step.shares_prefix else self._plain_workspace
@@ -236,20 +235,24 @@ class KernelAttention:
         """
         num_decodes = step.num_decodes
         assert num_decodes is not None
-        if num_decodes < len(qkv) and self._writes:
-            self._rotate_and_cache(qkv, step, num_decodes)
-        qkv = qkv.index_select(0, sampled.last)
-        queries, rows = self._queries(qkv), len(qkv)
+        projection, last = None, sampled.last
+        if not self._writes:
+            qkv = qkv.index_select(0, last)
+            positions = step.inputs.rotary_positions.index_select(-1, last)
+            queries = self._queries(qkv)
+            if len(queries):
+                rotated = self._projection(qkv, positions)
+                queries = rotated_queries(rotated, self._cache.keys, pdl=self._pdl)
+        elif step.has_lookahead:
+            queries = self._rotate_and_cache(qkv, step, 0).index_select(0, last)
+        else:
+            if num_decodes < len(qkv):
+                self._rotate_and_cache(qkv, step, num_decodes)
+            qkv = qkv.index_select(0, last)
+            queries, projection = self._queries(qkv), self._projection(qkv, sampled.rotary)
+        rows = len(queries)
         if not rows:
             return queries
-        projection = None
-        if self._writes:
-            projection = self._projection(qkv, sampled.rotary)
-        else:
-            positions = step.inputs.rotary_positions.index_select(-1, sampled.last)
-            queries = rotated_queries(
-                self._projection(qkv, positions), self._cache.keys, pdl=self._pdl
-            )
         tables = step.inputs.groups[self._group].block_tables.index_select(0, sampled.rows)
         return paged_attention(
             queries, self._cache.keys, self._cache.values, tables,

@@ -9,21 +9,24 @@ a buffer of pinned memory (`Staging`) is written again only when the step that r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
+from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes
-from aioinfer.worker.features import PendingSection
+from aioinfer.worker.features import PendingSection, ProposalRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
-from aioinfer.worker.slots import RowTensors, SamplingRows, Slots, upload
+from aioinfer.worker.slots import LookaheadTensors, RowTensors, SamplingRows, Slots, upload
 from aioinfer.worker.step_graphs import PlanBuffer, StepGraphs
 
 #: Tensors of equal length: of a list, or the rows of one.
@@ -165,7 +168,7 @@ class GpuDevice(Device):
     """Implements `Device` on a GPU.
 
     Attributes:
-        plan: the plan of a decode step, which its graph reads.
+        plan: the plan of a decode step, which its graph reads; its rows are the maximum of a step.
         buffers: the inputs of a step.
         logits: [rows, shard_size] in the model's dtype, of the sampled rows of a step.
         stream: [tokens, stream_size], the output of the graphs of all layers but the last; empty
@@ -185,18 +188,20 @@ class GpuDevice(Device):
         *,
         is_first: bool = True,
         is_last: bool = True,
+        max_lookahead: int = 0,
     ):
-        """Makes the buffers of steps of up to `max_tokens` tokens, or of a token for each slot.
+        """Makes the buffers of steps of up to `max_tokens` tokens, or of a token for each row.
 
         Args:
             model: bound to `kv` for the rows and tokens of a step.
             is_first, is_last: of the pipeline's stages.
+            max_lookahead: see `Device`.
         """
-        super().__init__(slots, kv)
-        device, rows, groups = slots.device, len(slots.tokens), len(slots.tables_by_group)
+        super().__init__(slots, kv, max_lookahead)
+        device, rows = slots.device, self.results.shape[1]
         size, dtype = model.stream_size, model.backend.dtype
         self.max_tokens = max(max_tokens, rows)
-        self.plan = PlanBuffer(rows, rows * groups, device)
+        self.plan = PlanBuffer(rows, len(slots.block_tables), device)
         self.buffers = StepBuffers(slots, rows, self.max_tokens)
         self.logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self.stream = torch.empty(0, size, dtype=dtype, device=device)
@@ -209,6 +214,8 @@ class GpuDevice(Device):
         self._local_size, self._backend = model.vocabulary.local_size, model.backend
         self._hidden_size = model.hidden_size
         self._needs_host_rows = not model.supports_prefill_graphs
+        self._needs_positions = not model.supports_graphs
+        self._bases = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staging = Staging(device)
         self._staged: list[I32] = []
         pinned = device.type == "cuda"
@@ -219,13 +226,28 @@ class GpuDevice(Device):
         self._rows: Tensors = ()
         self._sampled: RowTensors | None = None
         self._places: Tensors = ()
+        # the lookahead of the step, if it has any; without a graph its decodes, and the offsets of
+        # its sampled rows
+        self._lookahead: LookaheadRows | None = None
+        self._proposals: ProposalRows | None = None
+        self._offsets: torch.Tensor | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """See `Device.begin`. Waits for the step that used the buffers of this one."""
         self.index = self._staging.begin()
         self._staged = self.slots.stage(plan)
         self._sampled = None
+        self._lookahead = plan.section(LookaheadRows)
         self.graphs.update(plan)
+
+    def resolve(self, plan: StepPlan) -> StepPlan:
+        """See `Device.resolve`. Where layers need the rows' positions on the host, it waits for the
+        steps before."""
+        rows = self._lookahead
+        if rows is None or not self._needs_positions or rows.settled.all():
+            return plan
+        behind = self.slots.next_start.cpu().numpy()[plan.slots] + rows.offsets
+        return dataclasses.replace(plan, starts=np.where(rows.settled, plan.starts, behind))
 
     def hold(self, received: torch.Tensor) -> None:
         """See `Device.hold`."""
@@ -249,18 +271,33 @@ class GpuDevice(Device):
             return self.decoded[:rows], None
         return None, self.logits[:rows, : self._local_size]
 
-    def prepare_decode(self, rows: Tensors, *, shares_prefix: bool = False) -> Step:
+    def prepare_decode(
+        self, rows: Tensors, *, shares_prefix: bool = False, has_lookahead: bool = False
+    ) -> Step:
         """Prepares a decode step of rows: slots, starts and lengths, each int32 [R]."""
         count = len(rows[0])
         inputs = self.buffers.prepare(rows, count, max_length=1)
-        return Step(inputs, count, has_prefill=False, shares_prefix=shares_prefix)
+        return Step(
+            inputs, count, has_prefill=False, has_lookahead=has_lookahead,
+            shares_prefix=shares_prefix,
+        )  # fmt: skip
 
-    def decoded_rows(self, rows: int) -> RowTensors:
+    def resolve_decodes(self, rows: int) -> ProposalRows:
+        """Puts the positions of `rows` rows with lookahead into the plan's buffer, and returns the
+        rows for proposals."""
+        there = [self.plan.row_section(number, rows) for number in (0, 1, 4, 5)]
+        slots, _, offsets, _ = there
+        bases = self._bases[:rows]
+        resolve_starts(*there, self.slots.next_start, bases)
+        return ProposalRows(slots, bases, offsets)
+
+    def decoded_rows(self, rows: int, *, has_lookahead: bool = False) -> RowTensors:
         """Returns the sampled rows of a decode step of `rows` rows, in the plan's buffer."""
-        plan, positions = self.plan, self.buffers.whole.seq_lens[:rows]
-        return RowTensors(
-            plan.row_section(0, rows), positions, plan.row_section(3, rows), plan.buffer_index
-        )
+        plan, whole, lookahead = self.plan, self.buffers.whole, None
+        if has_lookahead:
+            lookahead = LookaheadTensors(plan.row_section(4, rows), whole.input_ids[:rows])
+        slots, samples = plan.row_section(0, rows), plan.row_section(3, rows)
+        return RowTensors(slots, whole.seq_lens[:rows], samples, plan.buffer_index, lookahead)
 
     def replay_layers(self, step: Step) -> ResidualStream | None:
         """See `Device.replay_layers`."""
@@ -289,21 +326,51 @@ class GpuDevice(Device):
             is_real[late] = 0
         copy_counts, copies = sort_copies(plan, len(self.kv.groups))
         sampling = plan.slots[sampled], (plan.starts + plan.lengths)[sampled], is_real
-        self._rows, growth, copies_there, rows, self._places, index, *staged = self._staging.upload(
-            [
-                np.stack([plan.slots, plan.starts, plan.lengths]),
-                np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
-                copies,
-                np.stack(sampling),
-                np.stack([sampled, ends[sampled] - 1]),
-                np.array([self.index], np.int32),
-                *self._staged,
-            ]
+        rows, of_lookahead = self._lookahead, []
+        if rows is not None:
+            room = np.empty_like(rows.offsets)
+            of_lookahead = [np.stack([rows.offsets, rows.settled, room]), rows.offsets[sampled]]
+        self._rows, growth, copies_there, there, self._places, index, *staged = (
+            self._staging.upload(
+                [
+                    np.stack([plan.slots, plan.starts, plan.lengths]),
+                    np.stack([plan.table_rows, plan.table_indices, plan.table_blocks]),
+                    copies,
+                    np.stack(sampling),
+                    np.stack([sampled, ends[sampled] - 1]),
+                    np.array([self.index], np.int32),
+                    *of_lookahead,
+                    *self._staged,
+                ]
+            )
         )
-        self._sampled = RowTensors(rows[0], rows[1], rows[2], index)
+        self._sampled = RowTensors(there[0], there[1], there[2], index)
         grow_tables(*growth, self.slots.block_tables)
-        self.slots.apply(plan, staged)
+        self.slots.apply(plan, staged[len(of_lookahead) :])
         self.kv.copy_blocks(copy_counts, *copies_there)
+        if of_lookahead:
+            self._resolve_rows(count_decodes(plan), *staged[:2])
+
+    def _resolve_rows(
+        self, num_decodes: int, lookahead: torch.Tensor, offsets: torch.Tensor
+    ) -> None:
+        """Finds the positions of the rows of a step with lookahead.
+
+        Args:
+            num_decodes: see `Step`.
+            lookahead: int32 [3, R], the offsets and settled of the rows, and room for the bases.
+            offsets: int32 [S], of the sampled rows.
+        """
+        slots, starts, _ = self._rows
+        offsets_of_rows, settled, bases = lookahead
+        resolve_starts(slots, starts, offsets_of_rows, settled, self.slots.next_start, bases)
+        decodes = (each[:num_decodes] for each in (slots, bases, offsets_of_rows))
+        self._proposals, self._offsets = ProposalRows(*decodes), offsets
+
+    def proposal_rows(self, plan: StepPlan) -> ProposalRows:
+        """See `Device.proposal_rows`."""
+        assert self._proposals is not None
+        return self._proposals
 
     def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
         """See `Device.prepare`."""
@@ -311,14 +378,29 @@ class GpuDevice(Device):
         if self._needs_host_rows:
             host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
         places = None if every_token else self._places
-        return self.prepare_rows(
+        step = self.prepare_rows(
             self._rows, plan.num_tokens, count_decodes(plan), places,
-            longest=int(plan.lengths.max()), host=host,
+            longest=int(plan.lengths.max()), host=host, has_lookahead=self._lookahead is not None,
         )  # fmt: skip
+        if step.has_lookahead:
+            self._find_sampled(step.inputs)
+        return step
+
+    def _find_sampled(self, inputs: StepInputs) -> None:
+        """Completes the sampled rows of a step with lookahead, whose positions and inputs only the
+        GPU knows."""
+        assert self._sampled is not None
+        assert self._offsets is not None
+        rows, last = self._places
+        self._sampled = dataclasses.replace(
+            self._sampled,
+            positions=inputs.seq_lens.index_select(0, rows),
+            lookahead=LookaheadTensors(self._offsets, inputs.input_ids.index_select(0, last)),
+        )
 
     def prepare_rows(
         self, rows: Tensors, num_tokens: int, num_decodes: int, places: Tensors | None, *,
-        longest: int, host: HostRows | None = None,
+        longest: int, host: HostRows | None = None, has_lookahead: bool = False,
     ) -> Step:  # fmt: skip
         """Prepares a step of any rows.
 
@@ -329,7 +411,7 @@ class GpuDevice(Device):
             places: the sampled rows and the last token of each, each int32 [S]; None if the hidden
                 states of all tokens are wanted.
             longest: at least the tokens of a row.
-            host: see `Step`.
+            host, has_lookahead: see `Step`.
         """
         padded = self.graphs.mixed.fit(num_tokens) or num_tokens
         self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest))
@@ -337,7 +419,7 @@ class GpuDevice(Device):
         self.buffers.whole.seq_lens[len(rows[0]) :].zero_()
         inputs = self.buffers.views(num_tokens, len(rows[0]))
         sampled = None if places is None else SampledRows.of(inputs, places[0], places[1])
-        return Step(inputs, num_decodes, sampled, host)
+        return Step(inputs, num_decodes, sampled, host, has_lookahead=has_lookahead)
 
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
         """See `Device.last_tokens`."""
@@ -351,7 +433,8 @@ class GpuDevice(Device):
 
     def sampled_rows(self, slot_ids: I32, positions: I32) -> SamplingRows:
         """See `Device.sampled_rows`."""
-        there = self._sampled or self.decoded_rows(len(slot_ids))
+        has_lookahead = self._lookahead is not None
+        there = self._sampled or self.decoded_rows(len(slot_ids), has_lookahead=has_lookahead)
         return SamplingRows(slot_ids, positions, self.index, there=there)
 
     def late_rows(self, slot_ids: I32, positions: I32, late: I32) -> SamplingRows:

@@ -2,8 +2,9 @@
 
 A step that only decodes is one graph, from the growth of block tables to the sampled tokens. Where
 attention may read the keys of a prefix that rows share once for all of them, it is a graph of a
-second set. Of a step with prompts the layers are a graph, all but the last; and a step without rows
-is one, in which other engines' ranks wait for this one's experts.
+second set, and with lookahead rows (`ipc.lookahead`) one of a third. Of a step with prompts the
+layers are a graph, all but the last; and a step without rows is one, in which other engines' ranks
+wait for this one's experts.
 
 A graph is captured for several sizes, and a step replays the next larger one. All graphs share
 their memory, so no two are replayed at the same time. `warm_up.GraphBodies` has the launches that
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.worker.slots import Slots
@@ -26,6 +28,8 @@ from aioinfer.worker.slots import Slots
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
 #: kernel takes longer than its launch.
 MIXED_GRAPH_TOKENS = 4096
+
+_ROW_SECTIONS = 6
 
 
 class CudaGraphs:
@@ -84,6 +88,13 @@ def shared_sizes(capacity: int, min_rows: int) -> list[int]:
     captured: fewer, since they are rarer."""
     sizes = [*range(8, 32, 8), *range(32, 128, 32), *range(128, capacity, 64)]
     return [size for size in sizes if min_rows <= size < capacity] + [capacity]
+
+
+def lookahead_sizes(capacity: int) -> list[int]:
+    """Returns the numbers of rows for which decode steps with lookahead are captured: fewer, since
+    how many rows there are is chosen."""
+    sizes = [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, capacity, 128)]
+    return [size for size in sizes if size < capacity] + [capacity]
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
@@ -157,9 +168,9 @@ class SharedPrefixes:
 
 
 class PlanBuffer:
-    """Sections of equal meaning at fixed places: `rows` entries each for slots, starts, lengths and
-    samples; `growth` entries each for table rows, indices and blocks; at last the number of the
-    result buffer.
+    """Sections of equal meaning at fixed places: `rows` entries each for slots, starts, lengths,
+    samples, and the offsets and settled of `LookaheadRows`; `growth` entries each for table rows,
+    indices and blocks; at last the number of the result buffer.
 
     Args:
         rows: the maximum number of rows of a step.
@@ -167,22 +178,24 @@ class PlanBuffer:
         device: of the worker.
 
     Attributes:
-        values: int32 [4 * rows + 3 * growth + 1] on the device.
+        values: int32 [6 * rows + 3 * growth + 1] on the device.
         buffer_index: its last entry.
     """
 
     def __init__(self, rows: int, growth: int, device: torch.device):
         self.rows, self.growth = rows, growth
-        self.values = torch.zeros(4 * rows + 3 * growth + 1, dtype=torch.int32, device=device)
+        size = _ROW_SECTIONS * rows + 3 * growth + 1
+        self.values = torch.zeros(size, dtype=torch.int32, device=device)
         self.buffer_index = self.values[-1:]
 
     def row_section(self, number: int, rows: int) -> torch.Tensor:
-        """Returns the first `rows` entries of slots (0), starts (1), lengths (2) or samples (3)."""
+        """Returns the first `rows` entries of slots (0), starts (1), lengths (2), samples (3),
+        offsets (4) or settled (5)."""
         return self.values[number * self.rows : number * self.rows + rows]
 
     def growth_sections(self) -> tuple[torch.Tensor, ...]:
         """Returns table rows, indices and blocks, each int32 [growth]."""
-        return self.values[4 * self.rows : -1].view(3, self.growth).unbind()
+        return self.values[_ROW_SECTIONS * self.rows : -1].view(3, self.growth).unbind()
 
     def clear_growth(self) -> None:
         """Makes all entries of the growth padding."""
@@ -195,10 +208,14 @@ class PlanBuffer:
         beyond the plan's rows and growth become padding. The rows `late` (int32 [M]) do not count
         as sampled: their tokens come later."""
         array = host.numpy()
-        growth_start = 4 * self.rows
+        growth_start = _ROW_SECTIONS * self.rows
         array[:growth_start] = 0
         array[growth_start : growth_start + self.growth] = -1
-        for number, field in enumerate((plan.slots, plan.starts, plan.lengths, plan.samples)):
+        of_rows = [plan.slots, plan.starts, plan.lengths, plan.samples]
+        lookahead = plan.section(LookaheadRows)
+        if lookahead is not None:
+            of_rows += lookahead.offsets, lookahead.settled
+        for number, field in enumerate(of_rows):
             array[number * self.rows : number * self.rows + len(field)] = field
         if late is not None:
             array[3 * self.rows + late] = 0
@@ -213,7 +230,8 @@ class StepGraphs:
     """The graphs of one rank; none until `GraphBodies.capture`.
 
     Attributes:
-        decode, sharing: of decode steps by their rows; `sharing` look for shared prefixes.
+        decode, sharing, lookahead: of decode steps by their rows; `sharing` look for shared
+            prefixes, `lookahead` may have lookahead rows.
         mixed: of the layers of steps with prompts, by their tokens.
         idle: of a step without rows.
         nbytes: GPU memory that they have taken.
@@ -222,7 +240,7 @@ class StepGraphs:
 
     def __init__(self, plan: PlanBuffer, slots: Slots, *, looks_for_prefixes: bool):
         """`plan`: the buffer that the graphs of decode steps read."""
-        self.decode, self.sharing = CudaGraphs(), CudaGraphs()
+        self.decode, self.sharing, self.lookahead = CudaGraphs(), CudaGraphs(), CudaGraphs()
         self.mixed, self.idle = CudaGraphs(), CudaGraphs()
         self.nbytes = 0
         self.looks_for_prefixes = looks_for_prefixes
@@ -238,9 +256,9 @@ class StepGraphs:
     def has_decode(self, plan: StepPlan) -> bool:
         """Whether the step does nothing but decode, and is captured, if its features suit graphs
         (`WorkerFeature.suits_graphs`)."""
-        rows = len(plan.slots)
+        rows, ahead = len(plan.slots), plan.section(LookaheadRows) is not None
         return (
-            0 < rows <= self.decode.fit(rows)
+            0 < rows <= (self.lookahead if ahead else self.decode).fit(rows)
             and not plan.admissions
             and plan.section(AppendedTokens) is None
             and not len(plan.copy_sources)
@@ -251,8 +269,12 @@ class StepGraphs:
 
     def replay_decode(self, plan: StepPlan) -> None:
         """Replays the graph of a step that `has_decode`, and that is in the plan buffer."""
-        shares = self._prefixes is not None and self._prefixes.may_save(plan.slots)
-        graphs = self.sharing if shares else self.decode
+        if plan.section(LookaheadRows) is not None:
+            graphs = self.lookahead
+        elif self._prefixes is not None and self._prefixes.may_save(plan.slots):
+            graphs = self.sharing
+        else:
+            graphs = self.decode
         graphs.replay(graphs.fit(len(plan.slots)))
 
 

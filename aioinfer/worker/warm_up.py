@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.masks import mask_words
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan
 from aioinfer.ipc.sections import Section
@@ -29,6 +30,7 @@ from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.step_graphs import (
     MIXED_GRAPH_TOKENS,
     decode_sizes,
+    lookahead_sizes,
     mixed_sizes,
     shared_sizes,
 )
@@ -131,8 +133,21 @@ class DummySteps:
             self.run(self._admit(lengths, admissions, features))
         if prompt_len < min(self.block_size, slots.max_model_len):
             self.run(dummy_plan([1] * rows, prompt_len, self.block_size))
+        if runner.device.results.shape[1] > len(slots.tokens) and prompt_len + 2 < min(
+            self.block_size, slots.max_model_len
+        ):
+            self.run(self._lookahead_plan(rows - 1, prompt_len))
         slots.reset()
         runner.device.kv.zero(rows)
+
+    def _lookahead_plan(self, slot: int, start: int) -> StepPlan:
+        """Returns a plan in which a slot computes its token at `start` and a draft."""
+        plan = dummy_plan([1, 1], start, self.block_size)
+        plan.slots[:] = slot
+        plan.starts[1] += 1
+        rows = LookaheadRows(np.arange(2, dtype=np.int32), np.ones(2, np.int32))
+        plan.sections = [rows]
+        return plan
 
     def run_prompt(self, tokens: I32) -> None:
         """Executes a prefill step of one prompt, and forgets the request; its keys and values in
@@ -199,28 +214,39 @@ class GraphBodies:
 
     def launch_decode(self, rows: int) -> None:
         """Launches a decode step of `rows` rows from the plan buffer."""
-        self._decode(rows, shares_prefix=False)
+        self._decode(rows)
 
     def launch_sharing_decode(self, rows: int) -> None:
         """Launches a decode step with attention that looks for shared prefixes."""
         self._decode(rows, shares_prefix=True)
 
-    def _decode(self, rows: int, *, shares_prefix: bool) -> None:
+    def launch_lookahead_decode(self, rows: int) -> None:
+        """Launches a decode step that may have lookahead rows: their drafts are proposed."""
+        self._decode(rows, has_lookahead=True)
+
+    def _decode(
+        self, rows: int, *, shares_prefix: bool = False, has_lookahead: bool = False
+    ) -> None:
         """Launches a decode step of `rows` rows from the plan buffer: it samples, or ends with
         hidden states in a buffer."""
         from aioinfer.kernels.slots import grow_tables
 
         device, plan = self._device, self._device.plan
         grow_tables(*plan.growth_sections(), device.slots.block_tables)
+        if has_lookahead:
+            self._runner.works.propose(device.resolve_decodes(rows))
         there = [plan.row_section(number, rows) for number in range(3)]
-        step = device.prepare_decode(there, shares_prefix=shares_prefix)
+        step = device.prepare_decode(
+            there, shares_prefix=shares_prefix, has_lookahead=has_lookahead
+        )
         self._model.plan(step)
         hidden = self._model.finish(step, self._runner.begin(step))
         if device.decoded is not None:
             device.decoded[:rows].copy_(hidden)
         else:
             logits = self._model.logits(hidden, device.logits[:rows])
-            self._runner.sampler.launch(logits, device.decoded_rows(rows))
+            sampled = device.decoded_rows(rows, has_lookahead=has_lookahead)
+            self._runner.sampler.launch(logits, sampled)
 
     def launch_idle(self, _: int) -> None:
         """Launches a step without rows."""
@@ -252,9 +278,12 @@ class GraphBodies:
         # a capture begins by giving unused memory back, which would count against the graphs
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(device.slots.device)[0]
-        pool, rows = torch.cuda.graph_pool_handle(), device.plan.rows
+        pool, rows = torch.cuda.graph_pool_handle(), len(device.slots.tokens)
         device.plan.clear_growth()
         graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
+        if device.plan.rows > rows:
+            sizes = lookahead_sizes(device.plan.rows)
+            graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool, run_each=True)
         # whether other engines' ranks wait for steps without rows
         if self._model.backend.expert_group is not None:
             graphs.idle.capture([1], self.launch_idle, pool, run_each=True)
@@ -265,7 +294,8 @@ class GraphBodies:
             graphs.sharing.capture(sizes, self.launch_sharing_decode, pool, run_each=True)
         torch.backends.cuda.preferred_blas_library("cublas")
         if self._model.supports_prefill_graphs:
-            sizes = mixed_sizes(min(device.max_tokens, MIXED_GRAPH_TOKENS + rows))
+            most = MIXED_GRAPH_TOKENS + device.plan.rows
+            sizes = mixed_sizes(min(device.max_tokens, most))
             self.clear_mixed(sizes[-1])
             graphs.mixed.capture(sizes, self.launch_mixed, pool, run_each=False)
         torch.cuda.synchronize()
@@ -285,21 +315,26 @@ class GraphBodies:
         model.take_part()
         if not model.supports_graphs:
             return
-        capacity = device.plan.rows
+        most, capacity = device.plan.rows, len(device.slots.tokens)
         if model.supports_prefill_graphs:
-            self._runner.begin(Step(device.buffers.views(WARM_UP_TOKENS, capacity), None))
+            self._runner.begin(Step(device.buffers.views(WARM_UP_TOKENS, most), None))
         # beyond MAX_FEW_ROWS for quantized weights, whose tiles have 16, 32 and 64 rows
         sizes = (1, 2, MAX_FEW_ROWS + 1, 17, 33, 65, 129, 193)
-        few = [rows for rows in sizes if rows < capacity]
-        many = [1 << bits for bits in range(8, capacity.bit_length()) if 1 << bits < capacity]
-        for rows in (*few, *(size + 1 for size in many), capacity):
-            self.launch_decode(rows)
-            if device.graphs.looks_for_prefixes and rows >= MIN_ROWS:
+        few = [rows for rows in sizes if rows < most]
+        many = [1 << bits for bits in range(8, most.bit_length()) if 1 << bits < most]
+        for rows in sorted({*few, *(size + 1 for size in many), capacity, most}):
+            if rows <= capacity:
+                self.launch_decode(rows)
+            if most > capacity:
+                self.launch_lookahead_decode(rows)
+            if device.graphs.looks_for_prefixes and MIN_ROWS <= rows <= capacity:
                 self.launch_sharing_decode(rows)
             if rows + WARM_UP_TOKENS <= device.max_tokens:
                 self._warm_up_mixed(rows)
+                if most > capacity:
+                    self._warm_up_mixed(rows, has_lookahead=True)
 
-    def _warm_up_mixed(self, rows: int) -> None:
+    def _warm_up_mixed(self, rows: int, *, has_lookahead: bool = False) -> None:
         """Launches a step of `rows` rows, of which the last has all tokens that the other rows do
         not have."""
         device, host = self._device, None
@@ -311,7 +346,7 @@ class GraphBodies:
         self._runner.compute(
             device.prepare_rows(
                 [section] * 3, rows + WARM_UP_TOKENS, rows // 2, (section, section),
-                longest=1, host=host,
+                longest=1, host=host, has_lookahead=has_lookahead,
             )
         )  # fmt: skip
 
@@ -325,6 +360,7 @@ class GraphBodies:
         fewest, most = _TIMED_LAYERS
         count = min(max(fewest, -(-cold_bytes(slots.device) // layer_bytes)), most)
         numbers = torch.arange(device.plan.rows, dtype=torch.int32, device=slots.device)
+        numbers %= len(slots.tokens)
         starts = torch.full_like(numbers, min(_TIMED_KEYS, slots.max_model_len) - 1)
         lengths = torch.ones_like(numbers)
 

@@ -22,6 +22,7 @@ from aioinfer.features.pooled_states.sections import LAST, MEAN, PooledRows, Poo
 from aioinfer.features.prompt_logprobs.sections import PromptLogprobRows, PromptLogprobs
 from aioinfer.features.token_states.sections import TokenStateRows, TokenStates
 from aioinfer.ipc.kv_spec import group_layers, groups_of_stage
+from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
@@ -30,7 +31,7 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.device import CpuDevice
-from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.features import ProposalRows, Rank, StepWorks, WorkerFeature
 from aioinfer.worker.gpu_device import GpuDevice
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
@@ -128,6 +129,25 @@ def folder_with_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Drafts(WorkerFeature):
+    """Proposes the tokens of `texts`, int32 [slots, max_len], at the positions of the drafts."""
+
+    proposes = True
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        self.texts = torch.zeros_like(rank.slots.tokens)
+
+    def propose(self, rows: ProposalRows) -> None:
+        at = rows.slots.long(), (rows.bases + rows.offsets).long()
+        tokens, is_draft = self.rank.slots.tokens, rows.offsets > 0
+        tokens[at] = torch.where(is_draft, self.texts[at], tokens[at])
+
+
+#: Lookahead rows that a step may have.
+MAX_LOOKAHEAD = 5
+
+
 def make_runner(folder: Path, *, kernels: bool) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
     bound = Bound(folder, kernels=kernels)
@@ -137,16 +157,17 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
         has_rotary_offsets=bound.model.has_rotary_sections,
     )  # fmt: skip
     programs = {"programs": 3} if kernels else {}
-    bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, 4, 40, **programs)
+    bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, 4 + MAX_LOOKAHEAD, 40, **programs)
     rank = Rank(bound.model, slots)
     works = StepWorks.load(rank)
-    works = StepWorks([*works.all, Shift(rank)])
+    works = StepWorks([*works.all, Drafts(rank), Shift(rank)])
     if not kernels:
-        return ModelRunner(bound.model, CpuDevice(slots, kv), works)
-    device = GpuDevice(bound.model, kv, slots, 40)
+        return ModelRunner(bound.model, CpuDevice(slots, kv, MAX_LOOKAHEAD), works)
+    device = GpuDevice(bound.model, kv, slots, 40, max_lookahead=MAX_LOOKAHEAD)
     runner = ModelRunner(bound.model, device, works)
-    launch = GraphBodies(runner, device).launch_decode
-    device.graphs.decode = Graphs(launch)  # type: ignore[assignment]
+    bodies = GraphBodies(runner, device)
+    device.graphs.decode = Graphs(bodies.launch_decode)  # type: ignore[assignment]
+    device.graphs.lookahead = Graphs(bodies.launch_lookahead_decode)  # type: ignore[assignment]
     return runner
 
 
@@ -305,6 +326,99 @@ def test_two_stages_sample_what_one_model_does(
             assert found.busy_ns == nothing.busy_ns == 250_000, "the device's time"
     for runner in (first, last) if kernels else ():
         assert runner.device.graphs.decode.replayed == [4, 4, 4]  # type: ignore[attr-defined]
+
+
+def lookahead_plan(
+    step: int, groups: Sequence[tuple[int, int, int]], *sections: Section, settled: int
+) -> StepPlan:
+    """A plan of decodes with lookahead: slot, lowest start and lookahead rows of each."""
+    rows = [(slot, start + i, i) for slot, start, count in groups for i in range(1 + count)]
+    slots, starts, offsets = np.array(rows, np.int32).T.copy()
+    known = np.full(len(rows), settled, np.int32)
+    lookahead = LookaheadRows(offsets, known)
+    return plan_of(step, slots, starts, [1] * len(rows), lookahead, *sections)
+
+
+def expected_texts(folder: Path, *sections: Section) -> list[list[int]]:
+    """The texts of the three requests of `first_plan`, with 14 tokens after their prompts."""
+    plain, starts = make_runner(folder, kernels=False), list(LENGTHS)
+    plain.step(first_plan(*sections)).wait()
+    for step in range(1, 14):
+        plain.step(plan_of(step, [0, 1, 2], starts, [1] * 3, *sections)).wait()
+        starts = [start + 1 for start in starts]
+    texts: list[list[int]] = plain.slots.tokens.tolist()
+    return texts
+
+
+def check_lookahead(runner: Any, plan: StepPlan, starts: list[int], texts: Any) -> list[int]:
+    """Executes a plan, checks that the kept tokens are those of `texts` and go on without a gap,
+    and advances `starts` by them; returns the tokens."""
+    result = runner.step(StepPlan.decode(b"".join(plan.encode())), read_masks).wait()
+    tokens: list[int] = result.tokens.tolist()
+    for slot, token in zip(plan.slots.tolist(), tokens, strict=True):
+        if token != SKIPPED and slot < 3:
+            starts[slot] += 1
+            assert token == texts[slot][starts[slot]]
+    for slot in range(3):
+        assert (
+            runner.slots.tokens[slot, : starts[slot] + 1].tolist()
+            == (texts[slot][: starts[slot] + 1])
+        )
+    return tokens
+
+
+@pytest.mark.parametrize("has_features", [False, True])
+def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_features: bool) -> None:
+    """Greedy rows, and seeded ones with filters and penalties; in graphs, and beside a prompt; with
+    drafts that are right, wrong from some position on, and of rows whose position only the device
+    knows. With log-probabilities and logits that a feature changes, too."""
+    shift = [ShiftedRows(ids(0, 1, 2))] if has_features else []
+    texts = expected_texts(folder, *shift)
+    runner, cpu = (make_runner(folder, kernels=kernels) for kernels in (True, False))
+    first = first_plan(*shift)
+    for each in (runner, cpu):
+        drafts = torch.tensor(texts, dtype=torch.int32)
+        drafts[0, LENGTHS[0] + 3] += 1
+        drafts[1, LENGTHS[1] + 1 :: 2] += 1
+        each.works.all[-2].texts.copy_(drafts)
+        each.step(first).wait()
+    lows, starts, others = list(LENGTHS), list(LENGTHS), list(LENGTHS)
+    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
+        groups = [(slot, lows[slot], counts[slot]) for slot in (2, 0, 1)]
+        sections: list[Section] = []
+        if has_features:
+            rows = sum(counts) + 3 + (step == 3)
+            logprobs = LogprobRows(ids(0, rows - 1), ids(3, 1), ids(2, ALL), ids(9, 90))
+            slots = [slot for slot, _, count in groups for _ in range(1 + count)]
+            sections = [logprobs, ShiftedRows(ids(*slots, *[3] * (step == 3)))]
+        plan = lookahead_plan(step, groups, *sections, settled=int(step == 1))
+        if step == 3:
+            plan = with_prompt(plan)
+        found = check_lookahead(runner, plan, starts, texts)
+        assert found == check_lookahead(cpu, plan, others, texts)
+        lows = [low + 1 for low in lows]
+    assert sum(starts) > sum(LENGTHS) + 3 * 4, "drafts were kept"
+    assert runner.slots.next_start[:3].tolist() == starts
+    assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
+    assert runner.device.graphs.decode.replayed == []
+    assert len(runner.device.graphs.lookahead.replayed) == 3
+
+
+def with_prompt(plan: StepPlan) -> StepPlan:
+    """Adds a request in slot 3, whose prompt a step with lookahead computes."""
+    prompt = ids(5, 8, 13)
+    lookahead = plan.section(LookaheadRows)
+    assert lookahead is not None
+    rows = LookaheadRows(np.append(lookahead.offsets, ids(0)), np.append(lookahead.settled, ids(1)))
+    others = [each for each in plan.sections if each is not lookahead]
+    admission = Admission(3, prompt, 3, SamplingParams(temperature=0), 1)
+    sections = [rows, Admissions.of([admission]), *others]
+    columns = (plan.slots, 3), (plan.starts, 0), (plan.lengths, 3), (plan.samples, 1)
+    tables = ids(3), ids(0), ids(6)
+    return StepPlan(
+        plan.step_id, *(np.append(column, ids(last)) for column, last in columns), *tables,
+        NONE, NONE, sections,
+    )  # fmt: skip
 
 
 def test_slots_move_the_rotary_positions_of_their_tokens(tmp_path: Path) -> None:
