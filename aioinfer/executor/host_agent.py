@@ -170,8 +170,8 @@ class HostAgent:
         if kind == "loaded":
             self._send(kind, rank=rank, report=plain_report(value))
         else:
-            phases, graph_bytes = value
-            self._send(kind, rank=rank, phases=phases, graph_bytes=graph_bytes)
+            phases, graph_bytes, times = value
+            self._send(kind, rank=rank, phases=phases, graph_bytes=graph_bytes, row_seconds=times)
 
     def on_result(self, message: memoryview) -> None:
         """See `RankEvents`."""

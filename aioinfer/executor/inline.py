@@ -82,6 +82,7 @@ class InlineExecutor:
             self._worker.graph_bytes,
             report.implementation,
             report.cache_dtype,
+            row_seconds=self._worker.row_seconds,
         )
 
     def post(self, plan: StepPlan) -> None:

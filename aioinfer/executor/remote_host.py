@@ -115,7 +115,8 @@ class RemoteHost:
             events.on_answer(message["rank"], kind, load_report(message["report"]))
         elif kind == "ready":
             phases = [(name, seconds) for name, seconds in message["phases"]]
-            events.on_answer(message["rank"], kind, (phases, message["graph_bytes"]))
+            times = [(rows, seconds) for rows, seconds in message["row_seconds"]]
+            events.on_answer(message["rank"], kind, (phases, message["graph_bytes"], times))
         elif kind == "failed":
             behind_ns = time.monotonic_ns() - message["now_ns"]
             events.on_report(failure_report(message["report"], behind_ns))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 #: Products are timed within at least so many layers, since a layer's first product follows another
 #: layer, and at most that many.
 _TIMED_LAYERS = 2, 8
-#: Keys of a row in these layers.
+#: Keys of a row in these layers, and in timed steps.
 _TIMED_KEYS = 256
 
 #: Tokens of prompts in a warm-up step, beside one for each row: more than our own products take.
@@ -301,6 +301,27 @@ class GraphBodies:
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 
+    @torch.inference_mode()
+    def time_decodes(self) -> list[tuple[int, float]]:
+        """Returns (rows, seconds) of the captured decode steps, ascending: of those with lookahead
+        where a step has more rows than there are slots. Rows have `_TIMED_KEYS` keys; they write
+        into the first KV block."""
+        device, slots = self._device, self._device.slots
+        plan, graphs = device.plan, device.graphs
+        numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
+        plan.row_section(0, plan.rows).copy_(numbers % len(slots.tokens))
+        plan.row_section(1, plan.rows).fill_(min(_TIMED_KEYS, slots.max_model_len) - 1)
+        plan.row_section(2, plan.rows).fill_(1)
+        plan.row_section(5, plan.rows).fill_(1)
+        found = []
+        for graph_set in (graphs.decode, graphs.lookahead):
+            for rows in sorted(graph_set.graphs):
+                if not found or rows > found[-1][0]:
+                    found.append((rows, _seconds_of(graph_set.graphs[rows].replay)))
+        plan.values.zero_()
+        plan.clear_growth()
+        return found
+
     # ---------------------------------------------------------------- other launches of a start
 
     @torch.inference_mode()
@@ -370,6 +391,17 @@ class GraphBodies:
             _ = model.begin(step, num_layers=count).hidden  # with all sums
 
         return TimedLayers(launch, device.plan.rows)
+
+
+def _seconds_of(launch: Callable[[], None]) -> float:
+    """Returns the seconds that a GPU needs for a launch, the second time."""
+    launch()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    launch()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
 @contextmanager

@@ -55,6 +55,11 @@ CPU_BLOCK_SIZE = 16
 GPU_BLOCK_SIZE = 128
 
 
+#: Copies of a row's logits in float32 that a step has at once: penalized ones, and those of which a
+#: feature takes log-probabilities.
+_LOGITS_COPIES = 2
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """The results of loading on one rank.
@@ -126,6 +131,7 @@ class Worker:
         )
         self._peers = Peers(config, groups, self.device)
         self.graph_bytes = 0
+        self.row_seconds: list[tuple[int, float]] = []
         self._fewest_blocks = 1
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
@@ -215,10 +221,13 @@ class Worker:
         return tuple(next(counts) if group.layers else NO_LIMIT for group in self._own_groups)
 
     def _growth_bytes(self) -> int:
-        """Returns the memory that counts of tokens take while they grow to their full size, beyond
-        that size, which is part of the largest step."""
+        """Returns the memory that the largest step does not show: that of counts of tokens while
+        they grow to their full size, beyond that size, and that of logits of lookahead rows in
+        float32, which penalties and features take."""
         rows, words = self._config.scheduler.max_num_seqs, self.vocab_size
-        return Slots.max_sampling_bytes(rows, words) - rows * words * 4
+        growth = Slots.max_sampling_bytes(rows, words) - rows * words * 4
+        shard = self._model.vocabulary.shard_size
+        return growth + self._max_lookahead * shard * 4 * _LOGITS_COPIES
 
     def allocate(self, num_blocks: Sequence[int], max_model_len: int) -> None:
         """Makes the KV cache and the slots.
@@ -277,6 +286,8 @@ class Worker:
             self._calibrate()
             if self._config.parallel.cuda_graphs and self._model.supports_graphs:
                 bodies.capture()
+                self.row_seconds = bodies.time_decodes()
+                device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
         self.graph_bytes = device.graphs.nbytes
 
@@ -323,9 +334,11 @@ class Worker:
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
         )
-        tokens = max(config.scheduler.max_num_batched_tokens, max_num_seqs)
+        max_lookahead = self._max_lookahead
+        rows = max_num_seqs + max_lookahead
+        tokens = max(config.scheduler.max_num_batched_tokens, rows)
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
-        model.bind(self._own_groups, kv.tensors, self.block_size, max_num_seqs, tokens)
+        model.bind(self._own_groups, kv.tensors, self.block_size, rows, tokens)
         links = self._peers.link_stages(model.stream_size, self._backend.dtype)
         works = StepWorks.load(Rank(model, slots, links, config), config.model.features)
         device: Device
@@ -333,17 +346,29 @@ class Worker:
             from aioinfer.worker.gpu_device import GpuDevice
 
             is_first, is_last = (links.is_first, links.is_last) if links else (True, True)
-            device = GpuDevice(model, kv, slots, tokens, is_first=is_first, is_last=is_last)
+            device = GpuDevice(
+                model, kv, slots, tokens,
+                is_first=is_first, is_last=is_last, max_lookahead=max_lookahead,
+            )  # fmt: skip
         else:
-            device = CpuDevice(slots, kv, config.max_lookahead)
+            device = CpuDevice(slots, kv, max_lookahead)
         return ModelRunner(model, device, works, links)
+
+    @property
+    def _max_lookahead(self) -> int:
+        """The maximum of lookahead rows in a step; 0 where layers keep states, which no row may
+        leave."""
+        if any(group.keeps_states for group in self._groups):
+            return 0
+        return self._config.max_lookahead
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
         if self.device.type == "cpu" or not self._config.parallel.cuda_graphs:
             return 0.0
         limits = self._config.scheduler
-        return min(1.0, (MIXED_GRAPH_TOKENS + limits.max_num_seqs) / limits.max_num_batched_tokens)
+        captured = MIXED_GRAPH_TOKENS + limits.max_num_seqs + self._max_lookahead
+        return min(1.0, captured / limits.max_num_batched_tokens)
 
     def _run_largest_step(self, model_max_len: int) -> None:
         """Computes as many tokens, and samples as many, as a step may, of requests that use all of

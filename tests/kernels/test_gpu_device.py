@@ -404,6 +404,27 @@ def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_feature
     assert len(runner.device.graphs.lookahead.replayed) == 3
 
 
+def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
+    """Steps with lookahead are for what slots alone cannot fill."""
+    runner = make_runner(folder, kernels=True)
+    device, lengths = runner.device, []
+    tokens = runner.slots.tokens.clone()
+
+    def captured(*sizes: int) -> Any:
+        def replay() -> None:
+            lengths.append(device.plan.row_section(2, device.plan.rows).tolist())
+
+        return SimpleNamespace(graphs={size: SimpleNamespace(replay=replay) for size in sizes})
+
+    device.graphs.decode, device.graphs.lookahead = captured(4, 1, 2), captured(3, 9, 6)
+    times = GraphBodies(runner, device).time_decodes()
+    assert times == [(rows, 0.00025) for rows in (1, 2, 4, 6, 9)]
+    assert lengths == [[1] * 9] * 10
+    assert not device.plan.values[: 6 * 9].any()
+    assert (device.plan.growth_sections()[0] == -1).all()
+    assert torch.equal(runner.slots.tokens, tokens)
+
+
 def with_prompt(plan: StepPlan) -> StepPlan:
     """Adds a request in slot 3, whose prompt a step with lookahead computes."""
     prompt = ids(5, 8, 13)
