@@ -120,7 +120,7 @@ class WorkerFeature:
         suits_graphs: whether the CUDA graph of a decode step may be replayed for a plan with the
             section: the feature needs no hidden states.
         adjusts_logits: whether `adjust` changes logits.
-        proposes: whether `propose` writes drafts; of one feature at most.
+        proposes: whether `propose` writes drafts; of several features the last one does.
         is_needed: false where the rank's model gives it nothing to do: it is never called then.
     """
 
@@ -353,7 +353,7 @@ class StepWorks:
         self.all = [work for work in works if work.is_needed]
         self._of_every_step = [work for work in self.all if work.section is None]
         self._by_section = {work.section: work for work in self.all if work.section is not None}
-        self._proposing = next((work for work in self.all if work.proposes), None)
+        self._proposing = next((work for work in reversed(self.all) if work.proposes), None)
 
     @classmethod
     def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:

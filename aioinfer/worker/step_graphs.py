@@ -210,6 +210,7 @@ class PlanBuffer:
         array = host.numpy()
         growth_start = _ROW_SECTIONS * self.rows
         array[:growth_start] = 0
+        array[growth_start - self.rows : growth_start] = 1  # padding begins at 0
         array[growth_start : growth_start + self.growth] = -1
         of_rows = [plan.slots, plan.starts, plan.lengths, plan.samples]
         lookahead = plan.section(LookaheadRows)

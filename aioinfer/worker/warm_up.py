@@ -313,7 +313,7 @@ class GraphBodies:
         plan.row_section(1, plan.rows).fill_(min(_TIMED_KEYS, slots.max_model_len) - 1)
         plan.row_section(2, plan.rows).fill_(1)
         plan.row_section(5, plan.rows).fill_(1)
-        found = []
+        found: list[tuple[int, float]] = []
         for graph_set in (graphs.decode, graphs.lookahead):
             for rows in sorted(graph_set.graphs):
                 if not found or rows > found[-1][0]:
