@@ -23,6 +23,8 @@ import psutil
 import pytest
 from yarl import URL
 
+from tests.gpu.random_models import random_model
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,7 +74,7 @@ class Process:
         response = self.request(
             "POST",
             "/v1/completions",
-            **{"prompt": "Once upon a time", "stream": True, "ignore_eos": True} | body,
+            **{"prompt": [5, 6, 7, 8], "stream": True, "ignore_eos": True} | body,
         )
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
@@ -101,6 +103,25 @@ def process(request: pytest.FixtureRequest) -> Iterator[Process]:
     process = Process(*getattr(request, "param", "inline").split())
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is loaded in no time."""
+    folder = tmp_path_factory.mktemp("model")
+    return random_model(folder, vocab_size=512, max_position_embeddings=16384)
+
+
+@pytest.fixture
+def small(request: pytest.FixtureRequest, folder: Path) -> Iterator[Process]:
+    """A server of that model, with room for a story that no test reads to its end."""
+    settings = (f"model.path={folder}", "cache.num_blocks=1000", "cache.block_size=16")
+    process = Process(*request.param.split(), *settings)
+    yield process
+    process.close()
+
+
+LONG = 12_000
 
 
 def events(response: HTTPResponse) -> list[str]:
@@ -235,53 +256,52 @@ def test_sigterm_lets_running_requests_finish(process: Process) -> None:
     assert process.end(timeout=10) == 0
 
 
-@pytest.mark.parametrize("process", ["multiprocess"], indirect=True)
-def test_sigterm_to_the_whole_group_lets_running_requests_finish(process: Process) -> None:
-    assert process.workers
-    response = process.tell_a_story(max_tokens=20, stream_options={"include_usage": True})
-    for member in (*process.workers, process.popen):
+@pytest.mark.parametrize("small", ["multiprocess"], indirect=True)
+def test_sigterm_to_the_whole_group_lets_running_requests_finish(small: Process) -> None:
+    assert small.workers
+    response = small.tell_a_story(max_tokens=200, stream_options={"include_usage": True})
+    for member in (*small.workers, small.popen):
         member.send_signal(signal.SIGTERM)
     *_, usage, done = events(response)
     assert done == "[DONE]"
-    assert json.loads(usage)["usage"]["completion_tokens"] == 20
-    assert process.end(timeout=10) == 0
+    assert json.loads(usage)["usage"]["completion_tokens"] == 200
+    assert small.end(timeout=10) == 0
 
 
-def test_a_second_sigterm_does_not_wait(process: Process) -> None:
-    response = process.tell_a_story(max_tokens=2000)
-    process.popen.send_signal(signal.SIGTERM)
-    while process.listens():
+@pytest.mark.parametrize("small", ["inline"], indirect=True)
+def test_a_second_sigterm_does_not_wait(small: Process) -> None:
+    response = small.tell_a_story(max_tokens=LONG)
+    small.popen.send_signal(signal.SIGTERM)
+    while small.listens():
         time.sleep(0.01)
-    process.popen.send_signal(signal.SIGTERM)
+    small.popen.send_signal(signal.SIGTERM)
     last = events(response)[-2]  # before [DONE]
     assert json.loads(last)["error"]["type"] == "server_error"
-    assert process.end(timeout=5) == 0
+    assert small.end(timeout=5) == 0
 
 
-@pytest.mark.parametrize("process", ["multiprocess parallel.restart_workers=0"], indirect=True)
-def test_a_killed_worker_ends_the_server(process: Process) -> None:
-    response = process.tell_a_story(max_tokens=2000)
+@pytest.mark.parametrize("small", ["multiprocess parallel.restart_workers=0"], indirect=True)
+def test_a_killed_worker_ends_the_server(small: Process) -> None:
+    response = small.tell_a_story(max_tokens=LONG)
     killed_at = time.monotonic()
-    max(process.workers, key=lambda worker: worker.memory_info().rss).kill()
+    max(small.workers, key=lambda worker: worker.memory_info().rss).kill()
     last = events(response)[-2]  # before [DONE]
     assert json.loads(last)["error"]["code"] == "engine_dead"
-    health = process.request("GET", "/health")
+    health = small.request("GET", "/health")
     assert health.status == 503
     assert json.loads(health.read())["error"]["code"] == "engine_dead"
-    assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1
+    assert small.end(timeout=5 - (time.monotonic() - killed_at)) == 1
 
 
 @pytest.mark.parametrize(
-    "process",
+    "small",
     ["multiprocess parallel.data_parallel_size=2 parallel.restart_workers=0"],
     indirect=True,
 )
-def test_killed_workers_of_all_engines_end_the_server(process: Process) -> None:
-    responses = [
-        process.tell_a_story(max_tokens=2000, prompt=f"Story {number}") for number in range(2)
-    ]
+def test_killed_workers_of_all_engines_end_the_server(small: Process) -> None:
+    responses = [small.tell_a_story(max_tokens=LONG, prompt=[7, number]) for number in range(2)]
     killed_at = time.monotonic()
-    for worker in sorted(process.workers, key=lambda worker: worker.memory_info().rss)[-2:]:
+    for worker in sorted(small.workers, key=lambda worker: worker.memory_info().rss)[-2:]:
         worker.kill()
     for response in responses:
         error = json.loads(events(response)[-2])["error"]  # before [DONE]
@@ -292,5 +312,5 @@ def test_killed_workers_of_all_engines_end_the_server(process: Process) -> None:
             "step|waiting for a plan)",
             error["message"],
         )
-    assert process.request("GET", "/health").status == 503
-    assert process.end(timeout=5 - (time.monotonic() - killed_at)) == 1
+    assert small.request("GET", "/health").status == 503
+    assert small.end(timeout=5 - (time.monotonic() - killed_at)) == 1

@@ -246,7 +246,8 @@ async def test_preemptions() -> None:
     settings = {
         "model.path": SMOLLM2, "model.max_model_len": 64, "cache.block_size": 16,
         "cache.num_blocks": 6, "scheduler.max_num_seqs": 4,
-        "parallel.cpu_threads": 1, "server.port": 0, "server.served_model_names": ["smollm2"],
+        "parallel.executor": "inline", "parallel.cpu_threads": 1, "server.port": 0,
+        "server.served_model_names": ["smollm2"],
     }  # fmt: skip
     frontend = await Frontend.launch(load_config(None, settings))
     server = HttpServer(frontend.config, frontend)
