@@ -7,6 +7,7 @@ figures of vLLM on H200s.
         --set parallel.tensor_parallel_size=2
     python scripts/bench_gpu.py --model FOLDER --set model.quantization=fp8 --cases d1,d32,d256,p16
     python scripts/bench_gpu.py --model FOLDER --set model.load_format=dummy_skewed
+    python scripts/bench_gpu.py --model FOLDER --cases d1,d8,d32,d128 --acceptance 0.80,0.62,0.48
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
         --set scheduler.max_num_batched_tokens=4096
 
@@ -26,6 +27,12 @@ of vLLM are without):
             greedy
 vLLM's `max_model_len` ended the requests of k8x8000 after 192 tokens, so its figure is that of
 k8x8000x192.
+
+With --acceptance the offline cases run twice, at last with speculation: drafts are the texts of the
+first run (`benchlib/recording.py`), of which the given part is kept: of first drafts, of second
+ones whose first is kept, and so on; 0: none is kept. How many drafts there are is the engine's
+choice. The rows of the second run are called CASE+drafts; they have the drafts that were verified
+and kept, and the part of the texts that are those of the first run. All requests are sampled.
 
 HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several
 client processes:
@@ -74,6 +81,7 @@ from benchlib.client_processes import ClientProcesses
 from benchlib.gpu_cases import HTTP_CASES, OFFLINE_CASES, WARMUP_OUTPUT_LEN, Case, Model
 from benchlib.gpu_report import Rows, show
 from benchlib.load import Run
+from benchlib.recording import Recording
 from benchlib.report import count_errors, percentiles
 from benchlib.server_process import ServerProcess
 from benchlib.workload import Call, RequestShape
@@ -111,6 +119,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--http", action="store_true", help="over HTTP, not offline")
     parser.add_argument(
+        "--acceptance",
+        metavar="P,P,...",
+        help="measure with drafts too, of which these parts are kept; not with --http",
+    )
+    parser.add_argument(
         "--client-processes", type=int, default=8, help="with --http (default: %(default)s)"
     )
     parser.add_argument(
@@ -129,6 +142,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     try:
         options.cases = [Case.parse(name, options.http) for name in names]
+        options.recording = None
+        if options.acceptance is not None:
+            if options.http:
+                raise ValueError("--acceptance goes with offline cases")
+            options.recording = Recording([float(part) for part in options.acceptance.split(",")])
         config = load_config(None, ["model.path=none", *options.set])
         parallel, quantization = config.parallel, config.model.quantization
         num_gpus = parallel.world_size if parallel.data_parallel_size == 1 else 0
@@ -157,8 +175,20 @@ def make_settings(options: argparse.Namespace, model: Model) -> list[str]:
 # ---------------------------------------------------------------- offline
 
 
-def run_offline(options: argparse.Namespace, model: Model, config: Config, rows: Rows) -> None:
-    """Measures the offline cases in one engine. Raises `AioinferError` if it does not start."""
+def run_offline(options: argparse.Namespace, model: Model, rows: Rows) -> None:
+    """Measures the offline cases in one engine, and with a recording in a second one. Raises
+    `AioinferError` if one does not start."""
+    recording, settings = options.recording, make_settings(options, model)
+    run_engine(options, model, load_config(None, settings), rows)
+    if recording is not None:
+        with recording.replayed() as more:
+            run_engine(options, model, load_config(None, [*settings, *more]), rows, "+drafts")
+
+
+def run_engine(
+    options: argparse.Namespace, model: Model, config: Config, rows: Rows, suffix: str = ""
+) -> None:
+    """Measures the offline cases in one engine; `suffix` ends the names of the rows."""
     from aioinfer import LLM
 
     settings = {
@@ -171,16 +201,20 @@ def run_offline(options: argparse.Namespace, model: Model, config: Config, rows:
         seconds = perf_counter() - begin
         report = llm.frontend.engines[0].report
         rows.add(
-            model, "startup", {"seconds": seconds, **asdict(report), "phases": dict(report.phases)}
+            model,
+            f"startup{suffix}",
+            {"seconds": seconds, **asdict(report), "phases": dict(report.phases)},
         )
         for case in options.cases:
             rows.add(
                 model,
-                case.name,
-                _or_error(measure_offline, llm, case, options.rounds, model.vocab_size),
+                f"{case.name}{suffix}",
+                _or_error(
+                    measure_offline, llm, case, options.rounds, model.vocab_size, options.recording
+                ),
             )
         if load := expert_load(llm):
-            rows.add(model, "experts", {"seconds": perf_counter() - begin, **load})
+            rows.add(model, f"experts{suffix}", {"seconds": perf_counter() - begin, **load})
 
 
 def expert_load(llm: LLM) -> dict[str, Any]:
@@ -200,13 +234,18 @@ def expert_load(llm: LLM) -> dict[str, Any]:
     }
 
 
-def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[str, Any]:
+def measure_offline(
+    llm: LLM, case: Case, rounds: int, vocab_size: int, recording: Recording | None = None
+) -> dict[str, Any]:
     """Returns the medians of a case.
 
     Raises `RuntimeError` if a request returned another number of tokens than it requested.
     """
     run_batch(llm, case, case.prompts(0, vocab_size), WARMUP_OUTPUT_LEN)
-    timed = [run_batch(llm, case, case.prompts(1 + number, vocab_size)) for number in range(rounds)]
+    timed = [
+        run_batch(llm, case, case.prompts(1 + number, vocab_size), recording=recording)
+        for number in range(rounds)
+    ]
     durations = [duration for duration, _ in timed]
     seconds = statistics.median(durations)
     return {
@@ -224,7 +263,11 @@ def measure_offline(llm: LLM, case: Case, rounds: int, vocab_size: int) -> dict[
 
 
 def run_batch(
-    llm: LLM, case: Case, prompts: list[list[int]], max_output: int | None = None
+    llm: LLM,
+    case: Case,
+    prompts: list[list[int]],
+    max_output: int | None = None,
+    recording: Recording | None = None,
 ) -> tuple[float, dict[str, float]]:
     """Completes the prompts of a case, to at most `max_output` tokens each.
 
@@ -233,19 +276,36 @@ def run_batch(
     """
     from aioinfer import SamplingParams
 
+    def sampling(seed: int) -> dict[str, Any]:
+        return {"temperature": case.temperature} if recording is None else recording.params(seed)
+
     counts = [
         output if max_output is None else min(output, max_output) for _, output in case.lengths()
     ]
     params = [
-        SamplingParams(temperature=case.temperature, ignore_eos=True, max_tokens=count)
-        for count in counts
+        SamplingParams(**sampling(seed), ignore_eos=True, max_tokens=count)
+        for seed, count in enumerate(counts)
     ]
-    before = llm.frontend.stats()
+    before = _counters(llm)
     begin = perf_counter()
     outputs = llm.generate(prompts, params)
     seconds = perf_counter() - begin
     _require_counts([len(output.token_ids) for output in outputs], counts)
-    return seconds, {name: value - before[name] for name, value in llm.frontend.stats().items()}
+    counted = {name: value - before[name] for name, value in _counters(llm).items()}
+    if recording is not None:
+        counted["texts_as_recorded"] = recording.add(prompts, outputs)
+    return seconds, counted
+
+
+def _counters(llm: LLM) -> dict[str, float]:
+    """Returns the state and the counters of the engines, those of drafts too."""
+    from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS, DRAFTS
+
+    found = llm.frontend.stats()
+    for engine in llm.frontend.engines:
+        for name in (DRAFTS, DRAFT_TOKENS, ACCEPTED):
+            found[name] = found.get(name, 0) + engine.metrics.counts[name]
+    return found
 
 
 # ---------------------------------------------------------------- HTTP
@@ -389,7 +449,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.http:
                 run_http(options, model, settings, rows)
             else:
-                run_offline(options, model, load_config(None, settings), rows)
+                run_offline(options, model, rows)
         except (AioinferError, RuntimeError) as error:  # no engine: the next model may have one
             sys.stderr.write(f"bench_gpu: {error}\n")
             rows.add(model, "startup", {"error": str(error)})

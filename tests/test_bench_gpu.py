@@ -262,3 +262,22 @@ def test_figures_belong_to_the_models_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", "utf-8")
     with pytest.raises(ValueError, match=r"describes no language model: .*hidden_size"):
         Model.load(tmp_path)
+
+
+@pytest.mark.parametrize(("acceptance", "most"), [("1.0,0.9,0.8", 1.0), ("0", 0.0)])
+def test_drafts_of_a_given_acceptance(
+    folder: Path, capsys: pytest.CaptureFixture[str], acceptance: str, most: float
+) -> None:
+    """The cases once more, verified with the texts of the first run as drafts."""
+    ended = run(capsys, f"--model {folder} --cases k3x20x60,k1x8x60 --acceptance {acceptance}")
+    assert ended.status == 0
+    assert list(ended.rows)[:4] == ["startup", "k3x20x60", "k1x8x60", "startup+drafts"]
+    for case in ("k3x20x60", "k1x8x60"):
+        plain, drafted = (
+            ended.rows[name]["engine_last_round"] for name in (case, f"{case}+drafts")
+        )
+        assert plain["spec_draft_tokens"] == 0
+        assert drafted["texts_as_recorded"] == 1.0
+        kept, verified = drafted["spec_accepted_tokens"], drafted["spec_draft_tokens"]
+        assert (kept > 0.7 * verified > 0) if most else (kept == 0)
+        assert drafted["steps"] < plain["steps"] if most else True

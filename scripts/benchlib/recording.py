@@ -1,0 +1,82 @@
+"""The texts of a plain run as drafts of another one, for `bench_gpu.py --acceptance`.
+
+The feature `recorded_drafts` (scripts/feature_package) proposes them, spoiled by the position of a
+draft, and the engine verifies them as any others. Rounding differs with the number of rows, and the
+likeliest tokens of random weights are near ties: greedily, texts would part after some tokens. So
+tokens are sampled at a high temperature, by seed: they follow the noise, which is the same in both
+runs, and the logits hardly matter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from aioinfer.llm import Output
+
+_PACKAGE = Path(__file__).parent.parent / "feature_package"
+_TEMPERATURE = 100.0
+#: Drafts of a request in a step at most, where no acceptance is given for more.
+_MIN_DRAFTS = 3
+
+
+class Recording:
+    """The texts of the rounds of all cases, in a plain run and again with drafts.
+
+    Args:
+        acceptance: of the first draft, of the second if the first is kept, and so on; later ones
+            as the last.
+    """
+
+    def __init__(self, acceptance: Sequence[float]):
+        if not all(0.0 <= part <= 1.0 for part in acceptance):
+            raise ValueError(f"acceptances {acceptance} are not all between 0 and 1")
+        more = [acceptance[-1]] * (_MIN_DRAFTS - len(acceptance))
+        self.acceptance = [*acceptance, *more]
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def params(self, seed: int) -> dict[str, Any]:
+        """Returns how a request is sampled, as fields of `SamplingParams`."""
+        return {"temperature": _TEMPERATURE, "seed": seed}
+
+    def add(self, prompts: Sequence[list[int]], outputs: Sequence[Output]) -> float:
+        """Adds texts, and returns the part of them that are as they were before, if they were."""
+        same = 0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            text = [*prompt, *output.token_ids]
+            same += self._known.setdefault(tuple(prompt), text) == text
+        return same / len(prompts)
+
+    @contextmanager
+    def replayed(self) -> Iterator[list[str]]:
+        """Context in which engines find the feature and the texts so far. Gives the configuration
+        of a run with drafts as `section.key=value`, beside the plain run's."""
+        sys.path.append(str(_PACKAGE))
+        from bench_features.recorded_drafts import FILE_VARIABLE
+
+        texts = [*self._known.values()]
+        padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "recording.npz"
+            acceptance = np.array(self.acceptance, np.float32)
+            np.savez(file, texts=padded, acceptance=acceptance)
+            os.environ[FILE_VARIABLE] = str(file)
+            try:
+                yield [
+                    "speculation.method=ngram",
+                    f"speculation.max_draft_tokens={len(self.acceptance)}",
+                    'model.features=["recorded_drafts"]',
+                ]
+            finally:
+                del os.environ[FILE_VARIABLE]
+                sys.path.remove(str(_PACKAGE))

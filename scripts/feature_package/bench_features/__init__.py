@@ -1,0 +1,1 @@
+"""Step features of the benchmarks."""

@@ -1,0 +1,241 @@
+"""Lookahead rows on a GPU: the text of a plain run, in graphs and without, for drafts of n-grams
+and for known ones, right and wrong; and that nothing is compiled while serving."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_settings import engine_settings
+from random_models import random_model
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.features.speculation.planning import Planning
+from aioinfer.llm import Output
+from aioinfer.scheduler.request import Request
+from aioinfer.worker.features import ProposalRows, WorkerFeature
+from aioinfer.worker.gpu_device import GpuDevice
+from aioinfer.worker.worker import Worker
+
+VOCAB_SIZE, TOKENS = 4001, 96
+RNG = random.Random(0)
+#: Prompts that repeat themselves, so that n-grams are found.
+PHRASES = [[RNG.randrange(3, VOCAB_SIZE) for _ in range(RNG.randint(3, 30))] for _ in range(12)]
+PROMPTS = [phrase * RNG.randint(1, 4) for phrase in PHRASES for _ in range(3)]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 40, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 0.8, "frequency_penalty": -0.3},
+    {"temperature": 0.0, "logit_bias": {7: 3.0, 2001: 4.0}, "min_tokens": 20},
+    {"temperature": 0.6, "top_p": 0.9, "presence_penalty": -0.5},
+    {"temperature": 0.0, "allowed_token_ids": list(range(40, 3000))},
+]
+PARAMS = [
+    SamplingParams(ignore_eos=True, seed=number, max_tokens=TOKENS, **KINDS[number % len(KINDS)])
+    for number in range(len(PROMPTS))
+]
+
+
+class KnownDrafts(WorkerFeature):
+    """Proposes the texts of a plain run, by the first tokens of a slot; every fifth position
+    something else."""
+
+    proposes = True
+    key_len = 3
+
+    def __init__(self, rank: Any, texts: Sequence[Sequence[int]]):
+        super().__init__(rank)
+        longest = max(map(len, texts))
+        padded = [[*text, *[1] * (longest - len(text))] for text in texts]
+        self._texts = torch.tensor(padded, dtype=torch.int32, device=rank.device)
+
+    def propose(self, rows: ProposalRows) -> None:
+        tokens = self.rank.slots.tokens
+        keys = tokens[:, : self.key_len].index_select(0, rows.slots)
+        text = (keys[:, None] == self._texts[None, :, : self.key_len]).all(-1).byte().argmax(1)
+        at = rows.bases + rows.offsets
+        draft = self._texts[text, at.clamp(max=self._texts.shape[1] - 1).long()]
+        draft = torch.where(at % 5 == 0, 2, draft)
+        where = rows.slots.long(), at.long()
+        tokens[where] = torch.where(rows.offsets > 0, draft, tokens[where])
+
+
+class AlwaysAhead:
+    """Replaces the choice of drafts: from 0 to `most` of each request, in turn."""
+
+    def __init__(self, most: int):
+        self._most, self._step = most, 0
+
+    def __call__(self, decodes: Sequence[Request]) -> dict[Request, int] | None:
+        self._step += 1
+        if self._step % 7 == 0:
+            return None
+        count = self._most + 1
+        return {
+            request: (self._step + i) % count
+            for i, request in enumerate(decodes)
+            if all(use.allows_lookahead for use in request.uses)
+        }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(
+        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=256,
+        intermediate_size=512, num_hidden_layers=4, initializer_range=0.05, eos_token_id=None,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[LLM]:
+    usual = {"parallel__executor": "inline", "speculation__max_draft_tokens": 4}
+    with LLM(str(folder), settings=engine_settings(**usual | settings), progress=False) as llm:
+        yield llm
+        llm.frontend.engines[0].scheduler.check_integrity()
+
+
+def worker_of(llm: LLM) -> Worker:
+    inline = llm.frontend.engines[0]._workers.executor
+    assert isinstance(inline, InlineExecutor)
+    return inline._worker
+
+
+def look_always_ahead(llm: LLM, most: int = 4) -> Planning:
+    planning = llm.frontend.engines[0].features.of(Planning)
+    planning.lookahead = AlwaysAhead(most)  # type: ignore[method-assign]
+    return planning
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Output]:
+    with running(folder) as llm:
+        return llm.generate(PROMPTS, PARAMS)
+
+
+def equal_texts(outputs: Sequence[Output], expected: Sequence[Output]) -> int:
+    return sum(
+        one.token_ids == other.token_ids for one, other in zip(outputs, expected, strict=True)
+    )
+
+
+def check(outputs: Sequence[Output], expected: Sequence[Output]) -> None:
+    """Float32 sums are rounded differently by the products of other numbers of rows, which a near
+    tie may show in a request."""
+    assert equal_texts(outputs, expected) >= len(expected) - 1
+    for one, other in zip(outputs, expected, strict=True):
+        assert len(one.token_ids) == TOKENS
+        mine, theirs = one.completions[0].logprobs, other.completions[0].logprobs
+        if one.token_ids == other.token_ids and mine is not None and theirs is not None:
+            for entry, wanted in zip(mine, theirs, strict=True):
+                assert entry.token_id == wanted.token_id
+                assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"parallel__cuda_graphs": False},
+        {"cache__num_blocks": 12},
+        {"scheduler__max_num_seqs": 3},
+        {"scheduler__max_num_batched_tokens": 64},
+    ],
+    ids=["graphs", "no graphs", "preempted", "three at a time", "chunks beside drafts"],
+)
+def test_text_is_that_of_a_plain_run(
+    folder: Path, expected: list[Output], settings: dict[str, Any]
+) -> None:
+    """With drafts of n-grams, of which random rows follow."""
+    with running(folder, speculation__method="ngram", **settings) as llm:
+        look_always_ahead(llm)
+        check(llm.generate(PROMPTS, PARAMS), expected)
+        device = worker_of(llm).runner.device
+        assert isinstance(device, GpuDevice)
+        graphs = settings.get("parallel__cuda_graphs", True)
+        assert bool(device.graphs.lookahead.graphs) == graphs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_known_drafts_are_kept(
+    folder: Path, expected: list[Output], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most are: a step gives more than a token. In bfloat16 most texts are the same as well."""
+    settings = {"model__dtype": dtype}
+    if dtype == "bfloat16":
+        with running(folder, **settings) as llm:
+            expected = llm.generate(PROMPTS, PARAMS)
+    texts = [[*prompt, *output.token_ids] for prompt, output in zip(PROMPTS, expected, strict=True)]
+    from aioinfer.worker import worker as module
+
+    load = module.StepWorks.load
+
+    def with_known_drafts(rank: Any, names: Any = ()) -> Any:
+        return module.StepWorks([*load(rank, names).all, KnownDrafts(rank, texts)])
+
+    monkeypatch.setattr(module.StepWorks, "load", with_known_drafts)
+    with running(folder, speculation__method="ngram", **settings) as llm:
+        planning, kept = look_always_ahead(llm), [0, 0]
+        take = planning.take_lookahead
+
+        def count(request: Request, rows: int, count: int) -> None:
+            kept[0] += rows
+            kept[1] += count
+            take(request, rows, count)
+
+        planning.take_lookahead = count  # type: ignore[method-assign]
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert equal_texts(outputs, expected) >= len(expected) - (1 if dtype == "float32" else 18)
+    # three prompts of a phrase begin alike, and every fifth draft is wrong
+    assert kept[1] > 0.1 * kept[0] > 100, kept
+
+
+def test_replayed_steps_are_graphs_with_lookahead(folder: Path) -> None:
+    with running(folder, speculation__method="ngram") as llm:
+        look_always_ahead(llm)
+        device = worker_of(llm).runner.device
+        assert isinstance(device, GpuDevice)
+        replayed: list[int] = []
+        replay = device.graphs.lookahead.replay
+
+        def note(size: int) -> None:
+            replayed.append(size)
+            replay(size)
+
+        device.graphs.lookahead.replay = note  # type: ignore[method-assign]
+        llm.generate(PROMPTS[:6], PARAMS[:1] * 6)
+        assert len(replayed) > TOKENS // 5
+        report = llm.frontend.engines[0].report
+        rows = [size for size, _ in report.row_seconds]
+        assert rows == sorted(rows)
+        assert rows[-1] == device.plan.rows
+        assert all(0.0 < seconds < 0.1 for _, seconds in report.row_seconds)
+
+
+def test_nothing_is_compiled_while_serving(folder: Path) -> None:
+    with running(folder, speculation__method="ngram", model__dtype="bfloat16") as llm:
+        look_always_ahead(llm)
+        llm.generate(PROMPTS, PARAMS)
+        llm.generate(PROMPTS[:1], PARAMS[:1])
+        watch = worker_of(llm).compilations
+        assert watch is not None
+        assert watch.names == [], watch.names
+        watch.stop()
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_keep_the_same_drafts(folder: Path, expected: list[Output]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with running(
+        folder, speculation__method="ngram", parallel__executor="multiprocess",
+        parallel__tensor_parallel_size=2,
+    ) as llm:  # fmt: skip
+        look_always_ahead(llm)
+        check(llm.generate(PROMPTS, PARAMS), expected)
