@@ -18,26 +18,25 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
-from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, encode, read_body
-from aioinfer.api.decoding import Body
 from aioinfer.api.errors import LlamaError, describe, json_response
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
-from aioinfer.api.openai.pooling import numbers_json, pool
+from aioinfer.api.openai.pooling import Pooled, PoolingDialect, numbers_json
+from aioinfer.api.openai.pooling_bodies import PoolingBody
 from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
 from aioinfer.api.protocol import (
     ChatRequest,
     IgnoredFields,
     Int32,
     Int64,
-    Seconds,
     template_options,
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, MAX_SORTED_LOGPROBS, GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -149,25 +148,29 @@ class LlamaCompletion(IgnoredFields, kw_only=True):
         return found
 
 
-class LlamaEmbedding(Body, kw_only=True):
+class LlamaEmbedding(PoolingBody, kw_only=True):
     """`POST /embedding`."""
 
     token_field: ClassVar[str] = "content"
 
     content: Prompts | None = None
     input: Prompts | None = None
-    timeout_s: Seconds | None = None
 
     def check(self) -> None:
         """See `Body.check`."""
+        super().check()
         if (self.content is None) == (self.input is None):
             raise RequestError("either content or input must be given", param="content")
         self.inputs()
 
-    def inputs(self) -> tuple[str, list[Prompt]]:
-        """Returns the name of the field that holds the inputs, and the inputs one by one."""
-        name = "input" if self.content is None else "content"
-        return name, split_prompts(getattr(self, name), name)
+    @property
+    def field(self) -> str:
+        """The name of the field that holds the inputs."""
+        return "input" if self.content is None else "content"
+
+    def inputs(self) -> list[Prompt]:
+        """Returns the inputs one by one."""
+        return split_prompts(getattr(self, self.field), self.field)
 
 
 class LlamaBias(Struct, kw_only=True):
@@ -295,26 +298,34 @@ class LlamaProps(Struct, kw_only=True):
     is_sleeping: bool = False
 
 
-async def embed(request: web.Request) -> web.StreamResponse:
+class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
     """Embeds each input: a list with a list of one vector for each, or of one for each token where
     the server is configured so (`pooling.type`)."""
-    frontend = request.app[FRONTEND]
-    body = await read_body(request, LlamaEmbedding)
-    field, given = body.inputs()
-    admit(request, body.timeout_s, len(given))
-    prompts = [await encode_prompt(frontend, prompt) for prompt in given]
-    kind = frontend.pooling.params(takes_all=True).pooling or "last"
-    pooled = await pool(request, None, prompts, kind, "embd", field)
 
-    def make(index: int) -> LlamaVectors:
-        state = pooled.states[index]
+    body_type = LlamaEmbedding
+    reply_type = list[LlamaVectors]
+
+    def __init__(self, request: web.Request, body: LlamaEmbedding):
+        super().__init__(request, body)
+        self.param = body.field
+
+    def kind(self) -> str:
+        """See `PoolingDialect.kind`."""
+        return self.pooling.params(takes_all=True).pooling or "last"
+
+    async def prompts(self) -> list[list[int]]:
+        """See `PoolingDialect.prompts`."""
+        return await self.encode(self.body.inputs())
+
+    def reply(self, pooled: Pooled) -> list[LlamaVectors]:
+        """See `PoolingDialect.reply`."""
+        return [self._vectors(index, state) for index, state in enumerate(pooled.states)]
+
+    def _vectors(self, index: int, state: F32) -> LlamaVectors:
         norm = None if state.ndim == 1 else False  # vectors of tokens are as the model has them
-        rows = frontend.pooling.embedding(state.reshape(-1, frontend.hidden_size), None, norm)
-        written: Any = msgspec.Raw(numbers_json(rows))
+        states = state.reshape(-1, self.frontend.hidden_size)
+        written: Any = msgspec.Raw(numbers_json(self.pooling.embedding(states, None, norm)))
         return LlamaVectors(index=index, embedding=written)
-
-    data = await asyncio.to_thread(lambda: encode([make(index) for index in range(len(prompts))]))
-    return web.Response(body=data, content_type="application/json")
 
 
 async def apply_template(request: web.Request) -> web.Response:

@@ -43,10 +43,8 @@ from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.generation import Dialect
 from aioinfer.api.http.request_body import defer_continue
 from aioinfer.api.llama_cpp import (
-    LlamaEmbedding,
     LlamaProps,
     LlamaSlot,
-    LlamaVectors,
     TemplateReply,
 )
 from aioinfer.api.ollama import (
@@ -151,7 +149,7 @@ ROUTES: tuple[Route, ...] = (
     _pool("/api/embeddings", pooling.OllamaEmbeddingDialect),
     # llama.cpp
     _generate("/completion", llama_cpp.LlamaDialect),
-    _post("/embedding", llama_cpp.embed, LlamaEmbedding, list[LlamaVectors]),
+    _pool("/embedding", llama_cpp.LlamaEmbedDialect),
     _post("/apply-template", llama_cpp.apply_template, ChatRequest, TemplateReply),
     _get("/props", llama_cpp.props, LlamaProps),
     _get("/slots", llama_cpp.slots, list[LlamaSlot]),
