@@ -74,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "beam search": {"temperature": 0.0, "beam_search": BeamSearch(3), "n": 2, "logprobs": 2},
 }
+#: Beams are of a beam search; functional/test_speculation.py has losses under speculation.
+NO_CASE = {"beams", "beam_search", "speculation"}
 #: The steps that were posted when the workers are lost: in the prompt, and in the output if any.
 LOSSES = (3, 12)
 
@@ -191,7 +193,7 @@ def expected(llm: LLM) -> dict[str, Found]:
 def test_every_feature_has_a_case(llm: LLM) -> None:
     features = {feature.name for feature in llm.frontend.engines[0].features}
     assert {*FEATURES, "only_even", "watch_token"} < features
-    assert {case.partition(",")[0] for case in CASES} >= features - {"beams", "beam_search"}
+    assert {case.partition(",")[0] for case in CASES} >= features - NO_CASE
 
 
 @pytest.mark.parametrize("num_steps", LOSSES)
