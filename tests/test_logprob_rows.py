@@ -21,14 +21,11 @@ from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import StepWorks
 from tests.filled_slots import logits_runner, make_slots, rank_of, rows_plan
+from tests.plans import ids
 from tests.rank_processes import run_ranks
 from tests.tiny_models import tiny_model
 
 VOCAB = 301
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 #: More rows than named tokens are looked up for at a time; of each three rows one asks for all

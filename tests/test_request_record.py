@@ -18,16 +18,13 @@ from aioinfer.ipc.request_record import (
 )
 from aioinfer.ipc.sections import ArrayReader
 from aioinfer.sampling_params import PARAMETERS, SamplingParams
+from tests.plans import ids
 
 #: A value for each parameter that crosses, unlike its default.
 VALUES: dict[str, Any] = {
     "temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 2.0**-126, "repetition_penalty": 0.01,
     "presence_penalty": -2.0, "frequency_penalty": 1.7,
 }  # fmt: skip
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
 
 
 def through_the_wire(admissions: Admissions) -> Admissions:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
-from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
+from aioinfer.ipc.plan import Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
@@ -29,6 +29,7 @@ from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
+from tests.plans import ids
 
 VOCAB = 199
 BROKEN = 198  # a token whose embedding is NaN
@@ -81,10 +82,6 @@ class Row(NamedTuple):
     start: int
     length: int
     samples: bool = True
-
-
-def ids(*values: int) -> I32:
-    return np.array(values, np.int32)
 
 
 class Steps:

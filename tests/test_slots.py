@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioinfer.ipc.lookahead import SKIPPED
-from aioinfer.ipc.plan import I32, Admission, Admissions, FreedSlots, StepPlan
+from aioinfer.ipc.plan import Admission, Admissions, FreedSlots, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.worker.adjustments import adjust_logits, count_sampled
@@ -28,14 +28,12 @@ from aioinfer.worker.slots import (
     SamplingRows,
     Slots,
 )
+from tests import plans
 from tests.filled_slots import apply, sample
+from tests.plans import ids
 
 VOCAB = 50
 CPU = torch.device("cpu")
-
-
-def ids(*values: int) -> I32:
-    return np.array(values, np.int32)
 
 
 def make_plan(
@@ -45,22 +43,7 @@ def make_plan(
 ) -> StepPlan:
     """A plan without rows. `growth`: (row, index, block)."""
     sections = [FreedSlots(ids(*freed_slots))] if freed_slots else []
-    slots, indices, blocks = (
-        (ids(*column) for column in zip(*growth, strict=True)) if growth else (ids(), ids(), ids())
-    )
-    return StepPlan(
-        0,
-        ids(),
-        ids(),
-        ids(),
-        ids(),
-        slots,
-        indices,
-        blocks,
-        ids(),
-        ids(),
-        [*sections, Admissions.of(admissions)],
-    )
+    return plans.make_plan(growth=growth or (), sections=[*sections, Admissions.of(admissions)])
 
 
 def admit(

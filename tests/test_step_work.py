@@ -21,12 +21,9 @@ from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import PendingSection, StepWorks, WorkerFeature
 from tests.automata import pack
 from tests.filled_slots import Shift, ShiftedRows, logits_runner, make_slots, rank_of, rows_plan
+from tests.plans import ids
 
 VOCAB = 40
-
-
-def ids(*values: int) -> I32:
-    return np.array(values, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
