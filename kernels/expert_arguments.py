@@ -26,13 +26,16 @@ from aioinfer.kernels.quantize import GROUP, ScaledInputs
 @dataclass(frozen=True, slots=True)
 class Activation:
     """The activation of the first product: silu(gate) * up, or, with `alpha`, gate * sigmoid(alpha
-    * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit (gpt-oss)."""
+    * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit (gpt-oss).
+    Without a gate it is relu(up) ** 2 (Nemotron-3)."""
 
     alpha: float = 0.0
     limit: float = 0.0
+    is_gated: bool = True
 
 
 SILU = Activation()
+SQUARED_RELU = Activation(is_gated=False)
 
 
 #: Formats of weights, as `ExpertSpec.format` has them.
@@ -46,7 +49,8 @@ class ExpertSpec(NamedTuple):
         features, inputs: weight rows of an expert, and their length.
         experts, top_k: experts that there are weights of; experts of a token.
         lines, step: weight rows of a tile or program; inputs of a stage.
-        gated: whether this is the first product; `alpha` and `limit` are its activation's.
+        gated: whether this is the first product; `alpha`, `limit` and `has_gate` are its
+            activation's.
         partial: whether there are other experts than those that there are weights of.
         has_bias: whether a bias is added.
         format: of weights: `PLAIN`, `SCALED`, `INTEGERS` or `FLOATS`.
@@ -80,6 +84,7 @@ class ExpertSpec(NamedTuple):
     tma: bool = False
     run: int = GATE_RUN
     tile: int = TILE
+    has_gate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,8 @@ class ExpertArguments:
         return ExpertSpec(
             features, inputs, experts, self.routed.experts.shape[1], lines, step, self.gated,
             self.routed.local is not None, self.bias is not None, self.activation.alpha,
-            self.activation.limit, tma=tma, x_scales=x_scales, **packed,
+            self.activation.limit, tma=tma, x_scales=x_scales, has_gate=self.activation.is_gated,
+            **packed,
         )  # fmt: skip
 
 
@@ -131,7 +137,7 @@ def first_expert(routed: RoutedTokens) -> int:
 
 def check_arguments(
     x: torch.Tensor | ScaledInputs, weight: ExpertWeights, routed: RoutedTokens, gated: bool,
-    config: ExpertConfig | VectorConfig | None,
+    activation: Activation, config: ExpertConfig | VectorConfig | None,
 ) -> None:  # fmt: skip
     """Raises ValueError where the arguments of `expert_product.expert_product` do not fit."""
     tokens, top_k = routed.experts.shape
@@ -147,7 +153,7 @@ def check_arguments(
         )
     if routed.local is not None and len(routed.local) != num_local:
         raise ValueError(f"weight must be of the experts {routed.local}, not of {num_local}")
-    if gated and lines % (2 * GATE_RUN):
+    if gated and activation.is_gated and lines % (2 * GATE_RUN):
         raise ValueError(
             f"a gated weight must have 2 * N rows, N a multiple of {GATE_RUN}, not {lines}"
         )

@@ -65,16 +65,17 @@ def expert_product(
     """Returns the product of each pair's row with its expert's weight.
 
     With `gated`, the first product: activation(x @ gate.T, x @ up.T) of the token's row, in the
-    order that the second one wants. Without, the second: row @ weight.T times the pair's routing
-    weight, by pairs. Rows of pairs of experts that are not in `routed.local` are not written, and
-    the first product then has fewer rows.
+    order that the second one wants; of up alone for an activation without a gate. Without, the
+    second: row @ weight.T times the pair's routing weight, by pairs. Rows of pairs of experts that
+    are not in `routed.local` are not written, and the first product then has fewer rows.
 
     Args:
         x: [T, K] with `gated`, else [T * top_k, K], the result of the first product with the same
             `routed`; contiguous; bf16, fp16 or fp32; for float8 weights, and more than one token,
             quantized as well (with scales of groups only if the weights have them).
         weight: [E, N, K] of the experts `routed.local`, contiguous; unquantized of x's dtype. With
-            `gated` [E, 2 * N, K], the rows of each expert interleaved, N a multiple of 8.
+            `gated` [E, 2 * N, K], the rows of each expert interleaved, N a multiple of 8; [E, N, K]
+            for an activation without a gate.
         routed: where the rows go. With buckets for more than `SCANNED_TOKENS` tokens; either way
             for fewer.
         bias: [E, N], or [E, 2 * N] in the order of the weight's rows; of any dtype.
@@ -93,8 +94,8 @@ def expert_product(
     num_local, lines, _ = weight.shape
     num_experts = num_local if routed.counts is None else len(routed.counts)
     values = x if isinstance(x, torch.Tensor) else x.values
-    width = lines // 2 if gated else lines
-    check_arguments(x, weight, routed, gated, config)
+    width = lines // 2 if gated and activation.is_gated else lines
+    check_arguments(x, weight, routed, gated, activation, config)
     if out is None:
         dtype = dtype or values.dtype
         out = torch.empty(tokens * top_k, width, dtype=dtype, device=values.device)

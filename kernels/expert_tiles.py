@@ -35,6 +35,13 @@ def activate(gate, up, S: tl.constexpr):
 
 
 @triton.jit
+def squared_relu(x):
+    """Returns relu(x) ** 2."""
+    x = tl.maximum(x, 0.0)
+    return x * x
+
+
+@triton.jit
 def _gate(totals, ROWS: tl.constexpr, S: tl.constexpr):
     """Returns the activations [S.lines / 2, ROWS] of interleaved rows [S.lines, ROWS]."""
     runs = tl.reshape(totals, [S.lines // (2 * S.run), 2, S.run, ROWS])
@@ -223,11 +230,14 @@ def multiply(
     if S.has_bias:
         added = tl.load(bias + expert * S.features + line, line < S.features, 0.0)
         totals += added.to(tl.float32)[:, None]
-    if S.gated:
+    HAS_GATE: tl.constexpr = S.gated and S.has_gate
+    if HAS_GATE:
         totals = _gate(totals, ROWS, S)
+    elif S.gated:
+        totals = squared_relu(totals)
     else:
         totals *= tl.load(factors + pair, is_row, 0.0)[None, :]
-    HALVES: tl.constexpr = 2 if S.gated else 1
+    HALVES: tl.constexpr = 2 if HAS_GATE else 1
     OUTPUTS: tl.constexpr = S.lines // HALVES
     WIDTH: tl.constexpr = S.features // HALVES
     target = packed if S.gated else pair

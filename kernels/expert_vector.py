@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from aioinfer.kernels.expert_arguments import ExpertArguments, first_expert
 from aioinfer.kernels.expert_configs import VectorConfig
-from aioinfer.kernels.expert_tiles import activate
+from aioinfer.kernels.expert_tiles import activate, squared_relu
 from aioinfer.kernels.expert_weights import values_and_scales
 from aioinfer.kernels.few_rows_dense import RUN_OF_INPUTS, row_sums
 from aioinfer.kernels.launch import wait_for_kernel
@@ -34,13 +34,14 @@ def _vector_kernel(
     GROUPED: tl.constexpr = S.grouped
     GROUP: tl.constexpr = S.group
     ROWS_PER_SCALE: tl.constexpr = S.rows_per_scale
-    WIDTH: tl.constexpr = S.features // 2 if S.gated else S.features
+    HAS_GATE: tl.constexpr = S.gated and S.has_gate
+    WIDTH: tl.constexpr = S.features // 2 if HAS_GATE else S.features
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUPED else 1
     SCALE_ROWS: tl.constexpr = (S.features + ROWS_PER_SCALE - 1) // ROWS_PER_SCALE
     pair = tl.program_id(1)
     n = tl.program_id(0) * LINES + tl.arange(0, LINES)
     k = tl.arange(0, STEP)
-    line = n + n // RUN * RUN if S.gated else n
+    line = n + n // RUN * RUN if HAS_GATE else n
     is_line = n < WIDTH
     wait_for_kernel(PDL)
     expert = tl.load(experts + pair)
@@ -61,7 +62,7 @@ def _vector_kernel(
             value *= tl.load(norm + begin + k, inside, 0.0).to(tl.float32)
         value = value[None, :]
         w = tl.load(place + begin, mask, 0.0)
-        if S.gated:
+        if HAS_GATE:
             up = tl.load(place + RUN * INPUTS + begin, mask, 0.0)
             up_total += row_sums(
                 up.to(tl.float32) * value, scales, line + RUN, begin, is_line, GROUPS, LINES,
@@ -73,7 +74,7 @@ def _vector_kernel(
         )  # fmt: skip
     if S.format == 1 and not GROUPED:
         total *= tl.load(scales + line // ROWS_PER_SCALE, is_line, 0.0)
-        if S.gated:
+        if HAS_GATE:
             up_total *= tl.load(scales + (line + RUN) // ROWS_PER_SCALE, is_line, 0.0)
     if HAS_NORM:
         factor = tl.load(norm_factors)
@@ -82,10 +83,12 @@ def _vector_kernel(
     if S.has_bias:
         bias += expert * S.features + line
         total += tl.load(bias, is_line, 0.0).to(tl.float32)
-        if S.gated:
+        if HAS_GATE:
             up_total += tl.load(bias + RUN, is_line, 0.0).to(tl.float32)
-    if S.gated:
+    if HAS_GATE:
         total = activate(total, up_total, S)
+    elif S.gated:
+        total = squared_relu(total)
     else:
         total *= tl.load(factors + pair)
     tl.store(out + pair * WIDTH + n, total.to(out.dtype.element_ty), is_line)

@@ -52,7 +52,7 @@ from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, format
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.expert_stacks import StackedExperts
-from aioinfer.layers.experts import MixtureMLP, SharedExpert, SharedGate
+from aioinfer.layers.experts import ExpertLatents, MixtureMLP, SharedExpert, SharedGate
 from aioinfer.layers.mixture import ExpertRouter, PlacedExperts, Routing
 from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.residual import ResidualStream
@@ -81,6 +81,7 @@ class KernelMixtureMLP(MixtureMLP):
         backend: of the rank.
         stacks_shared: as above.
         shared_gate: of the expert of all tokens among the stacked ones, or None.
+        latents: the projections around the experts, or None.
     """
 
     supports_graphs = True
@@ -96,9 +97,10 @@ class KernelMixtureMLP(MixtureMLP):
         *,
         stacks_shared: bool = False,
         shared_gate: SharedGate | None = None,
+        latents: ExpertLatents | None = None,
     ):
         local = placed.local
-        super().__init__(router, (), placed, shared, norm, backend)
+        super().__init__(router, (), placed, shared, norm, backend, latents)
         self.stacked = stacked
         self._shared_gate = shared_gate
         self._shared_route: SharedRoute | None = None
@@ -134,6 +136,7 @@ class KernelMixtureMLP(MixtureMLP):
         return (
             "stacked experts",
             self._rule,
+            self.stacked.activation,
             has_shared,
             *((format_name(w), *w.shape) for w in weights),
         )
@@ -148,6 +151,8 @@ class KernelMixtureMLP(MixtureMLP):
             for norm in (None,) if fused is None else (None, fused):
                 routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
                 self._add(ResidualStream(x.clone(), backend), x, routed, products)
+        for linear in self._latents or ():
+            linear.warm_up(None)
 
     def _configurations(self) -> list[tuple[int, bool, _RoutingConfigs, _Configs]]:
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of
@@ -193,7 +198,8 @@ class KernelMixtureMLP(MixtureMLP):
         """Returns the norm if routing and first product compute it: for one token, if nothing else
         takes its normed values."""
         is_packed = isinstance(self.stacked.gate_up, PackedExperts)
-        fuses = tokens == 1 and self._shared is None and not is_packed
+        others = self._shared is not None or self._latents is not None
+        fuses = tokens == 1 and not others and not is_packed
         return self._norm if fuses and isinstance(self._norm, RMSNorm) else None
 
     def _route(
@@ -225,7 +231,8 @@ class KernelMixtureMLP(MixtureMLP):
         normed by now, or the routing did it."""
         backend, stacked = self._backend, self.stacked
         options = {"dtype": x.dtype, "pdl": backend.pdl}
-        inputs = self._quantized(x, len(x), stacked.first.input_format)
+        rows = x if self._latents is None else self._latents.down(x)
+        inputs = self._quantized(rows, len(x), stacked.first.input_format)
         norm = None
         if routed.norm_factors is not None and isinstance(self._norm, RMSNorm):
             norm = self._norm.weight
@@ -244,7 +251,10 @@ class KernelMixtureMLP(MixtureMLP):
             sums = partial(sum_pairs, pairs, routed)
         added = None if self._shared is None else self._shared(x)
         given = {"added": added, "pdl": backend.pdl}
-        if backend.all_reduce is not None:
+        if self._latents is not None:
+            total = self._latents.up(sums(pdl=backend.pdl))
+            stream.add_over_ranks(total if added is None else total.add_(added))
+        elif backend.all_reduce is not None:
             out = backend.all_reduce.partial[: len(x)]
             stream.add_partial(sums(out=out, **given))
         elif backend.group.size > 1:
@@ -275,10 +285,10 @@ def rule_of(routing: Routing) -> RoutingRule:
     )
 
 
-def supports(routing: Routing, channels: int, activation: str = "silu") -> bool:
+def supports(routing: Routing, channels: int, activation: str, *, is_gated: bool) -> bool:
     """Whether the kernels take experts of so many channels on each rank."""
-    is_plain = activation == "silu" and not routing.has_own_norm
-    return is_plain and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))
+    is_known = activation == ("silu" if is_gated else "relu2") and not routing.has_own_norm
+    return is_known and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))
 
 
 # -------------------------------------------------------------------- tokens of several engines

@@ -42,7 +42,6 @@ from aioinfer.layers.mixture import (
     MixtureShape,
     PlacedExperts,
     RouterNorm,
-    Routing,
 )
 from aioinfer.layers.mlp import MLP, GatedMLP, SparseGatedMLP
 from aioinfer.layers.norm import Norm
@@ -85,8 +84,10 @@ def make_mixture(
     routing = shape.routing
     placed = PlacedExperts(name, shape, make.backend)
     sources = _local_sources(make, f"{name}.{names.experts}", shape, placed, names)
-    is_plain = bool(names.projections[0]) and not shape.latent_size
-    takes_stacked = is_plain and _takes_stacked(make.backend, routing, placed.channels, activation)
+    is_gated = shape.is_stacked or bool(names.projections[0])
+    takes_stacked = _takes_stacked(
+        make.backend, shape, placed.channels, activation, is_gated=is_gated
+    )
     router = ExpertRouter(
         f"{name}.{names.router}", routing, make.hidden_size, make.backend,
         make.backend.dtype if takes_stacked else torch.float32, f"{name}.{names.router_bias}",
@@ -106,11 +107,11 @@ def make_mixture(
         channels = row_shard(shape.shared_size, make.backend)
         expert = _make_expert(make, of_all, channels, activation)
         shared = SharedExpert(expert, gate, shape.shared_scale)
+    latents = _make_latents(make, name, shape, names) if shape.latent_size else None
     if takes_stacked:
         stacked = _stacked_experts(make, sources, placed.channels)
-        return _kernel_mixture(make, router, stacked, placed, shared, norm)
+        return _kernel_mixture(make, router, stacked, placed, shared, norm, latents=latents)
     experts = [_make_expert(make, each, placed.channels, activation) for each in sources]
-    latents = _make_latents(make, name, shape, names) if shape.latent_size else None
     return make.keep(MixtureMLP(router, experts, placed, shared, norm, make.backend, latents))
 
 
@@ -126,7 +127,7 @@ def make_biased_mixture(
         norm: of the residual stream before it.
     """
     placed, routing = PlacedExperts(name, shape, make.backend), shape.routing
-    takes_stacked = _takes_stacked(make.backend, routing, placed.channels)
+    takes_stacked = _takes_stacked(make.backend, shape, placed.channels)
     channels = placed.channels
     if takes_stacked:
         channels = _whole_blocks(make, channels, f"{name}.experts.down_proj")
@@ -231,14 +232,17 @@ def _make_biased_expert(
 
 
 def _takes_stacked(
-    backend: Backend, routing: Routing, channels: Shard, activation: str = "silu"
-) -> bool:
+    backend: Backend, shape: MixtureShape, channels: Shard, activation: str = "silu", *,
+    is_gated: bool = True,
+) -> bool:  # fmt: skip
     """Whether the kernels compute a mixture: the same on every rank."""
     if not backend.has_kernels:
         return False
     from aioinfer.layers.kernel_experts import supports
 
-    is_supported = supports(routing, channels.size, activation)
+    is_supported = supports(shape.routing, channels.size, activation, is_gated=is_gated)
+    if backend.expert_group is not None and shape.latent_size:
+        is_supported = False
     if not is_supported and backend.expert_group is not None:
         raise ConfigError(
             "parallel.expert_parallel between engines on GPUs needs experts that the kernels "
@@ -251,7 +255,8 @@ def _takes_stacked(
 def _is_alike(make: PartMaker, shape: MixtureShape, expert: Sources, of_all: Sources) -> bool:
     """Whether the expert that every token takes can lie among the others of a rank, which has
     channels of every expert: it has their size, their format, and their order of rows."""
-    if shape.shared_size != shape.expert_size or shape.shared_scale != 1.0:
+    is_different = shape.shared_size != shape.expert_size or shape.latent_size
+    if is_different or shape.shared_scale != 1.0:
         return False
     backend = make.backend
     has_whole_experts = backend.expert_parallel or backend.expert_group is not None
@@ -279,16 +284,18 @@ def _whole_blocks(make: PartMaker, channels: Shard, name: str) -> Shard:
 
 def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> StackedExperts:
     """Returns some channels of this rank's experts."""
+    from aioinfer.kernels.expert_arguments import SILU, SQUARED_RELU
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts, interleaved_order
 
-    whole = Shard.whole(make.hidden_size)
-    order = interleaved_order(channels.size, in_turns=False)
     first, second = [each[:-1] for each in here], [each[-1:] for each in here]
+    is_gated, whole = len(first[0]) > 1, Shard.whole(second[0][0].rows.total)
+    order = interleaved_order(channels.size, in_turns=False) if is_gated else None
     stacked = StackedExperts(
         ProjectionShape(first, whole, order),
         ProjectionShape(second, channels),
         make.backend,
         make.quantization,
+        activation=SILU if is_gated else SQUARED_RELU,
     )
     return make.count(stacked)
 

@@ -16,6 +16,7 @@ from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from tests.kernels.bound_model import Bound, assert_close, last_tokens, random_ids
+from tests.test_models import NEMOTRON_EXPERTS
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
@@ -25,12 +26,16 @@ SIZES = {
     "vocab_size": 100, "hidden_size": 64, "head_dim": 64, "num_attention_heads": 2,
     "num_key_value_heads": 1, "num_hidden_layers": 1,
 }  # fmt: skip
+EXPERTS = {**NEMOTRON_EXPERTS, "layers_block_type": ["full_attention", "moe"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen2_moe": {},  # an expert that all tokens take, behind a gate
     "glm4_moe": {"first_k_dense_replace": 0},  # groups, a bias, sigmoids
     "mixtral": {},
+    "nemotron_h": EXPERTS,  # without gates
 }
+#: The same between projections to latent vectors and back.
+LATENTS = {"nemotron_h": {**EXPERTS, "moe_latent_size": 24}}
 #: Experts that all tokens take, of the others' size: with a gate, and without.
 SHARED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 32},
@@ -39,15 +44,17 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"), [*FAMILIES.items(), *SHARED.items()], ids=lambda each: str(each)[:40]
+    ("family", "fields"),
+    [*FAMILIES.items(), *SHARED.items(), *LATENTS.items()],
+    ids=lambda each: str(each)[:40],
 )
 @torch.inference_mode()
 def test_a_prefill_and_decodes(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """With buckets, without, and for one token."""
     tiny_model(family, tmp_path, **{**SIZES, **fields})
     ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
-    mixture = ours.model.layers[0].parts[1]
-    assert isinstance(mixture, KernelMixtureMLP)
+    parts = (part for layer in ours.model.layers for part in layer.parts)
+    mixture = next(part for part in parts if isinstance(part, KernelMixtureMLP))
     assert (len(mixture.stacked.gate_up) > mixture.router.routing.num_experts) == (
         fields == SHARED.get(family)
     )
