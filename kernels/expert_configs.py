@@ -60,6 +60,14 @@ CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
     (192, ExpertConfig(128, 128, 64, 8, 4, programs=1, tail=64)),
     (None, ExpertConfig(256, 128, 64, 8, 3, programs=1, tail=64)),
 )
+#: Unquantized weights of 256 to 512 inputs, of which a tile of 64 rows has few steps: measured with
+#: 512 inputs and an expert that all tokens take.
+NARROW_CONFIGS: tuple[tuple[float | None, ExpertConfig], ...] = (
+    (8, ExpertConfig(128, 16, 64, 4, 6, programs=2)),
+    (24, ExpertConfig(128, 32, 64, 4, 5, programs=2)),
+    *CONFIGS[2:],
+)
+NARROW_INPUTS = range(256, 513)
 #: By the number of tokens up to which each is used, without.
 SCANNED_CONFIGS: tuple[tuple[int, ExpertConfig], ...] = (
     (8, ExpertConfig(64, 8, 256, 4, 4)),
@@ -115,6 +123,7 @@ Table: TypeAlias = "tuple[tuple[float | None, ExpertConfig], ...]"
 #: By the format of weights: the configurations without buckets, and with.
 TABLES: dict[str, tuple[Table, Table]] = {
     "plain": (SCANNED_CONFIGS, CONFIGS),
+    "narrow": (SCANNED_CONFIGS, NARROW_CONFIGS),
     "scaled": (SCANNED_SCALED_CONFIGS, SCALED_CONFIGS),
     "blocks": (SCANNED_BLOCK_CONFIGS, BLOCK_CONFIGS),
     "weights alone": (SCANNED_ALONE_CONFIGS, ALONE_CONFIGS),

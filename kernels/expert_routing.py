@@ -44,6 +44,8 @@ SMALLEST = 1e-20
 MAX_SHARED_TILES = 64
 #: Up to so many tokens each has its programs (`expert_selection`).
 FEW_TOKENS = 32
+#: With more experts, programs of other sizes are the fastest.
+_MANY_EXPERTS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +167,17 @@ class RoutingSpec(NamedTuple):
 def routing_config(
     tokens: int, num_experts: int, itemsize: int = 2
 ) -> RoutingConfig | FewTokensConfig:
-    """Returns the configuration for a number of tokens, measured on an H200 with 128 experts.
+    """Returns the configuration for a number of tokens, measured on an H200 with 128 and with 256
+    experts.
 
     Args:
         itemsize: bytes of an activation; float32 takes smaller stages.
     """
     if tokens <= FEW_TOKENS:
-        return FewTokensConfig(2) if itemsize <= 2 else FewTokensConfig(1, 1024)
+        if itemsize > 2:
+            return FewTokensConfig(1, 1024)
+        is_many = tokens > 1 and num_experts > _MANY_EXPERTS
+        return FewTokensConfig(4, 1024) if is_many else FewTokensConfig(2)
     return tile_config(tokens, num_experts, itemsize)
 
 
@@ -187,10 +193,14 @@ def tile_config(tokens: int, num_experts: int, itemsize: int = 2) -> RoutingConf
     if tokens <= 64:
         part = 16 if wide else max(16, padded // 16)
         return RoutingConfig(16, part, 64 if wide else 256, 4, 4, by_keys=True)
+    is_many = num_experts > _MANY_EXPERTS
     if tokens <= 256:
+        if is_many and not wide:
+            step, stages = (512, 3) if tokens <= 128 else (256, 4)
+            return RoutingConfig(16, 16, step, 4, stages, by_keys=True)
         return RoutingConfig(16, 16, 64 if wide else 128, 4, 4, by_keys=True)
     if tokens <= 16 * MAX_SHARED_TILES:
-        return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4)
+        return RoutingConfig(16, min(padded, 32), 64 if wide else 128, 4, 4, by_keys=is_many)
     tile = 64 if padded <= 128 and not wide else 32 if padded <= 256 else 16
     return RoutingConfig(tile, padded, 32 if wide else 64, 8 if padded >= 128 else 4, 3)
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from aioinfer.kernels.expert_configs import NARROW_INPUTS
 from aioinfer.kernels.grouped_weight import TILE
 
 #: Inputs that share a scale in MXFP4, and numbers in a word.
@@ -157,7 +158,7 @@ def format_name(weight: ExpertWeights, *, quantized: bool = True) -> str:
     """Returns the format by which a configuration is selected, a key of `expert_configs.TABLES`;
     `quantized` says whether activations are, where weights have one byte."""
     if isinstance(weight, torch.Tensor):
-        return "plain"
+        return "narrow" if weight.shape[2] in NARROW_INPUTS else "plain"
     if isinstance(weight, ScaledExperts):
         if not quantized:
             return "weights alone"

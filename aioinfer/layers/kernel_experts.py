@@ -158,7 +158,7 @@ class KernelMixtureMLP(MixtureMLP):
         """Returns (tokens of a launch, whether without buckets, configurations) of each kind of
         launch; few tokens may be launched with the configuration of many."""
         itemsize, experts = self._backend.dtype.itemsize, self._rule.num_experts
-        sizes = (SCANNED_TOKENS + 1, FEW_TOKENS + 1, 65, 257, 16 * MAX_SHARED_TILES + 1)
+        sizes = (SCANNED_TOKENS + 1, FEW_TOKENS + 1, 65, 129, 257, 16 * MAX_SHARED_TILES + 1)
         routings = [routing_config(tokens, experts, itemsize) for tokens in sizes]
         tables = [self._sorted_configs(first) for first in (True, False)]
         products = list(zip_longest(*tables))
@@ -363,7 +363,7 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         selects, none included; launches that are run would be exchanges."""
         backend, experts = self._backend, self._rule.num_experts
         whole = torch.zeros(2, hidden_size, dtype=backend.dtype, device=backend.device)
-        for tokens in (FEW_TOKENS + 1, 65, 257, 16 * MAX_SHARED_TILES + 1):
+        for tokens in (FEW_TOKENS + 1, 65, 129, 257, 16 * MAX_SHARED_TILES + 1):
             # few tokens may be launched with the configuration of many
             config = routing_config(tokens, experts, backend.dtype.itemsize)
             self._route(whole, buckets=False, config=config)

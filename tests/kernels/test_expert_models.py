@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,20 @@ def test_a_prefill_and_decodes(family: str, fields: dict[str, Any], tmp_path: Pa
     assert not mixture._counters.any()
 
 
+@pytest.mark.parametrize("experts", [8, 256])
 @torch.inference_mode()
 def test_every_configuration_is_launched_before_the_first_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever number of tokens comes, in 16 bits."""
     tiny_model("qwen3_moe", tmp_path, **SIZES)
     mixture = Bound(tmp_path, kernels=True).model.layers[0].parts[1]
     launched = set()
     mixture._backend.dtype = torch.float16
+    mixture._rule = replace(mixture._rule, num_experts=experts)
     monkeypatch.setattr(
         kernel_experts, "route", lambda x, *given, buckets, config, **options: (
-            launched.add((buckets, config or routing_config(len(x), 8))),
+            launched.add((buckets, config or routing_config(len(x), experts))),
             RoutedTokens(torch.zeros(len(x), 3), torch.zeros(len(x), 3, dtype=torch.int32),
                          *[torch.zeros(8)] * 2 * buckets),
         )[1],
@@ -100,7 +103,7 @@ def test_every_configuration_is_launched_before_the_first_request(
     for count in tokens:
         scanned = count <= SCANNED_TOKENS
         launched |= {
-            (not scanned, routing_config(count, 8)), (scanned, expert_config(count, 3, 8))
+            (not scanned, routing_config(count, experts)), (scanned, expert_config(count, 3, 8))
         }  # fmt: skip
     assert launched <= warmed
 
