@@ -514,10 +514,5 @@ def _template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any] |
     variables themselves, which do not replace entries of `chat_template_kwargs`."""
     if not isinstance(body, ChatRequest):
         return body.chat_template_kwargs
-    fields = {
-        "reasoning_effort": body.reasoning_effort,
-        "verbosity": body.verbosity,
-        "documents": body.documents,
-    }
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = body.given("reasoning_effort", "verbosity", "documents")
     return given | (body.chat_template_kwargs or {}) or None

@@ -1,7 +1,6 @@
-"""Endpoints of pooling requests: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`.
-They are admitted, limited, scheduled and logged as completions are.
-
-Encoding of vectors in replies: as lists of numbers, or as base64 of little-endian float32.
+"""Endpoints of pooling requests: embeddings, pooled states, classes, scores and ranks. They are
+admitted, limited, scheduled and logged as completions are. Vectors are lists of numbers, or base64
+of little-endian float32.
 """
 
 from __future__ import annotations
