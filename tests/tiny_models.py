@@ -8,141 +8,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    HunYuanDenseV1Config,
-    HunYuanDenseV1ForCausalLM,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
-    KimiLinearConfig,
-    KimiLinearForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "bamba": (BambaConfig, BambaForCausalLM),
-    "cohere2": (Cohere2Config, Cohere2ForCausalLM),
-    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
-    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "ernie4_5": (Ernie4_5Config, Ernie4_5ForCausalLM),
-    "ernie4_5_moe": (Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM),
-    "falcon": (FalconConfig, FalconForCausalLM),
-    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM),
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma3n_text": (Gemma3nTextConfig, Gemma3nForCausalLM),
-    "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
-    "glm4": (Glm4Config, Glm4ForCausalLM),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
-    "gpt2": (GPT2Config, GPT2LMHeadModel),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "granite": (GraniteConfig, GraniteForCausalLM),
-    "granitemoehybrid": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM),
-    "hunyuan_v1_dense": (HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM),
-    "hunyuan_v1_moe": (HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM),
-    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
-    "lfm2": (Lfm2Config, Lfm2ForCausalLM),
-    "lfm2_moe": (Lfm2MoeConfig, Lfm2MoeForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "mixtral": (MixtralConfig, MixtralForCausalLM),
-    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
-    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
-    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
-    "opt": (OPTConfig, OPTForCausalLM),
-    "phi": (PhiConfig, PhiForCausalLM),
-    "phi3": (Phi3Config, Phi3ForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
-    "stablelm": (StableLmConfig, StableLmForCausalLM),
-}
-FAMILIES = tuple(_CLASSES)
+#: As transformers names types of models.
+FAMILIES = (
+    "bamba", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "falcon",
+    "falcon_h1", "gemma2", "gemma3", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "gpt2",
+    "gpt_oss", "granite", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "kimi_linear", "lfm2", "lfm2_moe", "llama", "minimax_m2", "mistral", "mixtral",
+    "nemotron_h", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "seed_oss",
+    "stablelm",
+)  # fmt: skip
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
 #: Fields of families whose defaults would leave what they are for without effect on small models.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -296,7 +174,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "sliding_window": 9,
         # older versions of transformers always compute with 7
-        "swiglu_limit": getattr(GptOssConfig(), "swiglu_limit", None) and 1.5,
+        "swiglu_limit": getattr(CONFIG_MAPPING["gpt_oss"](), "swiglu_limit", None) and 1.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
     "glm4_moe": {
@@ -354,7 +232,6 @@ def tiny_model(
     Weights have a larger deviation than for training, so that greedy texts are varied. `fields`
     replace those of the configuration.
     """
-    config_class, model_class = _CLASSES[family]
     given: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -376,9 +253,9 @@ def tiny_model(
         given.setdefault("vocab_size_per_layer_input", vocab_size)
     if family in ("falcon", "kimi_linear"):  # which compute it
         del given["head_dim"]
-    config = config_class(**given)
+    config = CONFIG_MAPPING[_MODEL_TYPES.get(family, family)](**given)
     torch.manual_seed(seed)
-    model = model_class(config).to(dtype)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
     randomize(model, offset=1.0 if family in _UNIT_OFFSET else 0.0)
     model.save_pretrained(folder)
     if family == "kimi_linear":
