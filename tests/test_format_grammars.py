@@ -387,6 +387,31 @@ def test_values_of_gemma_follow_the_schema(
 
 
 @pytest.mark.parametrize(
+    ("name", "none", "some"),
+    [
+        (
+            "qwen_coder",
+            "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n{}\n"
+            "</parameter>\n</function>\n</tool_call>",
+        ),
+        ("lfm2", f"{LFM}[f()]{LFM_END}", f'{LFM}[f(a=1, b="x", c={{"d": []}})]{LFM_END}'),
+        ("gemma", f"{GEM}call:f{{}}{GEM_END}", f"{GEM}call:f{{a:1,b:{{c:[]}}}}{GEM_END}"),
+    ],
+)
+def test_a_schema_without_properties_takes_any_arguments(
+    outputs: Outputs, name: str, none: str, some: str
+) -> None:
+    """As of a tool that is not strict, whose schema cannot be enforced."""
+    format = outputs.format(name)
+    for schema, takes in (({"type": "object"}, True), ({"properties": {}}, False)):
+        use = ToolUse([{"name": "f", "parameters": schema}], "auto")
+        spec = format.grammar(use, in_thought=False, answer=None)
+        assert outputs.follows(spec, none)
+        assert outputs.follows(spec, some) == takes
+
+
+@pytest.mark.parametrize(
     ("schema", "right", "others"),
     [
         ({"type": "boolean"}, ["True", "False"], ["true", "1"]),

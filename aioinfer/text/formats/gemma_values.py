@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aioinfer.text.formats.lark import Lark, properties
+from aioinfer.text.formats.lark import Lark, names_properties, properties
 
 #: Types whose values are written as in JSON.
 _PLAIN = frozenset(("integer", "number", "boolean", "null"))
@@ -92,7 +92,7 @@ class ValueTerms:
             for key, inner, required in known
         ]
         more = schema.get("additionalProperties")
-        if not members and more is not False and schema is not self._root:
+        if not names_properties(schema) and more is not False:
             return self._map(more)
         return self._lark.text("{") + self._lark.members(members, ",") + self._lark.text("}")
 

@@ -128,15 +128,19 @@ class Lark:
         return json.dumps(value, ensure_ascii=False)
 
 
+def names_properties(schema: Any) -> bool:
+    """Whether an object's schema names its properties; without, they may be any."""
+    return isinstance(schema, Mapping) and isinstance(schema.get("properties"), Mapping)
+
+
 def properties(schema: Any) -> list[tuple[str, Any, bool]]:
     """Returns the properties of an object's schema in its order: the name, the schema, and whether
     it is required."""
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(found, Mapping):
+    if not names_properties(schema):
         return []
     required = schema.get("required")
     names = required if isinstance(required, list) else []
-    return [(key, inner, key in names) for key, inner in found.items()]
+    return [(key, inner, key in names) for key, inner in schema["properties"].items()]
 
 
 def quote(text: str) -> str:

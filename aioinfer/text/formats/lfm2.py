@@ -14,7 +14,7 @@ from typing import Any
 
 from aioinfer.text.formats.call_object import read_call
 from aioinfer.text.formats.draft import Draft
-from aioinfer.text.formats.lark import Lark, Tool, properties
+from aioinfer.text.formats.lark import Lark, Tool, names_properties, properties
 from aioinfer.text.formats.literals import PythonLiterals
 from aioinfer.text.formats.reader import Markers, Reader, Steps, ignore
 
@@ -109,7 +109,11 @@ class Lfm2Calls:
 
 
 def _keywords(lark: Lark, tool: Tool) -> str:
-    """Returns the term for the keywords of a call, in the order of the schema."""
+    """Returns the term for the keywords of a call, in the order of the schema; any keywords where
+    the schema names none."""
+    if not names_properties(tool.schema):
+        each = lark.rule(f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark.text('=')}{lark.json_value({})}")
+        return f"({each}({lark.text(', ')}{each})*)? "
     members = [
         (f"{lark.text(f'{key}=')}{_value(lark, schema)}", required)
         for key, schema, required in properties(tool.schema)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer.text.formats.draft import Draft
-from aioinfer.text.formats.lark import Lark, Tool, properties
+from aioinfer.text.formats.lark import Lark, Tool, names_properties, properties
 from aioinfer.text.formats.reader import Markers, Reader, Steps, ignore
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -114,7 +114,12 @@ def _value(text: str, tool: Tool | None, key: str) -> str:
 
 
 def _parameters(lark: Lark, tool: Tool) -> str:
-    """Returns the term for the parameters of a call, in the order of the schema."""
+    """Returns the term for the parameters of a call, in the order of the schema; any parameters
+    where the schema names none."""
+    if not names_properties(tool.schema):
+        name = f"{lark.text(_PARAMETER)}/[A-Za-z0-9_.-]{{1,64}}/ " + lark.text(">\n")
+        each = lark.rule(name + lark.free_until(f"\n{_PARAMETER_END}\n"))
+        return f"({each})* "
     terms = []
     for key, schema, is_required in properties(tool.schema):
         end = f"\n{_PARAMETER_END}\n"
