@@ -118,7 +118,8 @@ def test_layers_without_experts(tmp_path: Path) -> None:
 def test_a_cache_in_float8_is_refused(tmp_path: Path) -> None:
     worker = make_worker(tiny_model("deepseek_v2", tmp_path), dtype="fp8")
     with pytest.raises(
-        ConfigError, match=r"not supported for latent vectors, and for models .* alone: set cache\.dtype"
+        ConfigError,
+        match=r"not supported for latent vectors, and for models .* alone: set cache\.dtype",
     ):
         load_worker(worker)
 
