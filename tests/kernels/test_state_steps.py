@@ -29,7 +29,15 @@ SHARED = [(number * number) % 90 for number in range(34)]
 OWN = ([1, 2], [3] * 4, [1, 2, 5])
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lfm2",
+        pytest.param("qwen3_next", marks=pytest.mark.extended),
+        # layers that read the cache of others; a side of the stream, also in a graph of layers
+        pytest.param("gemma4", marks=pytest.mark.extended),
+    ],
+)
 def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -> None:
     family, fields = FAMILIES[name]
     tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
@@ -37,6 +45,11 @@ def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -
     for runner in runners:
         for tensor in runner.device.kv.tensors:
             tensor.fill_(torch.nan)
+    if name == "gemma4":
+        device, bodies = runners[0].device, GraphBodies(runners[0], runners[0].device)
+        bodies.clear_mixed(30)
+        device.graphs.mixed = Graphs(lambda _: bodies.launch_mixed(30))
+        device.graphs.mixed.fit = lambda tokens: 30  # type: ignore[method-assign]
     groups = runners[0].device.kv.groups
     limits = SchedulerLimits(
         groups=groups, num_blocks=(12,) * len(groups), block_size=BLOCK_SIZE, max_num_seqs=4,
@@ -62,6 +75,7 @@ def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -
     assert requests[0].num_preemptions == 1
     assert [request.num_cached for request in requests] == [0, 32, 32]
     assert runners[0].device.graphs.decode.replayed, "decodes are in graphs"
+    assert name != "gemma4" or runners[0].device.graphs.mixed.replayed
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.extended)])
