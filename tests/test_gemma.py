@@ -1,4 +1,5 @@
-"""Gemma 4's published shapes, as transformers has them, and what its configuration may hold."""
+"""Shapes of Gemma 3n and 4 as they are published and as transformers has them, and what Gemma 4's
+configuration may hold."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
 
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, group_layers
@@ -52,16 +58,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
         "top_k_experts": 8, "moe_intermediate_size": 704,
     },
+    "3n E2B": {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10},
+    "3n E4B": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes(name: str, tmp_path: Path) -> None:
-    config = Gemma4TextConfig(**PUBLISHED[name])
-    config.architectures = ["Gemma4ForCausalLM"]
+    kind, model_class = Gemma4TextConfig, Gemma4ForCausalLM
+    if name.startswith("3n"):
+        kind, model_class = Gemma3nTextConfig, Gemma3nForCausalLM
+    config: Any = kind(**PUBLISHED[name])
+    config.architectures = [model_class.__name__]
     config.save_pretrained(tmp_path)
     with META:
-        theirs = Gemma4ForCausalLM(config)
+        theirs = model_class(config)
     model = build_model(tmp_path, Backend(META, torch.bfloat16, ParallelGroup.single()))
     assert isinstance(model, DecoderModel)
     ours = {tensor: sorted(shard.checkpoint_shape) for tensor, shard in model.weight_shards()}
