@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aioinfer.config import SchedulerConfig
+from aioinfer.config import SchedulerConfig, load_config
 from aioinfer.engine.beam_search import Beam, BeamRun, BeamSearches, BeamSearchState, Decision
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.encoding import PreparedPrompt
@@ -252,7 +252,7 @@ class BeamHarness(CheckedHarness):
         self.emission = Emission(self.requests, self._lose)
         host = Host(
             lambda: self.scheduler, lambda: None, self.requests.fail_request, lambda: None,
-            self.requests.metrics,
+            self.requests.metrics, load_config(None, {"model.path": "none"}),
         )  # fmt: skip
         self.searches = BeamSearches(host, self.requests, self.emission)
         parts = [Planning(host), self.searches]

@@ -25,14 +25,13 @@ from aioinfer.kernels.mamba import MambaInputs, MambaWeights, mamba_decode, mamb
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
 from aioinfer.layers.layer import LayerCache
-from aioinfer.layers.norm import RMSNorm
+from aioinfer.layers.norm import GroupRMSNorm, RMSNorm
 from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay, Mamba2Shape
 from aioinfer.layers.shards import HeadVector
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
-    from aioinfer.layers.mamba import GroupRMSNorm
 
 #: Kernels take blocks of a multiple of so many tokens.
 _BLOCK_MULTIPLE = 16

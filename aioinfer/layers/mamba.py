@@ -23,10 +23,10 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.convolution import Convolution, select_sampled
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
-from aioinfer.layers.norm import Norm
+from aioinfer.layers.norm import GroupRMSNorm, Norm
 from aioinfer.layers.recurrence import HeadDecay, HeadInputs, Mamba2Shape, recur
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import HeadVector, NamedShards, Shard, WeightShard, merged_sources
+from aioinfer.layers.shards import HeadVector, merged_sources
 from aioinfer.layers.state_rows import StateRows
 from aioinfer.layers.step import Step
 
@@ -34,53 +34,6 @@ if TYPE_CHECKING:
     from aioinfer.layers.kernel_attention import AttentionPlans
     from aioinfer.layers.kernel_states import KernelMamba2
     from aioinfer.layers.part_maker import PartMaker
-
-
-class GroupRMSNorm:
-    """An RMSNorm of each group of heads' channels, with one weight for all channels. A group may be
-    divided among ranks.
-
-    Args:
-        name: of the checkpoint module.
-        channels: of the heads that this rank has.
-        groups: which groups these heads are of.
-        eps: added to the mean square.
-        backend: of the rank.
-
-    Attributes:
-        weight: [channels]. eps: as above.
-        groups: which of the model's groups the rank has channels of.
-        is_divided: whether the rank has a part of a group.
-    """
-
-    def __init__(self, name: str, channels: Shard, groups: Shard, eps: float, backend: Backend):
-        self._name, self._channels, self.groups = name, channels, groups
-        self.eps = eps
-        self._size = channels.total // groups.total
-        self.is_divided = channels.size < groups.size * self._size
-        self._group = backend.group
-        self.weight = torch.ones(channels.size, dtype=backend.dtype, device=backend.device)
-
-    def weight_shards(self) -> NamedShards:
-        """Yields this rank's part of the weight."""
-        channels = self._channels
-        shard = WeightShard(self.weight, 0, channels.start, channels.total)
-        yield f"{self._name}.weight", shard
-
-    def finalize(self) -> None:
-        """Leaves the weight as it is."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the norm, float32 [T, channels], of x, float32 [T, channels]."""
-        groups = x.unflatten(-1, (self.groups.size, -1))
-        sums = groups.square().sum(-1)
-        if self.is_divided:
-            here = slice(self.groups.start, self.groups.start + self.groups.size)
-            of_all = sums.new_zeros(len(sums), self.groups.total)
-            of_all[:, here] = sums
-            sums = self._group.all_reduce(of_all)[:, here]
-        scale = torch.rsqrt(sums / self._size + self.eps).unsqueeze(-1)
-        return (groups * scale).flatten(1) * self.weight
 
 
 class Mamba2(Mixer):
