@@ -108,7 +108,7 @@ def test_the_scripts_import_what_the_server_needs_and_nothing_else() -> None:
     source the packages of the tests, and the benchmarks of kernels the tests' references."""
     providers = packages_distributions()
     own = {file.stem for file in (ROOT / "scripts").glob("*.py")}
-    own |= {"aioinfer", "benchlib", "ray", "tests"}
+    own |= {"aioinfer", "benchlib", "bench_features", "ray", "tests"}
     files = [file for file in (ROOT / "scripts").rglob("*.py") if not file.stem.startswith("check")]
     for file in files:
         for name in top_level_imports(file) - own - sys.stdlib_module_names:
