@@ -48,14 +48,15 @@ def _ngram_kernel(
         best = tl.maximum(best, tl.max(rank))
         # no earlier match is longer
         end = tl.where(best >= MAX_SUFFIX * _RANK, 0, begin)
-    if best >= 0:
-        found = best % _RANK
-        number = 1
-        while number <= count:
-            # what the end of the tokens cuts off goes on with the drafts
-            draft = tl.load(of_slot + found + 1 + (number - 1) % (base - found))
-            tl.store(of_slot + base + number, draft, base + number < length)
-            number += 1
+    is_found = best >= 0
+    found = tl.where(is_found, best % _RANK, 0)
+    period = tl.maximum(base - found, 1)
+    number = 1
+    while number <= count:
+        # what the end of the tokens cuts off goes on with the drafts
+        draft = tl.load(of_slot + found + 1 + (number - 1) % period, is_found, 0)
+        tl.store(of_slot + base + number, draft, base + number < length)
+        number += 1
 
 
 def propose_ngrams(
@@ -69,7 +70,7 @@ def propose_ngrams(
 ) -> None:
     """Writes tokens[slots[i], bases[i] + offsets[i]] for each row with an offset above 0: the
     tokens behind the latest earlier occurrence of the longest suffix of the slot's tokens, of
-    `min_suffix` to `max_suffix` tokens, that occurs earlier. Without one nothing is written.
+    `min_suffix` to `max_suffix` tokens, that occurs earlier; without one, token 0.
 
     It may be captured in a CUDA graph.
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aioinfer.config import Config, ModelConfig, SpeculationConfig
 from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
+from aioinfer.features.speculation.worker import Work
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.features import ProposalRows
+from tests.filled_slots import make_slots, rank_of
 
 
 def search(tokens: list[int], count: int) -> list[int] | None:
@@ -42,3 +50,24 @@ def test_a_repetition_goes_on() -> None:
 def test_nothing_is_found_without_an_earlier_occurrence_of_two_tokens() -> None:
     for tokens in ([1], [1, 1], [1, 2, 3, 2], [3, 1, 2, 1]):
         assert find_drafts(np.array(tokens, np.int32), 4) is None
+
+
+def test_drafts_are_written_behind_the_last_known_token() -> None:
+    """Three slots: drafts of a repetition, none wanted, and nothing found: no token of an earlier
+    request stays a draft."""
+    texts = [[4, 5, 6, 4, 5], [4, 5, 4, 5], [7, 8, 9]]
+    slots = make_slots([SamplingParams()] * 3, 60, texts)
+    for slot, text in enumerate(texts):
+        slots.tokens[slot, len(text) :] = 33
+    config = Config(model=ModelConfig(path=""), speculation=SpeculationConfig(method="ngram"))
+    work = Work(dataclasses.replace(rank_of(slots), config=config))
+    assert work.is_needed
+    rows = [(0, 4, 0), (0, 4, 1), (0, 4, 2), (1, 3, 0), (2, 2, 0), (2, 2, 1), (2, 2, 2)]
+    work.propose(ProposalRows(*torch.tensor(rows, dtype=torch.int32).T))
+    assert slots.tokens[0, :8].tolist() == [*texts[0], 6, 4, 33]
+    assert slots.tokens[1, :5].tolist() == [*texts[1], 33]
+    assert slots.tokens[2, :6].tolist() == [*texts[2], 0, 0, 33]
+
+
+def test_nothing_is_proposed_without_speculation() -> None:
+    assert not Work(rank_of(make_slots([SamplingParams()], 60))).is_needed

@@ -19,7 +19,8 @@ class Work(WorkerFeature):
 
     def propose(self, rows: ProposalRows) -> None:
         """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier its drafts
-        are the tokens that happen to stand in the slot."""
+        are token 0, and not what an earlier request has left in the slot: how fast a request is
+        should not depend on that."""
         if self.rank.uses_kernels:
             from aioinfer.kernels.ngram import propose_ngrams
 
@@ -32,5 +33,4 @@ class Work(WorkerFeature):
         for row in np.flatnonzero(ends & (offsets > 0)).tolist():
             of_slot, base, count = tokens[slots[row]], int(bases[row]), int(offsets[row])
             drafts = find_drafts(of_slot[: base + 1], count)
-            if drafts is not None:
-                of_slot[base + 1 : base + 1 + count] = drafts
+            of_slot[base + 1 : base + 1 + count] = 0 if drafts is None else drafts
