@@ -5,7 +5,7 @@
 #                   test-extended
 # make test-fast    checks the code and runs the tests without servers, worker processes, real
 #                   models, tokenizers and kernels: for daily work, under two minutes on two cores
-#                   (about 200 s of CPU time). It leaves out what is marked slow, and folders.
+#                   (about 240 s of CPU time). It leaves out what is marked slow, and folders.
 # make test-kernels runs the kernel tests alone, in Triton's interpreter; part of `make test`
 # The rest: format, docs, lock, clean. Packages are installed anew only when a lock file changes.
 
