@@ -162,6 +162,30 @@ def test_text_is_that_of_a_plain_run(
         assert bool(device.graphs.lookahead.graphs) == graphs
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma3_text", {"head_dim": 64, "sliding_window": 24}),
+        ("deepseek_v2", {}),
+        ("qwen3_moe", {"head_dim": 64}),
+    ],
+    ids=["windows", "latents", "experts"],
+)
+def test_text_of_other_layers(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """Sliding windows, whose blocks are freed only when the rows are settled, latent attention, and
+    experts."""
+    random_model(
+        tmp_path, family=family, vocab_size=VOCAB_SIZE, initializer_range=0.05, eos_token_id=None,
+        max_position_embeddings=1024, **fields,
+    )  # fmt: skip
+    with running(tmp_path) as llm:
+        expected = llm.generate(PROMPTS, PARAMS)
+    with running(tmp_path, speculation__method="ngram") as llm:
+        look_always_ahead(llm)
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert equal_texts(outputs, expected) >= len(expected) - 2
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_known_drafts_are_kept(
     folder: Path, expected: list[Output], dtype: str, monkeypatch: pytest.MonkeyPatch
