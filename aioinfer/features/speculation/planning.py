@@ -28,6 +28,8 @@ from aioinfer.scheduler.request import Request
 
 #: The part of the time that probes may cost.
 MAX_PROBE_COST = 0.005
+#: Drafts must promise so much more tokens a second: less is within what measured times differ.
+_MIN_GAIN = 1.02
 #: Requests that are probed in a step, and steps between two probes at least.
 _NUM_PROBED, _MIN_INTERVAL = 8, 4
 #: With more requests, a choice holds for so many steps: it takes longer to make.
@@ -70,7 +72,7 @@ class Planning(StepFeature):
         if self.costs is None:
             self.costs = StepCosts(self.host.scheduler().limits.row_seconds)
         self._step += 1
-        if not decodes or not self.costs.is_known:
+        if not decodes or self.costs.is_stale(len(decodes)):
             return None
         if self._step >= self._choose_at or len(decodes) <= _MANY:
             self._chosen = self._choose(decodes, self.costs)
@@ -121,7 +123,7 @@ class Planning(StepFeature):
         ]
         candidates.sort(key=_first, reverse=True)
         tokens = [float(rows), *accumulate((p for p, _ in candidates), initial=float(rows))][1:]
-        best, most = 0, rows / costs.seconds(rows)
+        best, most = 0, _MIN_GAIN * rows / costs.seconds(rows)
         for size in SIZES[bisect_right(SIZES, rows) :]:
             drafts = min(size - rows, len(candidates))
             rate = tokens[drafts] / costs.seconds(rows + drafts)
