@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 _BLOCK_MULTIPLE = 16
 
 
+#: Channels of a state of Mamba-2 for which the kernel of longer rows is known to be right on GPUs:
+#: with 256 it is not (`notes/states.md`), so such layers are computed in plain torch.
+MAX_MAMBA_STATE = 128
+
+
 def supports(block_size: int) -> bool:
     """Whether the kernels have the block size."""
     return block_size % _BLOCK_MULTIPLE == 0 and block_size & (block_size - 1) == 0

@@ -98,8 +98,11 @@ class Mamba2(Mixer):
 
     def lacks(self, block_size: int) -> str | None:
         """See `Mixer.lacks`."""
-        from aioinfer.layers.kernel_states import supports
+        from aioinfer.layers.kernel_states import MAX_MAMBA_STATE, supports
 
+        size = self.shape.state_size
+        if size > MAX_MAMBA_STATE:
+            return f"states of {size} channels"
         return None if supports(block_size) else "states"
 
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
