@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "parallel.cpu_threads": 1,
         "model.max_model_len": 1024,
         "cache.num_blocks": 64 * (options.streams + 1),
-        "scheduler.max_num_seqs": options.streams,
+        # with one slot products may have another form, which drafts cannot use
+        "scheduler.max_num_seqs": max(8, options.streams),
     }
     with ExitStack() as stack:
         engines = [
