@@ -29,10 +29,11 @@ vLLM's `max_model_len` ended the requests of k8x8000 after 192 tokens, so its fi
 k8x8000x192.
 
 With --acceptance the offline cases run twice, at last with speculation: drafts are the texts of the
-first run (`benchlib/recording.py`), of which the given part is kept: of first drafts, of second
-ones whose first is kept, and so on; 0: none is kept. How many drafts there are is the engine's
-choice. The rows of the second run are called CASE+drafts; they have the drafts that were verified
-and kept, and the part of the texts that are those of the first run. All requests are sampled.
+first run (`benchlib/recording.py`), of which the given parts are kept: 0.80,0.62,0.48 means 80 % of
+all first drafts, 62 % of all second ones, 48 % of all third ones; 0: none. How many drafts there
+are is the engine's choice. The rows of the second run are called CASE+drafts; they have the drafts
+that were verified and kept, and the part of the texts that are those of the first run. All requests
+are sampled.
 
 HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several
 client processes:

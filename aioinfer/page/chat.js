@@ -259,9 +259,8 @@ export class Chat {
   }
 
   #showKept(turn, node) {
-    const isJson = /^\s*[[{]/.test(node.message.content ?? "");
-    const View = this.#info.chat ? (isJson && node.facts.isJson ? JsonView : MarkdownView) : PlainView;
-    const answer = new Answer(View, node);
+    // a whole answer that is JSON is shown as JSON (`Answer.finish`)
+    const answer = new Answer(this.#info.chat ? MarkdownView : PlainView, node);
     turn.add(answer);
     answer.finish();
     turn.complete(answer, node);

@@ -3,6 +3,7 @@
 
 import { drawBar, drawCells, drawColumns, drawHeat, drawSparkline } from "./charts.js";
 import { readEvents, request } from "./api.js";
+import { showReplica } from "./replica.js";
 
 const SPAN_MS = 120_000; // of the sparklines
 const NUM_STEPS = 100; // of the timeline
@@ -71,20 +72,6 @@ export class Live {
     const serves = engines.some((engine) => !engine.dead && !engine.restart);
     const returns = engines.some((engine) => engine.restart);
     this.#onState(serves ? "live" : returns ? "restart" : "lost");
-  }
-}
-
-/** Says of which replica the engines are, behind a gateway, and of how many it is one. */
-async function showReplica(name) {
-  const line = document.getElementById("replica");
-  line.hidden = name === null;
-  if (name === null) return;
-  line.textContent = `Replica ${name}`;
-  try {
-    const { replicas } = await (await request("/health/ready")).json();
-    line.textContent += `, one of ${replicas}; an answer may come from any of them`;
-  } catch {
-    // how many there are is not worth a word to the user
   }
 }
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,24 @@ class Recording:
     """The texts of the rounds of all cases, in a plain run and again with drafts.
 
     Args:
-        acceptance: of the first draft, of the second if the first is kept, and so on; later ones
-            as the last.
+        acceptance: the part of all first drafts that is kept, of all second drafts, and so on:
+            none is above the one before it. Where there are fewer than `_MIN_DRAFTS`, further ones
+            are kept like the last one.
+
+    Attributes:
+        acceptance: of a draft at each position if those before it are kept.
     """
 
     def __init__(self, acceptance: Sequence[float]):
         if not all(0.0 <= part <= 1.0 for part in acceptance):
             raise ValueError(f"acceptances {acceptance} are not all between 0 and 1")
-        more = [acceptance[-1]] * (_MIN_DRAFTS - len(acceptance))
-        self.acceptance = [*acceptance, *more]
+        if any(later > part for part, later in pairwise(acceptance)):
+            raise ValueError(f"acceptances {acceptance} rise: a draft needs those before it")
+        before = (1.0, *acceptance)
+        given = [
+            part / all_ if all_ else 0.0 for part, all_ in zip(acceptance, before, strict=False)
+        ]
+        self.acceptance = [*given, *[given[-1]] * (_MIN_DRAFTS - len(given))]
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def params(self, seed: int) -> dict[str, Any]:
