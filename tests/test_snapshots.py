@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from aioinfer.ipc.kv_spec import NULL_BLOCK, KVGroup
 from aioinfer.scheduler.block_pool import root_hash
 from aioinfer.scheduler.request import Request, RequestStatus
-from aioinfer.scheduler.snapshots import SeenPrefixes, SnapshotPool, StateBlocks
+from aioinfer.scheduler.snapshots import (
+    MIN_SHARED_BLOCKS,
+    SeenPrefixes,
+    SnapshotPool,
+    StateBlocks,
+)
 from tests.test_scheduler import FULL, STATES, Harness, assert_complete, make_request
 
 GROUPS = [(FULL, *STATES), STATES[:1]]
@@ -354,4 +359,6 @@ def test_any_prompts_that_begin_alike(data: st.DataObject) -> None:
     if harness.limits.num_blocks[0] == 1000:
         prompt = list(requests[-1].tokens[: requests[-1].prompt_len])
         found = run(harness, make_request("again", [*prompt[:-1], 99], 1))
-        assert found == [(len(prompt) - 1) // size * size]
+        shared = (len(prompt) - 1) // size
+        # so few blocks need not have a snapshot of their own
+        assert found == [shared * size] or shared < MIN_SHARED_BLOCKS

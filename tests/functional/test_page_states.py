@@ -18,8 +18,8 @@ pytestmark = [
 ]
 
 STATE = "document.querySelector('#status')?.dataset.state"
-HINT = "document.querySelector('#hint').textContent"
-NOTICE = "document.querySelector('#notice-text').textContent"
+HINT = "document.querySelector('#hint')?.textContent"
+NOTICE = "document.querySelector('#notice-text')?.textContent"
 FAILURE = "document.querySelector('.failure')?.textContent"
 
 
