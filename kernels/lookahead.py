@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.launch import wait_for_kernel
 
 from aioinfer.ipc.lookahead import SKIPPED
 
@@ -69,10 +68,9 @@ def resolve_starts(
 def _accept_kernel(
     sampled, slots, positions, is_appended, offsets, inputs, tokens, next_start, results,
     buffer_index, places, tokens_stride, results_stride, rows,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_kernel(PDL)
     # One thread has all rows of a slot: it reads a sampled token before it replaces it.
     here = (first < rows) & (tl.load(offsets + first, first < rows, 1) == 0)
     appends = here & (tl.load(is_appended + first, here, 0) != 0)
@@ -113,7 +111,6 @@ def accept_tokens(
     results: torch.Tensor,
     buffer_index: torch.Tensor,
     places: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> None:
     """Keeps the sampled tokens of each slot up to the first draft that differs from the token
     sampled before it: writes tokens[slots[i], positions[i]] = sampled[i] for the kept rows, 0 for
@@ -131,12 +128,11 @@ def accept_tokens(
         results, buffer_index: int32 [N, >= S] and [1], the result buffers and the index of this
             step's buffer: it gets the sampled tokens, or `SKIPPED`.
         places: int32 [S], the entry of the result buffer for each row, if it is not its number.
-        pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows = sampled.shape[0]
     if rows:
         _accept_kernel[(triton.cdiv(rows, 128),)](
             sampled, slots, positions, is_appended, offsets, inputs, tokens, next_start, results,
             buffer_index, places, tokens.stride(0), results.stride(0), rows,
-            BLOCK=128, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            BLOCK=128, num_warps=1,
         )  # fmt: skip

@@ -45,7 +45,7 @@ class Round:
 
 #: What the tasks repeat.
 CODE = inspect.getsource(Round)
-#: What the model is told, and how it is sampled.
+#: The prompts, and how the answers are sampled.
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "repeat code": (
         f"Repeat this code exactly, without any change:\n```python\n{CODE}\n```",

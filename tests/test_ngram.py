@@ -30,26 +30,31 @@ def search(tokens: list[int], count: int) -> list[int] | None:
     return None
 
 
+def drafts_of(tokens: list[int], count: int) -> list[int] | None:
+    """The drafts that `find_drafts` finds."""
+    found = find_drafts(np.array(tokens, np.int32), count)
+    return None if found is None else found.tolist()
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
 def test_drafts_equal_a_plain_search(tokens: list[int], count: int) -> None:
-    found = find_drafts(np.array(tokens, np.int32), count)
-    assert (None if found is None else found.tolist()) == search(tokens, count)
+    assert drafts_of(tokens, count) == search(tokens, count)
 
 
 def test_the_longest_suffix_comes_before_the_latest() -> None:
     tokens = [9, 1, 2, 3, 4, 50, 51, 8, 3, 4, 60, 61, 1, 2, 3, 4]
-    assert find_drafts(np.array(tokens, np.int32), 3).tolist() == [50, 51, 8]  # type: ignore[union-attr]
+    assert drafts_of(tokens, 3) == [50, 51, 8]
 
 
 def test_a_repetition_goes_on() -> None:
     tokens = [7, 1, 2, 3, 1, 2, 3]
-    assert find_drafts(np.array(tokens, np.int32), 5).tolist() == [1, 2, 3, 1, 2]  # type: ignore[union-attr]
-    assert find_drafts(np.array([5, 5, 5], np.int32), 4).tolist() == [5, 5, 5, 5]  # type: ignore[union-attr]
+    assert drafts_of(tokens, 5) == [1, 2, 3, 1, 2]
+    assert drafts_of([5, 5, 5], 4) == [5, 5, 5, 5]
 
 
 def test_nothing_is_found_without_an_earlier_occurrence_of_two_tokens() -> None:
     for tokens in ([1], [1, 1], [1, 2, 3, 2], [3, 1, 2, 1]):
-        assert find_drafts(np.array(tokens, np.int32), 4) is None
+        assert drafts_of(tokens, 4) is None
 
 
 def test_drafts_are_written_behind_the_last_known_token() -> None:

@@ -250,7 +250,7 @@ def test_lookahead_changes_no_output(depth, quality, windows):
     assert any(not plan.section(LookaheadRows).settled.all() for plan in plans) == (depth > 1)
 
 
-def test_lookahead_preempts_nobody_and_stops_before_the_last_token():
+def test_lookahead_preempts_no_request_and_stops_before_the_last_token():
     harness = Harness(
         num_blocks=6, max_lookahead=8, features=[RandomLookahead(most=8)], draft_quality=1.0
     )

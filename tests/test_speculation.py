@@ -153,7 +153,7 @@ def test_each_request_has_the_drafts_that_it_deserves() -> None:
     planning = make_planning([(rows, memory_bound(rows)) for rows in SIZES])
     good, bad, constrained = (make_request(name, [1], 9) for name in "abc")
     constrained.uses = (Constrained(None),)
-    good.lookahead, bad.lookahead = Acceptance(0.9, 0.9), Acceptance(0.001, 0.1)
+    good.lookahead_state, bad.lookahead_state = Acceptance(0.9, 0.9), Acceptance(0.001, 0.1)
     chosen = planning.lookahead([good, bad, constrained])
     assert chosen == {good: MOST}
 

@@ -94,7 +94,7 @@ function followTheme() {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
     $("theme").value = theme;
-    dispatchEvent(new Event("resize")); // the charts take the colours anew
+    dispatchEvent(new Event("resize")); // the charts take the new colours
   };
   show(recall("theme", "system"));
   $("theme").addEventListener("change", () => {

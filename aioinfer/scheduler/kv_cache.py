@@ -438,7 +438,7 @@ class KVCacheManager:
         """Enters a request's full blocks of known tokens into the prefix index."""
         if not self.prefix_caching:
             return
-        computed = request.num_computed - request.num_lookahead
+        computed = request.num_computed - request.num_lookahead  # `min_computed`, without a call
         full = min(computed, len(request.tokens)) // self._block_size
         first = request.num_committed
         if full <= first:

@@ -133,7 +133,7 @@ class Request:
             if these keep all of their lookahead (see `ipc.lookahead`).
         num_lookahead: lookahead rows, beside the first, of posted steps whose results have not
             come; `total` and `num_computed` count each as kept.
-        lookahead: kept by the feature that looks ahead for the request; None before that.
+        lookahead_state: kept by the feature that looks ahead for the request; None before that.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
         snapshots: with how many cached blocks it began, where it has states, and after how many of
@@ -178,7 +178,7 @@ class Request:
     sampled_step: int = -1
     num_computed: int = 0
     num_lookahead: int = 0
-    lookahead: Any = None
+    lookahead_state: Any = None
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)

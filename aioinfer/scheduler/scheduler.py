@@ -393,6 +393,7 @@ class Scheduler:
                 finish = Finish("length")
             else:
                 full = (request.num_committed + 1) * self.limits.block_size
+                # `Request.min_computed` without a call for each token
                 if length >= full and request.num_computed - request.num_lookahead >= full:
                     self.kv_cache.commit(request)
                 return None

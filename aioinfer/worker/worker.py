@@ -286,8 +286,9 @@ class Worker:
             self._calibrate()
             if self._config.parallel.cuda_graphs and self._model.supports_graphs:
                 bodies.capture()
-                self.row_seconds = bodies.time_decodes()
-                device.kv.zero(1)  # the timed steps have written there
+                if self._max_lookahead:
+                    self.row_seconds = bodies.time_decodes()
+                    device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
         self.graph_bytes = device.graphs.nbytes
 

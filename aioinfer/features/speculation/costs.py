@@ -12,34 +12,9 @@ from collections.abc import Sequence
 
 #: Numbers of rows that have a value; others have that of the next larger one.
 SIZES = (
-    *(
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        8,
-        10,
-        12,
-        16,
-        20,
-        24,
-        32,
-        40,
-        48,
-        64,
-        80,
-        96,
-        128,
-        160,
-        192,
-        256,
-        320,
-        384,
-    ),
-    *(448, 512, 640, 768, 896, 1024),
-)
+    *(1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320),
+    *(384, 448, 512, 640, 768, 896, 1024),
+)  # fmt: skip
 #: Weight of a step; a step counts as no longer than so many times its value, once there is one.
 _WEIGHT, _OUTLIER = 0.1, 2.0
 #: A size is known once so many steps were measured, or the workers' start measured it, which counts

@@ -46,7 +46,7 @@ class Planning(StepFeature):
     """Chooses the drafts of each step of an engine.
 
     Attributes:
-        costs: of the engine's steps; of new workers anew.
+        costs: of the engine's steps, measured again after a restart of its workers.
         mean: the acceptance of all requests on average.
     """
 
@@ -104,9 +104,9 @@ class Planning(StepFeature):
             self.costs.learn(num_rows, seconds)
 
     def _acceptance(self, request: Request) -> Acceptance:
-        if request.lookahead is None:
-            request.lookahead = self.mean.new()
-        acceptance: Acceptance = request.lookahead
+        if request.lookahead_state is None:
+            request.lookahead_state = self.mean.new()
+        acceptance: Acceptance = request.lookahead_state
         return acceptance
 
     def _choose(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
