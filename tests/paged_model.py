@@ -112,6 +112,14 @@ class PagedModel:
         Sequences with one token go first, the others after them, as in a plan.
         """
         chunks = dict(sorted(chunks.items(), key=lambda item: len(item[1]) > 1))
+        step = self.prepare(chunks)
+        logits = self.model.logits(self.model.finish(step, self.model.begin(step)))
+        lengths = [len(chunk) for chunk in chunks.values()]
+        return dict(zip(chunks, logits.split(lengths), strict=True))
+
+    def prepare(self, chunks: dict[int, Sequence[int]]) -> Step:
+        """Returns the step that computes the next tokens of some sequences, in the order of
+        `step`."""
         starts = [self.lengths.get(name, 0) for name in chunks]
         for name, chunk in chunks.items():
             self.lengths[name] = self.lengths.get(name, 0) + len(chunk)
@@ -125,8 +133,7 @@ class PagedModel:
         tables = [self.tables[name] for name in chunks]
         step = make_step(tables, starts, lengths, self.block_size, input_ids, self.num_groups)
         self.model.plan(step)
-        logits = self.model.logits(self.model.finish(step, self.model.begin(step)))
-        return dict(zip(chunks, logits.split(lengths), strict=True))
+        return step
 
     def run_at_random(
         self, texts: Sequence[Sequence[int]], longest: int, seed: int

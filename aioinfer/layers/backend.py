@@ -54,6 +54,7 @@ class Backend:
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         is_hopper: whether the kernels made for Hopper alone can run.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
+        wants_mtp: whether the model is to have its head that predicts further tokens.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
@@ -72,6 +73,7 @@ class Backend:
     pdl: bool = False
     is_hopper: bool = False
     cascade: bool = False
+    wants_mtp: bool = False
     all_reduce: AllReduce | None = None
     stage: int = 0
     num_stages: int = 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead, Vocabulary
@@ -27,6 +28,7 @@ from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.loader import load_weights
+from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
 from aioinfer.models.text_model import is_other_part
 
@@ -222,7 +224,14 @@ class DecoderModel:
         layers_name: of the layers in the checkpoint.
         side_size: channels of a token that parts keep beside the stream; a part of the first layer
             makes them.
+        mtp: returns the head that predicts further tokens, of families that have one; it is made
+            where `Backend.wants_mtp`, on the last pipeline stage.
+
+    Raises:
+        ConfigError: a head is wanted and there is none.
     """
+
+    layer_numbers: range
 
     def __init__(
         self,
@@ -236,6 +245,7 @@ class DecoderModel:
         positions: LearnedPositions | None = None,
         layers_name: str = "model.layers",
         side_size: int = 0,
+        mtp: Callable[[], MtpHead] | None = None,
     ):
         self._make = make
         self._num_layers, self._unused_layers = config.num_layers, config.unused_layers
@@ -263,10 +273,35 @@ class DecoderModel:
         self._forget_ends(tied=tied)
         if self.backend.num_stages == 1:
             self.kv_specs = [layer.kv_specs for layer in self.layers]
+        self.mtp: MtpHead | None = None
+        if self.backend.wants_mtp:
+            self._add_mtp(mtp)
         self.kv_scales = self._find_scales()
         self.expert_counters = [*self._earlier_counters, *_counters_of(self.layers)]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
         self._plans: AttentionPlans | None = None
+
+    def _add_mtp(self, mtp: Callable[[], MtpHead] | None) -> None:
+        """Makes the head that predicts further tokens. Its layer counts as one behind the last one,
+        of the last stage."""
+        if mtp is None:
+            raise ConfigError(
+                'speculation.method = "mtp" needs a model with a head that predicts further tokens'
+            )
+        if self.backend.num_stages > 1:
+            with self._make.measuring():
+                specs = mtp().layer.kv_specs
+        if self._is_last:
+            self.mtp = mtp()
+            specs = self.mtp.layer.kv_specs
+            self.layer_numbers = range(self.layer_numbers.start, self.layer_numbers.stop + 1)
+        self.kv_specs = [*self.kv_specs, specs]
+
+    @property
+    def _layers_with_cache(self) -> list[Layer]:
+        """The layers of `layer_numbers`: those of the model, and the head that predicts further
+        tokens."""
+        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
 
     def _connect_readers(self) -> None:
         """Gives mixers that read the KV cache of another layer the mixer of that layer."""
@@ -281,7 +316,7 @@ class DecoderModel:
         have a dtype of their own."""
         return {
             number: mixer.scales
-            for number, layer in enumerate(self.layers)
+            for number, layer in enumerate(self._layers_with_cache)
             for mixer in layer.mixers
             if mixer.scales is not None and mixer.source_layer is None
         }
@@ -320,7 +355,7 @@ class DecoderModel:
             if self._positions is not None:
                 parts.append(self._positions)
                 self._positions = None
-            if not (self._is_last and tied):
+            if not (self._is_last and (tied or self.backend.wants_mtp)):
                 parts.append(self.embedding)
                 self.embedding = None
         if not self._is_last:
@@ -359,8 +394,12 @@ class DecoderModel:
         if name.endswith(() if quantization is None else tuple(quantization.unused)):
             return True
         others = *range(own.start), *range(own.stop, self._num_layers + self._unused_layers)
-        # layers that predict further tokens (multi-token prediction) are not loaded
-        unused = ("mtp.", *(f"{self._layers_name}.{number}." for number in others))
+        # heads that predict further tokens may not be needed, and share embedding and head
+        unused = (
+            "mtp.",
+            "model.mtp_layers.",
+            *(f"{self._layers_name}.{number}." for number in others),
+        )
         return name in self._elsewhere or name.startswith(unused)
 
     def bind(
@@ -374,14 +413,15 @@ class DecoderModel:
     ) -> None:
         """See `CausalLM.bind`; `programs` as in `AttentionPlans`."""
         self._plans = self._make_plans(block_size, rows, tokens, programs)
-        caches: list[list[LayerCache]] = [[] for _ in self.layers]
+        layers = self._layers_with_cache
+        caches: list[list[LayerCache]] = [[] for _ in layers]
         for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
             # behind the layers of a state are its blocks; keys and values have parts before them
             dim = 0 if isinstance(group.spec, StateSpec) else 1
             for index, layer in enumerate(group.layers):
                 tensor = tensors.select(dim, index)
                 caches[layer].append(LayerCache(group.spec, tensor, number, block_size))
-        for bound, of_layer in zip(self.layers, caches, strict=True):
+        for bound, of_layer in zip(layers, caches, strict=True):
             bound.bind(of_layer, self._plans)
 
     def _make_plans(
@@ -398,7 +438,7 @@ class DecoderModel:
 
     def _lacking(self, block_size: int) -> list[str]:
         """Returns what the kernels lack to compute the layers' mixers with such blocks."""
-        mixers = (mixer for layer in self.layers for mixer in layer.mixers)
+        mixers = (mixer for layer in self._layers_with_cache for mixer in layer.mixers)
         return sorted(set(filter(None, (mixer.lacks(block_size) for mixer in mixers))))
 
     def describe(self, block_size: int) -> str:
@@ -423,7 +463,8 @@ class DecoderModel:
     @property
     def _parts(self) -> Iterator[Part]:
         """The parts of all layers, in order, without parts that consist of others."""
-        return (leaf for layer in self.layers for part in layer.parts for leaf in part.leaves)
+        layers = self._layers_with_cache
+        return (leaf for layer in layers for part in layer.parts for leaf in part.leaves)
 
     def warm_up(self) -> None:
         """See `CausalLM.warm_up`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
@@ -20,6 +21,7 @@ from aioinfer.layers.mixture import ExpertNames, MixtureShape, Routing
 from aioinfer.layers.rotary import RopeConfig
 from aioinfer.models.config import DecoderConfig, read_num_experts, read_rope
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.mtp import MtpHead, MtpNames
 
 #: Of the norms within attention, whatever `rms_norm_eps` is, as in DeepSeek's published code.
 LATENT_NORM_EPS = 1e-6
@@ -56,8 +58,7 @@ class DeepseekV2Config(DeepseekConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
     """DeepSeek-V3's configuration: experts by their sigmoid scores and a bias, among the best
-    groups. Checkpoints have a layer more than the model, which predicts further tokens and is not
-    computed."""
+    groups. Checkpoints have a layer more than the model, which predicts further tokens (`mtp`)."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid"}
 
@@ -210,7 +211,11 @@ class DeepseekModel(DecoderModel):
             )
             return Layer([attention, mlp])
 
-        super().__init__(config, make, layer)
+        def mtp() -> MtpHead:
+            number = config.num_layers
+            return MtpHead(MtpNames.of_layer(number), partial(layer, number), make)
+
+        super().__init__(config, make, layer, mtp=mtp if config.unused_layers else None)
 
 
 FAMILIES = {

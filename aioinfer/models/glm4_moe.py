@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from aioinfer.layers.attention import QKNorms
@@ -14,6 +15,7 @@ from aioinfer.layers.mixture import ExpertNames, MixtureShape
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.deepseek import read_v3_mixture
+from aioinfer.models.mtp import MtpHead, MtpNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Glm4MoeConfig(DecoderConfig):
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the experts, biases and norms. Checkpoints have a layer more than the model, which
-        predicts further tokens and is not computed."""
+        predicts further tokens (`mtp`)."""
         return {
             "mixture": read_v3_mixture(config),
             "attention_bias": bool(config.get("attention_bias", False)),
@@ -47,7 +49,7 @@ class Glm4MoeModel(DecoderModel):
             prefix = f"model.layers.{number}"
             attention = make.attention(
                 f"{prefix}.self_attn",
-                **config.attention_shape(number),
+                **config.attention_shape(0),  # no layer has a window
                 norm=make.norm(f"{prefix}.input_layernorm"),
                 bias=config.attention_bias,
                 qk_norms=QKNorms() if config.head_norms else None,
@@ -59,7 +61,11 @@ class Glm4MoeModel(DecoderModel):
             )
             return Layer([attention, mlp])
 
-        super().__init__(config, make, layer)
+        def mtp() -> MtpHead:
+            number = config.num_layers
+            return MtpHead(MtpNames.of_layer(number), partial(layer, number), make)
+
+        super().__init__(config, make, layer, mtp=mtp if config.unused_layers else None)
 
 
 FAMILIES = {"Glm4MoeForCausalLM": (Glm4MoeConfig, Glm4MoeModel)}

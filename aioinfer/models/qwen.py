@@ -1,10 +1,11 @@
 """Qwen2, with biases on queries, keys and values, and Qwen3, which norms queries and keys by head
-instead."""
+instead. MiMo (Xiaomi 2025) is Qwen2 with a head that predicts further tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aioinfer.layers.attention import Attention, QKNorms
@@ -12,14 +13,16 @@ from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_windows
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.mtp import MtpHead, MtpNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """Qwen2's configuration: the biases of the projections, and whether queries and keys are normed
-    by head."""
+    """Qwen2's configuration: the biases of the projections, whether queries and keys are normed by
+    head, and how many heads predict further tokens."""
 
     qkv_bias: bool = True
+    num_mtp_layers: int = 0
     output_bias: bool = False
     head_norms: bool = False
 
@@ -50,9 +53,23 @@ class Qwen3Config(Qwen2Config):
         return {**Qwen2Config.own_fields(config), **own, "qkv_bias": bias, "output_bias": bias}
 
 
-def qwen_attention(config: Qwen2Config, make: LayerMaker, number: int) -> Attention:
-    """Returns the attention of layer `number`, with the norm before it."""
-    prefix = f"model.layers.{number}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiMoConfig(Qwen2Config):
+    """MiMo's configuration."""
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads how many heads there are beside Qwen2's fields."""
+        own = {"num_mtp_layers": config.get("num_nextn_predict_layers") or 0}
+        return {**Qwen2Config.own_fields(config), **own}
+
+
+def qwen_attention(
+    config: Qwen2Config, make: LayerMaker, number: int, prefix: str | None = None
+) -> Attention:
+    """Returns the attention of layer `number`, with the norm before it; `prefix`: of its modules,
+    if they are not those of that layer."""
+    prefix = prefix or f"model.layers.{number}"
     return make.attention(
         f"{prefix}.self_attn",
         **config.attention_shape(number),
@@ -63,13 +80,23 @@ def qwen_attention(config: Qwen2Config, make: LayerMaker, number: int) -> Attent
     )
 
 
+_MIMO_PREFIX = "model.mtp_layers.0"
+_MIMO_NAMES = MtpNames(
+    f"{_MIMO_PREFIX}.token_layernorm",
+    f"{_MIMO_PREFIX}.hidden_layernorm",
+    f"{_MIMO_PREFIX}.input_proj",
+    f"{_MIMO_PREFIX}.final_layernorm",
+    is_hidden_first=True,
+)
+
+
 class QwenModel(DecoderModel):
     """Llama's layers, with biases of queries, keys and values, or with norms of heads."""
 
     def __init__(self, config: Qwen2Config, make: LayerMaker):
-        def layer(number: int) -> Layer:
-            prefix = f"model.layers.{number}"
-            attention = qwen_attention(config, make, number)
+        def layer(number: int, prefix: str | None = None) -> Layer:
+            prefix = prefix or f"model.layers.{number}"
+            attention = qwen_attention(config, make, number, prefix)
             mlp = make.gated_mlp(
                 f"{prefix}.mlp",
                 config.intermediate_size,
@@ -78,10 +105,15 @@ class QwenModel(DecoderModel):
             )
             return Layer([attention, mlp])
 
-        super().__init__(config, make, layer)
+        def mtp() -> MtpHead:
+            last = config.num_layers - 1
+            return MtpHead(_MIMO_NAMES, partial(layer, last, _MIMO_PREFIX), make)
+
+        super().__init__(config, make, layer, mtp=mtp if config.num_mtp_layers else None)
 
 
 FAMILIES = {
     "Qwen2ForCausalLM": (Qwen2Config, QwenModel),
     "Qwen3ForCausalLM": (Qwen3Config, QwenModel),
+    "MiMoForCausalLM": (MiMoConfig, QwenModel),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from aioinfer.errors import ConfigError
@@ -15,6 +16,7 @@ from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.recurrence import DeltaNetShape
 from aioinfer.models.config import DecoderConfig, read_attention_layers, read_rope
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.mtp import MtpHead, MtpNames
 from aioinfer.models.qwen_moe import read_mixture
 
 
@@ -89,17 +91,22 @@ class Qwen35MoeConfig(Qwen3NextConfig):
     by_group: ClassVar[bool] = False
 
 
+#: Qwen3.5's are the same.
+_MTP_NAMES = MtpNames(
+    "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+)  # fmt: skip
+
+
 class Qwen3NextModel(DecoderModel):
     """Gated DeltaNet or gated attention, and experts or an MLP."""
 
     def __init__(self, config: Qwen3NextConfig, make: LayerMaker):
-        def mixer(number: int) -> Mixer:
-            prefix = f"model.layers.{number}"
+        def mixer(prefix: str, *, has_attention: bool) -> Mixer:
             norm = make.norm(f"{prefix}.input_layernorm", unit_offset=True)
-            if config.has_attention[number]:
+            if has_attention:
                 return make.attention(
                     f"{prefix}.self_attn",
-                    **config.attention_shape(number),
+                    **config.attention_shape(0),
                     norm=norm,
                     bias=config.attention_bias,
                     output_bias=config.attention_bias,
@@ -109,13 +116,21 @@ class Qwen3NextModel(DecoderModel):
             name, shape = f"{prefix}.linear_attn", config.delta_net
             return make.gated_delta_net(name, shape, norm=norm, by_group=config.by_group)
 
-        def layer(number: int) -> Layer:
-            prefix = f"model.layers.{number}"
-            first = mixer(number)
+        def layer(prefix: str, number: int, *, has_attention: bool) -> Layer:
+            first = mixer(prefix, has_attention=has_attention)
             norm = make.norm(f"{prefix}.post_attention_layernorm", unit_offset=True)
             return Layer([first, make.mixture_or_mlp(f"{prefix}.mlp", number, config, norm)])
 
-        super().__init__(config, make, layer, norm=make.norm("model.norm", unit_offset=True))
+        def numbered(number: int) -> Layer:
+            kind = config.has_attention[number]
+            return layer(f"model.layers.{number}", number, has_attention=kind)
+
+        def mtp() -> MtpHead:
+            last = partial(layer, "mtp.layers.0", config.num_layers, has_attention=True)
+            return MtpHead(_MTP_NAMES, last, make, unit_offset=True)
+
+        norm = make.norm("model.norm", unit_offset=True)
+        super().__init__(config, make, numbered, norm=norm, mtp=mtp)
 
 
 FAMILIES = {
