@@ -37,7 +37,8 @@ from rich.table import Table
 
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import DirectSink
-from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, TextWriter
+from aioinfer.api.openai.chunks import Chunk
+from aioinfer.api.openai.completions import CompletionWriter
 from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
@@ -331,11 +332,15 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
     """Returns the CPU time in us a token of the same work, up to the bytes of each event, over
     `NoTransport`s."""
     frontend = await make_frontend(streams, delay_s)
-    envelope = Envelope("cmpl-0123456789abcdef01234567", "text_completion", int(time.time()), "m")
+    chunk = Chunk(
+        id="cmpl-0123456789abcdef01234567",
+        object="text_completion",
+        created=int(time.time()),
+        model="m",
+    )
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
-        template = ChunkTemplate.for_completion(envelope, 0)
-        writer = TextWriter(template, lambda logprobs, offset: {})
+        writer = CompletionWriter(chunk, 0)
         output = await frontend.submit([number + 5] * PROMPT_LEN, params)
         output.attach(DirectSink(NoTransport(), [writer]))  # type: ignore[arg-type]
     gc.collect()

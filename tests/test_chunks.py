@@ -4,22 +4,27 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from aioinfer.api.generation import DONE, data_event
-from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, role_event
+from aioinfer.api.openai.chunks import Chunk
+from aioinfer.api.openai.completions import CompletionWriter
+from aioinfer.engine.output import Delta
+from aioinfer.features.logprobs.planning import TokenLogprob
+from tests.test_generation import chat_writer, chunks
 
-COMPLETION = Envelope(
-    "cmpl-1", "text_completion", 1_700_000_000, 'a "quoted" name', fingerprint="fp_1"
-)
-OF_CHAT = ("chatcmpl-1", "chat.completion.chunk", 1_700_000_000, "m")
-CHAT = Envelope(*OF_CHAT, fingerprint="fp_1")
-SHARED = dict(zip(("id", "object", "created", "model"), OF_CHAT, strict=True))
-SHARED["system_fingerprint"] = "fp_1"
-
+SHARED: dict[str, Any] = {
+    "id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000,
+    "model": 'a "quoted" name', "system_fingerprint": "fp_1",
+}  # fmt: skip
 TEXTS = [
     "", "plain", 'quotes " and \\ slashes', "line\nbreaks\r\n\ttabs", "\0\x1f\x7f", "ünï ✓ 🎉",
     "\u2028\u2029", "data: [DONE]\n\n", "</script>",
 ]  # fmt: skip
+
+
+def completion_writer(index: int = 0, *, with_usage: bool = False) -> CompletionWriter:
+    return CompletionWriter(Chunk(**SHARED, usage=None if with_usage else UNSET), index)
 
 
 def parse(event: bytes) -> dict[str, Any]:
@@ -31,51 +36,65 @@ def parse(event: bytes) -> dict[str, Any]:
     return json.loads(event.removeprefix(b"data: "))
 
 
+def unframed(frame: bytes) -> bytes:
+    """Reads a frame of HTTP's chunked coding."""
+    length, _, rest = frame.partition(b"\r\n")
+    data = rest.removesuffix(b"\r\n")
+    assert len(data) == int(length, 16)
+    return data
+
+
 def choice(index: int, **fields: Any) -> dict[str, Any]:
     return {"index": index, "logprobs": None, "finish_reason": None} | fields
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_survives(text: str) -> None:
-    assert parse(ChunkTemplate.for_completion(COMPLETION, 3).chunk(text)) == {
-        "id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000,
-        "model": 'a "quoted" name', "system_fingerprint": "fp_1",
-        "choices": [choice(3, text=text)],
-    }  # fmt: skip
-    of_chat = SHARED | {"choices": [choice(0, delta={"content": text})]}
-    assert parse(ChunkTemplate.for_chat(CHAT, 0).chunk(text)) == of_chat
+    writer = completion_writer(3)
+    expected = SHARED | {"choices": [choice(3, text=text)]}
+    assert parse(writer.events(Delta(3, text, [1]))) == expected
+    assert parse(unframed(writer.frame(text, 2, None, None))) == expected
+    chat = chat_writer(parses=False)
+    *_, event = chunks(chat.events(Delta(1, text, [1])))
+    assert event["choices"] == [choice(1, delta={"content": text})]
+    assert parse(unframed(chat.frame(text, 2, None, None))) == event
 
 
 def test_logprobs_go_with_the_text() -> None:
-    logprobs = {"content": [{"token": "a", "logprob": -0.5}]}
-    event = parse(ChunkTemplate.for_chat(CHAT, 1).chunk_with_logprobs("a", logprobs))
-    assert event["choices"] == [choice(1, delta={"content": "a"}, logprobs=logprobs)]
-    event = parse(ChunkTemplate.for_completion(COMPLETION, 0).chunk_with_logprobs("a", logprobs))
-    assert event["choices"] == [choice(0, text="a", logprobs=logprobs)]
+    of_token = [TokenLogprob(5, -0.5, [])]
+    writer = completion_writer()
+    writer.events(Delta(0, "ab", [4], of_token))
+    event = parse(writer.events(Delta(0, "a", [5], of_token)))
+    found = event["choices"][0]["logprobs"]
+    assert (found["token_logprobs"], found["tokens"]) == ([-0.5], ["token_id:5"])
+    assert found["text_offset"] == [2]
+    chat = chat_writer(parses=False)
+    *_, event = chunks(chat.events(Delta(1, "a", [5], of_token)))
+    (entry,) = event["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["logprob"]) == ("token_id:5", -0.5)
 
 
 @pytest.mark.parametrize("stop_reason", [None, 2, "END\n"])
 def test_the_last_event_of_a_choice(stop_reason: int | str | None) -> None:
     ends = {"finish_reason": "stop", "stop_reason": stop_reason}
-    event = parse(ChunkTemplate.for_chat(CHAT, 1).finish("stop", stop_reason))
-    assert event["choices"] == [choice(1, delta={}, **ends)]
-    event = parse(ChunkTemplate.for_completion(COMPLETION, 1).finish("stop", stop_reason))
+    event = parse(completion_writer(1).events(Delta(1, "", [2], None, "stop", stop_reason)))
     assert event["choices"] == [choice(1, text="", **ends)]
+    *_, event = chunks(chat_writer().events(Delta(1, "", [2], None, "stop", stop_reason)))
+    assert event["choices"] == [choice(1, delta={}, **ends)]
 
 
-def test_a_chat_opens_with_the_role() -> None:
-    opening = choice(2, delta={"role": "assistant", "content": ""})
-    assert parse(role_event(CHAT, 2)) == SHARED | {"choices": [opening]}
+def test_a_chat_opens_with_the_role_and_the_echo() -> None:
+    role, echo, _ = chunks(chat_writer(with_ids=True).events(Delta(1, "", [1])))
+    assert role["choices"] == [choice(1, delta={"role": "assistant", "content": ""})]
+    assert role["prompt_token_ids"] == [7, 8]
+    assert echo["choices"] == [choice(1, delta={"content": "2 + 2"})]
 
 
 def test_with_usage_every_chunk_has_the_field() -> None:
-    envelope = Envelope(*OF_CHAT, include_usage=True, fingerprint="fp_1")
-    template = ChunkTemplate.for_chat(envelope, 0)
-    of_text = template.chunk("x"), template.chunk_with_logprobs("x", {})
-    for event in (role_event(envelope, 0), *of_text, template.finish("stop", None)):
-        assert parse(event)["usage"] is None
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-    assert parse(envelope.usage_event(usage)) == SHARED | {"choices": [], "usage": usage}
+    writer = completion_writer(with_usage=True)
+    events = writer.events(Delta(0, "x", [1])) + unframed(writer.frame("y", 2, None, None))
+    events += writer.events(Delta(0, "z", [3], None, "stop"))
+    assert [event["usage"] for event in chunks(events)] == [None] * 4
 
 
 def test_errors_and_the_end() -> None:

@@ -11,10 +11,14 @@ from typing import Any, cast
 import pytest
 
 from aioinfer.api.anthropic import AnthropicDialect
+from aioinfer.api.decoding import decode
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.message_events import Blocks
-from aioinfer.api.openai.chat import ParsedWriter
-from aioinfer.api.openai.chunks import ChunkTemplate, Envelope, TextWriter
+from aioinfer.api.openai import chat
+from aioinfer.api.openai.chat import ChatDialect, ChatWriter
+from aioinfer.api.openai.chunks import Chunk
+from aioinfer.api.openai.completions import CompletionWriter
+from aioinfer.api.protocol import ChatRequest
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
@@ -23,6 +27,7 @@ from aioinfer.text.message_parser import ToolUse
 
 USE = ToolUse([{"name": "add", "parameters": {}}], "auto")
 FORMAT = message_format("", {}, "hermes", "think")
+MESSAGES = b'{"messages": [{"role": "user", "content": "2 + 2?"}]}'
 #: The texts of tokens; some are held back while they may become a marker.
 TOKENS = [
     "<think>", "so", "</think>", "\n\nLet ", "", "me <", "b. ", "<tool_call>",
@@ -31,16 +36,25 @@ TOKENS = [
 OUTPUT = cast(RequestOutput, SimpleNamespace(prompt_token_ids=[7, 8], num_cached_tokens=1))
 
 
-def text_writer(**options: Any) -> TextWriter:
-    envelope = Envelope("cmpl-1", "text_completion", 1, "m", include_usage="usage_of" in options)
-    template = ChunkTemplate.for_completion(envelope, 0)
-    return TextWriter(template, lambda tokens, offset: {}, b"data: {}\n\n", **options)
+def text_writer(**options: Any) -> CompletionWriter:
+    chunk = Chunk(id="cmpl-1", object="text_completion", created=1, model="m", usage=None)
+    return CompletionWriter(chunk, 0, echo="2 + 2", **options)
 
 
-def message_writer(**options: Any) -> ParsedWriter:
-    template = ChunkTemplate.for_chat(Envelope("chatcmpl-1", "chat.completion.chunk", 1, "m"), 1)
-    parser = FORMAT.parser(USE, in_thought=False)
-    return ParsedWriter(parser, lambda: "call_1", template, lambda tokens, offset: {}, **options)
+def chat_writer(*, with_ids: bool = False, parses: bool = True) -> ChatWriter:
+    dialect = ChatDialect.__new__(ChatDialect)
+    dialect.frontend = cast(Any, SimpleNamespace(tokenizer=None, message_format=FORMAT))
+    dialect.body = decode(MESSAGES, ChatRequest)
+    dialect.body.return_token_ids = with_ids
+    dialect.chunk = Chunk(id="chatcmpl-1", object="chat.completion.chunk", created=1, model="m")
+    dialect.names, dialect.echo = None, "2 + 2"
+    dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=parses)
+    return ChatWriter(dialect, 1)
+
+
+@pytest.fixture(autouse=True)
+def one_call_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "new_call_id", lambda frontend: "call_1")
 
 
 def anthropic_writer() -> ChoiceWriter:
@@ -57,11 +71,12 @@ def anthropic_writer() -> ChoiceWriter:
     "make",
     [
         text_writer,
-        lambda: text_writer(returns_token_ids=True, prompt_token_ids=[7, 8]),
+        lambda: text_writer(prompt_token_ids=[7, 8]),
         lambda: text_writer(usage_of=OUTPUT),
         lambda: text_writer(record=Delta(0)),
-        message_writer,
-        lambda: message_writer(returns_token_ids=True),
+        chat_writer,
+        lambda: chat_writer(with_ids=True),
+        lambda: chat_writer(parses=False),
         anthropic_writer,
     ],
 )
@@ -80,7 +95,7 @@ def chunks(events: bytes) -> list[dict[str, Any]]:
 
 
 def test_each_token_has_its_id_and_the_usage_so_far() -> None:
-    writer = text_writer(usage_of=OUTPUT, returns_token_ids=True)
+    writer = text_writer(usage_of=OUTPUT, prompt_token_ids=[7, 8])
     writer.events(Delta(0, "a", [5]))
     frame = writer.frame("b", 6, "length", None)
     of_token, end = chunks(frame.partition(b"\r\n")[2].removesuffix(b"\r\n"))

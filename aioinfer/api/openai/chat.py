@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict, replace
 
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import ContentPart, FunctionCall, Message, ToolCall
 from aioinfer.api.openai.chunks import (
+    ChunkChoice,
     ChunkDialect,
-    ChunkTemplate,
     ChunkWriter,
-    TextWriter,
+    Envelope,
     Usage,
-    role_event,
     usage,
 )
 from aioinfer.api.prompts import chat_prompt
@@ -32,12 +31,11 @@ from aioinfer.engine.chat_turn import (
     parse_message,
 )
 from aioinfer.engine.output import Delta
-from aioinfer.text.message_parser import MessageDelta, MessageParser, ToolUse
+from aioinfer.text.message_parser import MessageDelta, ToolUse
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import RequestOutput
-    from aioinfer.features.logprobs.planning import TokenLogprob
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -59,6 +57,7 @@ class ChatCall(Struct, kw_only=True):
 class ChatDelta(Struct, kw_only=True):
     """What a chunk adds to a message."""
 
+    role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -89,14 +88,11 @@ class ChatChoice(Struct, kw_only=True):
     features: dict[str, Any] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(Envelope, kw_only=True):
     """The reply of `/v1/chat/completions`. A stream has chunks with a `delta` in the place of the
     `message`, as server-sent events; a stored one has `metadata`."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
@@ -135,7 +131,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     def __init__(self, request: web.Request, body: ChatRequest):
         super().__init__(request, body)
-        self._echo = body.echoed()
+        self.echo = body.echoed()
         self._with_timings = bool(body.timings_per_token)
         self._recorded: list[Delta] = []
 
@@ -168,32 +164,15 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
-        body, envelope, turn = self.body, self.envelope, self.turn
-        with_ids = bool(body.return_token_ids)
-        template = ChunkTemplate.for_chat(envelope, index)
-        opening = role_event(envelope, index, turn.prompt if with_ids else None)
-        if self._echo:
-            opening += template.chunk(self._echo)
+        body = self.body
         if body.store:
             self._recorded.append(Delta(index))
-        options: dict[str, Any] = {
-            "opening": opening,
-            "returns_token_ids": with_ids,
-            "usage_of": output if envelope.continuous_usage else None,
-            "record": self._recorded[-1] if body.store else None,
-        }
-        names = self.names
-
-        def format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> ChatLogprobs:
-            return chat_logprobs(names, tokens)
-
-        writer: ChunkWriter
-        if turn.parses:
-            new_id = partial(new_call_id, self.frontend)
-            parser = make_parser(self.frontend, turn)
-            writer = ParsedWriter(parser, new_id, template, format_logprobs, **options)
-        else:
-            writer = TextWriter(template, format_logprobs, **options)
+        writer = ChatWriter(
+            self,
+            index,
+            usage_of=output if body.include_usage and body.continuous_usage else None,
+            record=self._recorded[-1] if body.store else None,
+        )
         self._writers.append(writer)
         return writer
 
@@ -207,16 +186,13 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
     ) -> ChatCompletion:
         """See `Dialect.whole`."""
-        (output,), body, envelope = outputs, self.body, self.envelope
+        (output,), body = outputs, self.body
         scores, num_top, of_prompt = output.prompt_scores, body.prompt_logprobs, None
         if num_top is not None and scores is not None:
             of_prompt = await prompt_logprobs(self.names, scores, num_top)
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         reply = ChatCompletion(
-            id=envelope.id,
-            created=envelope.created,
-            model=envelope.model,
-            system_fingerprint=envelope.fingerprint,
+            **self.envelope,
             choices=[
                 await self._choice(output, index, delta) for index, delta in enumerate(choices)
             ],
@@ -231,10 +207,10 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, whose content begins with the echo, and the ids
         and log-probabilities of its tokens."""
-        reason, message = delta.finish_reason, AssistantMessage(content=self._echo + delta.text)
+        reason, message = delta.finish_reason, AssistantMessage(content=self.echo + delta.text)
         if self.turn.parses:
             parsed = await parse_message(self.frontend, self.turn, delta.text)
-            content = self._echo + parsed.content
+            content = self.echo + parsed.content
             message.content = content or (None if parsed.calls or parsed.reasoning else "")
             if parsed.reasoning:
                 message.reasoning_content = message.reasoning = parsed.reasoning
@@ -261,35 +237,53 @@ def _finish_reason(reason: str, num_calls: int) -> str:
     return "tool_calls" if num_calls and reason == "stop" else reason
 
 
-class ParsedWriter(ChunkWriter):
-    """Writes a choice whose text goes through a parser: content, reasoning and tool calls. A token
-    whose text is held back has no event."""
+class ChatWriter(ChunkWriter):
+    """Writes a choice of a chat. Where its text goes through a parser, a token whose text is held
+    back has no chunk."""
 
-    def __init__(
-        self, parser: MessageParser, new_id: Callable[[], str], *args: Any, **options: Any
-    ):
-        """`new_id` makes the id of a call. See `ChunkWriter` for the rest."""
-        super().__init__(*args, **options)
-        self._parser = parser
-        self._new_id = new_id
+    def __init__(self, dialect: ChatDialect, index: int, **options: Any):
+        """`dialect` has the turn; `options` are those of `ChunkWriter`."""
+        prompt = dialect.turn.prompt if dialect.body.return_token_ids else None
+        super().__init__(dialect.chunk, prompt_token_ids=prompt, **options)
+        self.empty = ChunkChoice(index=index, delta=ChatDelta())
+        self._dialect = dialect
+        self._parser = make_parser(dialect.frontend, dialect.turn)
 
-    def _chunks(self, delta: Delta) -> bytes:
-        extra: dict[str, Any] = {}
-        if delta.logprobs:
-            extra["logprobs"] = self._format_logprobs(delta.logprobs, 0)
-        if self._returns_token_ids:
-            extra["token_ids"] = delta.token_ids
-        new, data = self._parser.feed(delta.text), b""
-        if extra or new.reasoning or new.calls:
-            data = self._template.chunk_with_delta(self._delta(new), extra)
-        elif new.content:
-            data = self._template.chunk(new.content)
-        if delta.finish_reason is None:
-            return data
+    @property
+    def can_be_plain(self) -> bool:
+        """See `ChunkWriter.can_be_plain`."""
+        return super().can_be_plain and not self._dialect.turn.parses
+
+    def opening(self) -> Iterator[bytes]:
+        """See `ChunkWriter.opening`: the first chunk names the role, and has the prompt's ids."""
+        prompt = UNSET if self._prompt_token_ids is None else self._prompt_token_ids
+        role = replace(self.empty, delta=ChatDelta(role="assistant", content=""))
+        yield self.event(role, prompt_token_ids=prompt)
+        if self._dialect.echo:
+            yield self.event(self.shown(self._dialect.echo))
+
+    def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
+        """See `ChunkWriter.choices`."""
+        reason, fields, new = delta.finish_reason, self.fields(delta), self._parser.feed(delta.text)
+        if not self._dialect.turn.parses:
+            if fields or delta.text or reason is None:
+                yield replace(self.shown(delta.text), **fields)
+        elif fields or new:
+            yield replace(self.empty, delta=self._delta(new), **fields)
+        if reason is None:
+            return
         if last := self._parser.flush():
-            data += self._template.chunk_with_delta(self._delta(last), {})
-        reason = _finish_reason(delta.finish_reason, self._parser.num_calls)
-        return data + self._template.finish(reason, delta.stop_reason)
+            yield replace(self.empty, delta=self._delta(last))
+        reason = _finish_reason(reason, self._parser.num_calls)
+        yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
+
+    def shown(self, text: str) -> ChunkChoice:
+        """See `ChunkWriter.shown`."""
+        return replace(self.empty, delta=ChatDelta(content=text))
+
+    def logprobs(self, delta: Delta) -> ChatLogprobs:
+        """See `ChunkWriter.logprobs`."""
+        return chat_logprobs(self._dialect.names, delta.logprobs or ())
 
     def _delta(self, delta: MessageDelta) -> ChatDelta:
         found = ChatDelta()
@@ -301,7 +295,9 @@ class ParsedWriter(ChunkWriter):
             found.tool_calls = [
                 ChatCall(index=call.index, function=CalledFunction(arguments=call.arguments))
                 if call.name is None
-                else _call(self._new_id(), call.name, call.arguments, call.index)
+                else _call(
+                    new_call_id(self._dialect.frontend), call.name, call.arguments, call.index
+                )
                 for call in delta.calls
             ]
         return found
@@ -314,13 +310,13 @@ def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) ->
 
 def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:
     """Stores the reply to a chat with its messages, in the place of an older one of its id."""
-    stored = msgspec.structs.replace(reply, metadata=checked_metadata(body.metadata))
+    stored = replace(reply, metadata=checked_metadata(body.metadata))
     messages = [_stored(f"{reply.id}-{index}", each) for index, each in enumerate(body.messages)]
     request.app[OBJECT_STORE].add(owner_of(request), stored, messages)
 
 
 def _stored(id: str, message: Message) -> StoredMessage:
-    fields = msgspec.structs.asdict(message)
+    fields = asdict(message)
     given = {name: value for name, value in fields.items() if value is not None}
     given["content"] = None if message.content is None else message.for_template()["content"]
     parts = message.content if isinstance(message.content, list) else None

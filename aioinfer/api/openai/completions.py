@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import (
@@ -21,9 +22,11 @@ from aioinfer.api.logprobs import (
     prompt_logprobs,
 )
 from aioinfer.api.openai.chunks import (
+    Chunk,
+    ChunkChoice,
     ChunkDialect,
-    ChunkTemplate,
-    TextWriter,
+    ChunkWriter,
+    Envelope,
     Usage,
     usage,
 )
@@ -36,7 +39,7 @@ from aioinfer.text.message_parser import ToolUse
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import RequestOutput
-    from aioinfer.features.prompt_logprobs.planning import PromptScores
+    from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.
@@ -58,13 +61,10 @@ class CompletionChoice(Struct, kw_only=True):
     features: dict[str, Any] | UnsetType = UNSET
 
 
-class Completion(Struct, kw_only=True):
+class Completion(Envelope, kw_only=True):
     """The reply of `/v1/completions`. A stream is a sequence of these as server-sent events."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
@@ -89,7 +89,7 @@ def _with_candidates(params: SamplingParams, best_of: int) -> SamplingParams:
     returned."""
     if best_of == params.n:
         return params
-    return replace(params, n=best_of, logprobs=params.logprobs or 0)
+    return dataclasses.replace(params, n=best_of, logprobs=params.logprobs or 0)
 
 
 def _best(candidates: Sequence[Delta], best_of: int, params: SamplingParams) -> Sequence[Delta]:
@@ -157,33 +157,28 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
         number, body = index // self._params.n, self.body
-        template = ChunkTemplate.for_completion(self.envelope, index)
-        echo, has_scores = self._echoes[number], bool(body.echo) and body.logprobs is not None
-        writer = EchoWriter(
-            output if has_scores else None,
-            echo,
-            partial(echoed_logprobs, self.names, num_top=body.logprobs or 0, generated=()),
-            template,
-            partial(completion_logprobs, self.names),
-            template.chunk(echo) if echo and not has_scores else b"",
-            returns_token_ids=self._with_ids,
+        with_usage = body.include_usage and body.continuous_usage
+        writer = CompletionWriter(
+            self.chunk,
+            index,
+            self.names,
+            echo=self._echoes[number],
+            echo_logprobs_of=output if body.echo and body.logprobs is not None else None,
+            num_top=body.logprobs or 0,
             prompt_token_ids=self._prompts[number] if self._with_ids else None,
-            usage_of=output if self.envelope.continuous_usage else None,
+            usage_of=output if with_usage else None,
         )
         self._writers.append(writer)
         return writer
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
         """See `Dialect.whole`."""
-        n, envelope = self._params.n, self.envelope
+        n = self._params.n
         num_tokens = sum(len(choice.token_ids) for choice in choices)
         best = _best(choices, self._num_candidates, self._params)
         of_prompts = [await self._of_prompt(output) for output in outputs]
         return Completion(
-            id=envelope.id,
-            created=envelope.created,
-            model=envelope.model,
-            system_fingerprint=envelope.fingerprint,
+            **self.envelope,
             choices=[
                 CompletionChoice(
                     index=index,
@@ -219,29 +214,68 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         return await prompt_logprobs(self.names, scores, num_top)
 
 
-class EchoWriter(TextWriter):
-    """Writes a choice that may begin with its prompt and the log-probabilities of that, which are
-    known with the first delta."""
+class CompletionWriter(ChunkWriter):
+    """Writes a choice that may begin with its prompt, and the log-probabilities of that, which are
+    known with the first delta. A token whose text is held back has a chunk too, so that clients can
+    count tokens."""
 
     def __init__(
         self,
-        output: RequestOutput | None,
-        echo: str,
-        format_echo: Callable[[PromptScores], Awaitable[CompletionLogprobs]],
-        *args: Any,
+        chunk: Chunk,
+        index: int,
+        names: Tokenizer | None = None,
+        *,
+        echo: str = "",
+        echo_logprobs_of: RequestOutput | None = None,
+        num_top: int = 0,
         **options: Any,
     ):
-        """`output` has the scores of the prompt, None if they are not shown; `format_echo` makes
-        their JSON. See `TextWriter` for the rest."""
-        super().__init__(*args, **options)
-        self._output, self._echo, self._format_echo = output, echo, format_echo
+        """Makes the writer of a choice.
+
+        Args:
+            chunk, options: see `ChunkWriter`.
+            index: the number of the choice.
+            names: gives the tokens' texts in log-probabilities; without it they name ids.
+            echo: the text of the prompt, with which the choice begins.
+            echo_logprobs_of: has the log-probabilities of the prompt, if they are shown.
+            num_top: how many of the likeliest tokens are shown with those.
+        """
+        super().__init__(chunk, **options)
+        self.empty = ChunkChoice(index=index, text="")
+        self._names, self._echo, self._num_top = names, echo, num_top
+        self._echo_logprobs_of = echo_logprobs_of
+        self._echo_logprobs: CompletionLogprobs | None = None
+        self._text_offset = 0  # in the choice's text, of the next delta
 
     async def open(self) -> None:
         """See `ChoiceWriter.open`."""
-        if self._output is None:
-            return
-        scores, self._output = self._output.prompt_scores, None
-        assert scores is not None
-        found = await self._format_echo(scores)
-        self._opening += self._template.chunk_with_logprobs(self._echo, found)
-        self._text_offset = len(self._echo)
+        output, self._echo_logprobs_of = self._echo_logprobs_of, None
+        if output is not None and output.prompt_scores is not None:
+            self._echo_logprobs = await echoed_logprobs(
+                self._names, output.prompt_scores, self._num_top, ()
+            )
+            self._text_offset = len(self._echo)
+
+    def opening(self) -> Iterator[bytes]:
+        """See `ChunkWriter.opening`."""
+        if self._echo:
+            yield self.event(replace(self.shown(self._echo), logprobs=self._echo_logprobs))
+
+    def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
+        """See `ChunkWriter.choices`."""
+        reason, fields = delta.finish_reason, self.fields(delta)
+        if self._prompt_token_ids:
+            fields["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, ()
+        if fields or delta.text or reason is None:
+            yield replace(self.shown(delta.text), **fields)
+        if reason is not None:
+            yield replace(self.empty, finish_reason=reason, stop_reason=delta.stop_reason)
+
+    def shown(self, text: str) -> ChunkChoice:
+        """See `ChunkWriter.shown`."""
+        return replace(self.empty, text=text)
+
+    def logprobs(self, delta: Delta) -> CompletionLogprobs:
+        """See `ChunkWriter.logprobs`."""
+        offset, self._text_offset = self._text_offset, self._text_offset + len(delta.text)
+        return completion_logprobs(self._names, delta.logprobs or (), offset)
