@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from aioinfer.__main__ import main
-from aioinfer.api.batch.lines import Requests, check_input, take_up
+from aioinfer.api.batch.lines import check_input, read_requests, take_up
 from aioinfer.cli.bench import find_bench
 from aioinfer.cli.chat import ChatError, ChatServer, _Pace
 from aioinfer.cli.commands import COMMANDS
@@ -136,12 +136,10 @@ def test_a_long_line_is_a_fault_and_the_next_is_read(tmp_path: Path) -> None:
 def test_requests_that_are_done_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "in"
     file.write_bytes(b"".join(line(number) for number in range(300)))
-    requests = Requests(file, {str(number) for number in range(250)})
-    found = []
-    while lines := requests.read():
-        found += [request.custom_id for request in lines]
-    requests.close()
-    assert found == [str(number) for number in range(250, 300)]
+    *pieces, last = read_requests(file, {str(number) for number in range(200)})
+    assert [len(piece) for piece in (*pieces, last)] == [64, 36]
+    found = [request.custom_id for piece in (*pieces, last) for request in piece]
+    assert found == [str(number) for number in range(200, 300)]
 
 
 def test_a_half_written_result_is_dropped(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ from aioinfer.config import Config, LimitsConfig
 from aioinfer.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-    from aioinfer.api.batch.lines import BatchServer, Requests, Written
+    from aioinfer.api.batch.lines import BatchServer, Written
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -117,44 +115,21 @@ async def _answer(
         TimeRemainingColumn,
     )
 
-    from aioinfer.api.batch.lines import Requests
+    from aioinfer.api.batch.lines import run_batch, to_lines
 
     async with _server(config, options.concurrency) as server:
-        with Progress(
+        stream = await asyncio.to_thread(options.output.open, "ab", 0)
+        done = frozenset(written.custom_ids)
+        with stream, Progress(
             TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), console=Console(stderr=True),
         ) as progress:  # fmt: skip
-            task = progress.add_task("requests", total=total, completed=len(written.custom_ids))
-            requests = await asyncio.to_thread(
-                Requests, options.input, frozenset(written.custom_ids)
-            )
-            try:
-                await _write_results(requests, server, options.output, written, progress, task)
-            finally:
-                requests.close()
-
-
-async def _write_results(
-    requests: Requests,
-    server: BatchServer,
-    output: Path,
-    written: Written,
-    progress: Progress,
-    task: TaskID,
-) -> None:
-    from aioinfer.api.batch.lines import run_batch
-
-    stream = await asyncio.to_thread(output.open, "ab", 0)
-    try:
-        async with aclosing(run_batch(requests, server)) as results:
-            async for ready in results:
-                data = b"".join(result.encode() for result in ready)
-                await asyncio.to_thread(stream.write, data)
-                written.custom_ids.update(result.custom_id for result in ready)
-                written.num_succeeded += sum(result.succeeded for result in ready)
-                progress.update(task, completed=len(written.custom_ids))
-    finally:
-        stream.close()
+            task = progress.add_task("requests", total=total, completed=len(done))
+            async with aclosing(run_batch(options.input, done, server)) as results:
+                async for ready in results:
+                    await asyncio.to_thread(stream.write, to_lines(ready))
+                    written.add(ready)
+                    progress.update(task, completed=len(written.custom_ids))
 
 
 @asynccontextmanager
@@ -162,7 +137,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch.lines import BatchServer, Dispatcher
+    from aioinfer.api.batch.lines import BatchServer
     from aioinfer.api.http.keys import ANONYMOUS
     from aioinfer.api.http.limits import ACCOUNTS
     from aioinfer.api.server import create_app
@@ -183,7 +158,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
             account = app[ACCOUNTS].named(ANONYMOUS)
             if account is None:
                 raise EngineDeadError("the server has no account for its own requests")
-            yield BatchServer(Dispatcher(app), lambda: account, asyncio.Semaphore(places), places)
+            yield BatchServer(app, lambda: account, asyncio.Semaphore(places), places)
         finally:
             await runner.cleanup()
     finally:

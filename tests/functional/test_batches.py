@@ -46,6 +46,11 @@ def folder_of(served: Served) -> Path:
     return Path(served.frontend.config.server.files_folder)
 
 
+def results_of(folder: Path, batch_id: str, kind: str) -> Path:
+    """Returns where the results of a batch are."""
+    return folder / "files" / f"file-{kind}-{batch_id.removeprefix('batch_')}.data"
+
+
 def jsonl(lines: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
 
@@ -218,8 +223,8 @@ async def test_what_is_no_form_is_refused(filed: Served, kind: str, body: bytes)
     async with filed.http.post("/v1/files", data=body, headers={"Content-Type": kind}) as response:
         assert response.status == 400, await response.text()
         assert (await response.json())["error"]["type"] == "invalid_request_error"
-    folder = Path(filed.frontend.config.server.files_folder or "") / "incoming"
-    assert await asyncio.to_thread(lambda: list(folder.iterdir())) == []
+    folder = folder_of(filed) / "files"
+    assert await asyncio.to_thread(lambda: list(folder.glob("*.new"))) == []
 
 
 async def test_a_page_of_another_origin_cannot_upload(filed: Served) -> None:
@@ -282,7 +287,7 @@ async def test_a_batch_goes_on_after_a_restart(tmp_path: Path) -> None:
     ):
         batch_id = await begin(client, jsonl(lines))
         await until_answered(client, batch_id, 8)
-    partial = tmp_path / "batches" / f"{batch_id}.output"
+    partial = results_of(tmp_path, batch_id, "output")
     written = await asyncio.to_thread(partial.read_bytes)
     num_written = written.count(b"\n")
     assert 8 <= num_written < 32
@@ -328,7 +333,7 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
     batch_id = await begin(client, jsonl(lines))
     await until_answered(client, batch_id, 1)
     # where the errors should be appended
-    await asyncio.to_thread(folder_of(filed).joinpath("batches", f"{batch_id}.error").mkdir)
+    await asyncio.to_thread(results_of(folder_of(filed), batch_id, "error").mkdir)
     batch = await ended(client, batch_id)
     assert (batch.status, batch.error_file_id) == ("failed", None)
     assert "IsADirectoryError" in batch.errors.data[0].message
@@ -344,45 +349,40 @@ async def test_a_batch_whose_results_cannot_be_written_fails(
 
 
 async def test_what_a_start_finds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A batch whose time is over while no server runs has expired, one that was being cancelled is
-    cancelled, and one whose results were overwritten has failed."""
+    """A batch that was being cancelled while the server ended is cancelled, one whose results were
+    overwritten has failed, and an upload that did not end is gone."""
     settings = SETTINGS | {"server.files_folder": str(tmp_path)}
     lines = [line(number, max_tokens=100, ignore_eos=True) for number in range(9)]
     async with (
         serve(**settings) as first,
         openai.AsyncOpenAI(base_url=f"{first.url}/v1", api_key="none") as client,
     ):
-        late, left, broken = [await begin(client, jsonl(lines)) for _ in range(3)]
+        left, broken = [await begin(client, jsonl(lines)) for _ in range(2)]
         async with asyncio.timeout(60):
-            for batch_id in (late, left, broken):
+            for batch_id in (left, broken):
                 while (  # noqa: ASYNC110  # the API has no events
                     await client.batches.retrieve(batch_id)
                 ).status == "validating":
                     await asyncio.sleep(0.02)
 
-    def change(batch_id: str, **fields: Any) -> None:
-        place = tmp_path / "batches" / f"{batch_id}.json"
+    def change() -> None:
+        place = tmp_path / "batches" / f"{left}.json"
         record = json.loads(place.read_bytes())
         assert record["batch"]["status"] == "in_progress"
-        record["batch"] |= {name: fields[name] for name in fields if name != "outcome"}
-        record["outcome"] = fields.get("outcome", record["outcome"])
+        record["batch"]["status"] = "cancelling"
         place.write_text(json.dumps(record), "utf-8")
+        results_of(tmp_path, broken, "output").write_text("no result\n", "utf-8")
+        (tmp_path / "files" / "file-0.new").write_bytes(b"half of an upload")
 
-    await asyncio.to_thread(change, late, expires_at=1)
-    await asyncio.to_thread(change, left, status="cancelling", outcome="cancelled")
-    await asyncio.to_thread((tmp_path / "batches" / f"{broken}.output").write_text, "no result\n")
+    await asyncio.to_thread(change)
     async with (
         serve(**settings) as second,
         openai.AsyncOpenAI(base_url=f"{second.url}/v1", api_key="none") as client,
     ):
-        found = {batch_id: await ended(client, batch_id) for batch_id in (late, left, broken)}
-        expired = parse((await client.files.content(found[late].error_file_id)).content)
-        for batch in found.values():
+        found = [await ended(client, batch_id) for batch_id in (left, broken)]
+        for batch in found:
             assert (await client.files.delete(batch.input_file_id)).deleted
-    assert [found[each].status for each in (late, left, broken)] == [
-        "expired", "cancelled", "failed",
-    ]  # fmt: skip
-    assert {each["error"]["code"] for each in expired} == {"batch_expired"}
-    assert found[late].request_counts.failed == len(expired) > 0
-    assert found[broken].errors.data[0].code == "server_error"
+    assert [batch.status for batch in found] == ["cancelled", "failed"]
+    assert found[1].errors.data[0].code == "server_error"
+    assert await asyncio.to_thread(lambda: list(tmp_path.rglob("*.new"))) == []
     caplog.clear()

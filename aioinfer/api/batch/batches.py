@@ -2,8 +2,9 @@
 shapes.
 
 A batch is a record in `store.FileStore`. Its results are appended to files there as they come, in
-the order of the requests; results that were written before the server ended, however it ended, are
-not computed again after the next start. `objects` has the inputs and results, `lines` answers.
+the order of the requests; the files become objects of the API at the end. Results that were written
+before the server ended, however it ended, are not computed again after the next start. `objects`
+has the inputs and results, `lines` answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import aclosing, closing, suppress
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -20,15 +23,13 @@ from aiohttp import web
 from aioinfer.api.batch import objects
 from aioinfer.api.batch.lines import (
     BATCH_PATHS,
-    BatchError,
     BatchFault,
     BatchResult,
     BatchServer,
-    Dispatcher,
-    Requests,
     check_input,
     run_batch,
     take_up,
+    to_lines,
 )
 from aioinfer.api.batch.store import (
     ENDED,
@@ -49,7 +50,6 @@ from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)
 
-_WINDOW_S = 24 * 3600
 #: Requests of all batches together that are served at a time, beside those of clients.
 CONCURRENCY = 32
 #: Batches that are in progress: each has a task, and its file open.
@@ -91,13 +91,12 @@ class Batches:
         self._max_line_bytes = app[REQUEST_BODIES].max_bytes
         self._places = asyncio.Semaphore(CONCURRENCY)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._serving: dict[str, asyncio.Task[None]] = {}
         app.on_startup.append(self.start)
         app.on_shutdown.append(self.stop)
 
     async def start(self, app: web.Application) -> None:
         """Goes on with batches that have not ended."""
-        self._dispatcher = Dispatcher(app)
+        self._app = app
         for record in self._store.open_batches():
             self._begin(record)
 
@@ -117,14 +116,12 @@ class Batches:
                 status=429,
                 code="too_many_batches",
             )
-        now = int(time.time())
         batch = BatchObject(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             completion_window=asked.completion_window,
-            created_at=now,
-            expires_at=now + _WINDOW_S,
+            created_at=int(time.time()),
             metadata=asked.metadata,
         )
         record = BatchRecord(owner, batch)
@@ -141,12 +138,11 @@ class Batches:
             )
         if batch.status in ("validating", "in_progress"):
             batch.enter("cancelling")
-            record.outcome = "cancelled"
             try:
                 await self._store.save(record)
             finally:
-                if (serving := self._serving.get(batch.id)) is not None:
-                    serving.cancel()
+                if batch.status == "cancelling" and batch.id in self._tasks:
+                    self._tasks[batch.id].cancel()
 
     # ---------------------------------------------------------------- the work
 
@@ -158,54 +154,34 @@ class Batches:
     async def _run(self, record: BatchRecord) -> None:
         """Processes a batch from its current status to its end. A batch that meets an error has
         failed; only if the server stops does the batch stay as it is, for the next start."""
+        batch = record.body
         try:
-            await self._advance(record)
+            if batch.status == "validating":
+                await self._validate(record)
+            if batch.status == "in_progress":
+                await self._serve(record)
+            if batch.status in ENDED:
+                return  # its input is wrong
+        except asyncio.CancelledError:
+            if batch.status != "cancelling":
+                raise
         except EngineDeadError as error:
-            _log.warning("batch %s goes on at the next start: %s", record.body.id, error)
+            _log.warning("batch %s goes on at the next start: %s", batch.id, error)
+            return
         except Exception as error:
-            await self._fail(record, error)
-
-    async def _advance(self, record: BatchRecord) -> None:
-        """Processes a batch from its current status to its end. Raises the error that keeps it from
-        its end."""
-        batch = record.body
-        if batch.status == "validating":
-            await self._validate(record)
-        if batch.status == "in_progress":
-            serving = self._serving[batch.id] = asyncio.create_task(self._serve(record))
-            try:
-                await asyncio.wait([serving])
-            finally:
-                del self._serving[batch.id]
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
-            if not serving.cancelled():
-                serving.result()
-        if batch.status in ("in_progress", "cancelling", "finalizing"):
-            await self._finalize(record)
-
-    async def _fail(self, record: BatchRecord, error: Exception) -> None:
-        """Ends a batch for an error; results that are written are kept, where that can be done."""
-        batch = record.body
-        if isinstance(error, RequestError):
-            fault = BatchFault(code=error.code or "failed", message=error.message)
-        else:
-            _log.error("batch %s has failed: %r", batch.id, error)
-            kind = type(error).__name__  # its text may name files of the server
-            message = f"the server could not go on with the batch ({kind}); its log has more"
-            fault = BatchFault(code="server_error", message=message)
-        batch.errors = BatchFaults(data=[fault])
-        record.outcome = "failed"
+            _fail(batch, error)
         try:
             await self._finalize(record)
-        except Exception as again:
-            _log.error("batch %s has failed without files: %r", batch.id, again)
+        except Exception as error:
+            _log.error("batch %s has failed without files: %r", batch.id, error)
+            _fail(batch, error)
             batch.output_file_id = batch.error_file_id = None
             batch.enter("failed")
             with suppress(OSError):
                 await self._store.save(record)
 
     async def _validate(self, record: BatchRecord) -> None:
+        """Checks the input; a batch whose input is wrong has failed."""
         batch = record.body
         batch.request_counts.total, faults = await asyncio.to_thread(
             check_input,
@@ -225,11 +201,10 @@ class Batches:
     async def _serve(self, record: BatchRecord) -> None:
         """Answers the requests that have no result yet. Raises `EngineDeadError` if the server
         stops."""
-        batch, store = record.body, self._store
-        files = [store.batch_file(batch.id, kind) for kind in ("output", "error")]
+        batch, counts = record.body, record.body.request_counts
+        files = [self._store.data(result_id(batch, kind)) for kind in _RESULTS]
         written = await asyncio.to_thread(lambda: [take_up(file) for file in files])
-        done = set[str]().union(*(each.custom_ids for each in written))
-        counts = batch.request_counts
+        done = frozenset[str]().union(*(each.custom_ids for each in written))
         counts.completed = sum(each.num_succeeded for each in written)
         counts.failed = len(done) - counts.completed
 
@@ -239,62 +214,61 @@ class Batches:
                 raise RequestError(message, code="invalid_api_key")
             return found
 
-        server = BatchServer(self._dispatcher, account, self._places, CONCURRENCY)
-        source = store.data(batch.input_file_id)
-        with closing(await asyncio.to_thread(Requests, source, done)) as requests:
-            try:
-                async with (
-                    asyncio.timeout(max(0.0, batch.expires_at - time.time())) as window,
-                    aclosing(run_batch(requests, server)) as results,
-                ):
-                    async for ready in results:
-                        await self._write(batch, ready)
-                        done.update(result.custom_id for result in ready)
-                return
-            except TimeoutError:
-                if not window.expired():
-                    raise
-        record.outcome = "expired"
-        error = BatchError(code="batch_expired", message="the batch was not answered in time")
-        with closing(await asyncio.to_thread(Requests, source, done)) as requests:
-            while lines := await asyncio.to_thread(requests.read):
-                await self._write(batch, [line.failed(error) for line in lines])
-
-    async def _write(self, batch: BatchObject, results: list[BatchResult]) -> None:
-        """Appends results to the batch's files, and counts them."""
-        good = [result for result in results if result.succeeded]
-        bad = [result for result in results if not result.succeeded]
-
-        def append() -> None:
-            for kind, part in (("output", good), ("error", bad)):
-                if part:
-                    with self._store.batch_file(batch.id, kind).open("ab") as stream:
-                        stream.write(b"".join(result.encode() for result in part))
-
-        writing = asyncio.ensure_future(asyncio.to_thread(append))
-        try:
-            await asyncio.shield(writing)
-        finally:  # a batch that is cancelled is not left with half of a line
-            await writing
-            batch.request_counts.completed += len(good)
-            batch.request_counts.failed += len(bad)
+        server = BatchServer(self._app, account, self._places, CONCURRENCY)
+        source = self._store.data(batch.input_file_id)
+        async with aclosing(run_batch(source, done, server)) as results:
+            async for ready in results:
+                writing = asyncio.ensure_future(asyncio.to_thread(_append, files, ready))
+                try:
+                    await asyncio.shield(writing)
+                finally:  # a batch that is cancelled is not left with half of a line
+                    await writing
+                    num_good = sum(result.succeeded for result in ready)
+                    counts.completed += num_good
+                    counts.failed += len(ready) - num_good
 
     async def _finalize(self, record: BatchRecord) -> None:
         """Makes files of the results. Safe to repeat, whenever the process ended."""
         batch, store = record.body, self._store
-        files = {kind: store.batch_file(batch.id, kind) for kind in ("output", "error")}
-        if batch.finalizing_at is None:
-            for kind, file in files.items():
-                if await asyncio.to_thread(file.is_file):
-                    setattr(batch, f"{kind}_file_id", f"file-{secrets.token_hex(12)}")
-            batch.enter("finalizing")
-            await store.save(record)
-        for kind, file in files.items():
-            if (file_id := getattr(batch, f"{kind}_file_id")) is not None:
+        outcome = "cancelled" if batch.status == "cancelling" else "completed"
+        batch.enter("finalizing")
+        for kind in _RESULTS:
+            file_id = result_id(batch, kind)
+            if await asyncio.to_thread(store.data(file_id).is_file):
                 name = f"{batch.id}_{kind}.jsonl"
-                await store.keep(file, record.owner, name, "batch_output", file_id)
-        batch.enter(record.outcome)
+                await store.keep(store.data(file_id), record.owner, name, "batch_output")
+                setattr(batch, f"{kind}_file_id", file_id)
+        batch.enter("failed" if batch.errors else outcome)
         await store.save(record)
+
+
+#: The files of a batch's results: replies with status 200, and all others.
+_RESULTS = ("output", "error")
+
+
+def result_id(batch: BatchObject, kind: str) -> str:
+    """Returns the id of a file of a batch's results."""
+    return f"file-{kind}-{batch.id.removeprefix('batch_')}"
+
+
+def _append(files: Sequence[Path], results: Sequence[BatchResult]) -> None:
+    """Appends results to the files of `_RESULTS`. Raises OSError."""
+    for file, succeeded in zip(files, (True, False), strict=True):
+        if part := [result for result in results if result.succeeded == succeeded]:
+            with file.open("ab") as stream:
+                stream.write(to_lines(part))
+
+
+def _fail(batch: BatchObject, error: Exception) -> None:
+    """Notes the error for which a batch ends."""
+    if isinstance(error, RequestError):
+        fault = BatchFault(code=error.code or "failed", message=error.message)
+    else:
+        _log.error("batch %s has failed: %r", batch.id, error)
+        kind = type(error).__name__  # its text may name files of the server
+        message = f"the server could not go on with the batch ({kind}); its log has more"
+        fault = BatchFault(code="server_error", message=message)
+    batch.errors = BatchFaults(data=[fault])
 
 
 BATCHES: web.AppKey[Batches | None] = web.AppKey("batches")

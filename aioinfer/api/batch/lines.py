@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 #: Faults of an input that are reported; there may be as many as it has lines.
 _MAX_FAULTS = 20
-#: Lines that `Requests.read` returns at most, and about how many bytes.
+#: Lines that `read_requests` yields at most at a time, and about how many bytes.
 _LINES_PER_PIECE = 64
 _BYTES_PER_PIECE = 2**20
 #: Results that may wait for an earlier one, for each request that is served at a time.
@@ -54,11 +54,6 @@ class BatchLine(Struct, kw_only=True):
     url: str
     body: Raw
     method: str = "POST"
-
-    def failed(self, error: BatchError, request_id: str | None = None) -> BatchResult:
-        """Returns the result of a request that was not answered."""
-        id = request_id or f"batch_req_{secrets.token_hex(12)}"
-        return BatchResult(id=id, custom_id=self.custom_id, error=error)
 
 
 class _Body(Struct):
@@ -94,10 +89,6 @@ class BatchResult(Struct, kw_only=True):
     def succeeded(self) -> bool:
         """Whether the reply is an answer and not an error."""
         return self.response is not None and self.response.status_code < 400
-
-    def encode(self) -> bytes:
-        """Returns the line, with its line end."""
-        return msgspec.json.encode(self) + b"\n"
 
 
 class _Written(Struct):
@@ -185,35 +176,22 @@ def _lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, bytes]]
             yield number, raw
 
 
-class Requests:
-    """The requests of an input that has been checked, in order; closed at the end of its `with`
-    block."""
-
-    def __init__(self, file: Path, done: Collection[str]):
-        """Opens `file`; requests whose custom_id is in `done` are left out. Raises OSError."""
-        self._stream = file.open("rb")
-        self._done = done
-
-    def read(self) -> list[BatchLine]:
-        """Returns the next requests; none at the end of the file. Raises OSError, ValueError."""
-        found: list[BatchLine] = []
-        size = 0
-        while len(found) < _LINES_PER_PIECE and size < _BYTES_PER_PIECE:
-            raw = self._stream.readline()
-            if not raw:
-                break
-            size += len(raw)
-            if raw.strip():
-                line = msgspec.json.decode(raw, type=BatchLine)
-                if line.custom_id not in self._done:
-                    found.append(line)
-            if size >= _BYTES_PER_PIECE and not found:
-                size = 0  # all of it is done: an empty list would mean the end
-        return found
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._stream.close()
+def read_requests(file: Path, done: Collection[str]) -> Iterator[list[BatchLine]]:
+    """Yields the requests of an input that has been checked, in order and in pieces; requests whose
+    custom_id is in `done` are left out. Raises OSError, ValueError."""
+    piece: list[BatchLine] = []
+    size = 0
+    with file.open("rb") as stream:
+        for raw in filter(bytes.strip, stream):
+            line = msgspec.json.decode(raw, type=BatchLine)
+            if line.custom_id not in done:
+                piece.append(line)
+                size += len(raw)
+            if len(piece) >= _LINES_PER_PIECE or size >= _BYTES_PER_PIECE:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
 
 
 @dataclass(slots=True)
@@ -222,6 +200,11 @@ class Written:
 
     custom_ids: set[str] = field(default_factory=set)
     num_succeeded: int = 0
+
+    def add(self, results: Sequence[BatchResult]) -> None:
+        """Notes further results."""
+        self.custom_ids.update(result.custom_id for result in results)
+        self.num_succeeded += sum(result.succeeded for result in results)
 
 
 def take_up(file: Path) -> Written:
@@ -254,77 +237,31 @@ def take_up(file: Path) -> Written:
     return written
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The reply to an in-process request. `retry_after_s` is None where trying again will not
-    help."""
+class BatchServer:
+    """Answers requests of batches in-process, by an application that has been started."""
 
-    status: int
-    body: bytes
-    retry_after_s: float | None
+    def __init__(
+        self,
+        app: web.Application,
+        account: Callable[[], Account],
+        places: asyncio.Semaphore,
+        concurrency: int,
+    ):
+        """Makes the server of a batch.
 
-
-class Dispatcher:
-    """Makes in-process requests to an application that has been started."""
-
-    def __init__(self, app: web.Application):
-        self._app = app
+        Args:
+            app: answers the requests.
+            account: returns for whom: the account of an API key, looked up for each request.
+            places: bounds how many are served at a time; batches may share it.
+            concurrency: how many places there are.
+        """
+        self.concurrency = concurrency
+        self._app, self._account, self._places = app, account, places
         # aiohttp's public handlers belong to runners, which an application inside another has none
         # of; pyproject.toml pins the version for `_handle`
         loop = asyncio.get_running_loop()
         # a connection without a transport: aiohttp asks it for a request's peer, and there is none
         self._protocol = web.RequestHandler(web.Server(app._handle), loop=loop, access_log=None)  # type: ignore[arg-type]
-
-    async def post(self, path: str, body: bytes, request_id: str, account: Account) -> Answer:
-        """Posts a JSON body for the holder of an API key and returns the reply.
-
-        The reply must not be a stream. Cancelling this call ends the request.
-        """
-        request = self._request(f"{self._app[PREFIX]()}{path}", body, request_id)
-        request[ACCOUNT] = account
-        response = await self._app._handle(request)
-        if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
-            raise TypeError("the reply is a stream")
-        retry = response.headers.get("Retry-After")
-        return Answer(response.status, response.body, None if retry is None else float(retry))
-
-    def _request(self, path: str, body: bytes, request_id: str) -> web.Request:
-        loop = asyncio.get_running_loop()
-        headers = CIMultiDictProxy(
-            CIMultiDict(
-                {
-                    "Content-Type": "application/json",
-                    "Content-Length": str(len(body)),
-                    REQUEST_ID_HEADER: request_id,
-                }
-            )
-        )
-        message = RawRequestMessage(
-            "POST", path, HttpVersion11, headers, (), False, None, False, False, URL(path)
-        )
-        payload = StreamReader(BaseProtocol(loop), _NO_LIMIT, loop=loop)
-        payload.feed_data(body)
-        payload.feed_eof()
-        task = asyncio.current_task()
-        # a reply that is no stream is returned unsent: nothing uses the writer
-        return web.Request(message, payload, self._protocol, None, task, loop)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchServer:
-    """The parts that answer a batch's requests.
-
-    Attributes:
-        dispatcher: makes them.
-        account: returns for whom: the account of an API key, looked up for each request.
-        places: bounds how many are served at a time; batches may share it.
-        concurrency: how many places there are.
-    """
-
-    dispatcher: Dispatcher
-    account: Callable[[], Account]
-    places: asyncio.Semaphore
-    concurrency: int
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Returns the result of a request. A request that the server has no room for waits; one
@@ -335,39 +272,65 @@ class BatchServer:
         """
         name = f"batch_req_{secrets.token_hex(12)}"
         while True:
-            async with self.places:
-                account = self.account()
+            async with self._places:
+                account = self._account()
                 try:
-                    reply = await self.dispatcher.post(line.url, bytes(line.body), name, account)
+                    reply = await self._post(line, name, account)
                 except Exception as error:
                     _log.exception("request %s of a batch failed", name)
                     fault = BatchError(code="server_error", message=type(error).__name__)
-                    return line.failed(fault, name)
+                    return BatchResult(id=name, custom_id=line.custom_id, error=fault)
             if reply.status not in (429, 503):
-                return BatchResult(
-                    id=name,
-                    custom_id=line.custom_id,
-                    response=BatchReply(
-                        status_code=reply.status, request_id=name, body=msgspec.Raw(reply.body)
-                    ),
-                )
-            if reply.retry_after_s is None:
+                assert isinstance(reply.body, bytes)
+                shown = BatchReply(status_code=reply.status, request_id=name, body=Raw(reply.body))
+                return BatchResult(id=name, custom_id=line.custom_id, response=shown)
+            if (retry := reply.headers.get("Retry-After")) is None:
                 raise EngineDeadError("the server stopped before the batch was complete")
-            await asyncio.sleep(min(reply.retry_after_s, _MAX_RETRY_S))
+            await asyncio.sleep(min(float(retry), _MAX_RETRY_S))
+
+    async def _post(self, line: BatchLine, request_id: str, account: Account) -> web.Response:
+        """Returns the reply to a request, for the holder of an API key. Cancelling this call ends
+        the request."""
+        loop, body, path = asyncio.get_running_loop(), bytes(line.body), self._app[PREFIX]()
+        headers = CIMultiDict(
+            {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(body)),
+                REQUEST_ID_HEADER: request_id,
+            }
+        )
+        path += line.url
+        message = RawRequestMessage(
+            "POST", path, HttpVersion11, CIMultiDictProxy(headers), (), False, None, False, False,
+            URL(path),
+        )  # fmt: skip
+        payload = StreamReader(BaseProtocol(loop), _NO_LIMIT, loop=loop)
+        payload.feed_data(body)
+        payload.feed_eof()
+        task = asyncio.current_task()
+        # a reply that is no stream is returned unsent: nothing uses the writer
+        request = web.Request(message, payload, self._protocol, None, task, loop)  # type: ignore[arg-type]
+        request[ACCOUNT] = account
+        response = await self._app._handle(request)
+        if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+            raise TypeError("the reply is a stream")
+        return response
 
 
 async def run_batch(
-    requests: Requests, server: BatchServer
+    file: Path, done: Collection[str], server: BatchServer
 ) -> AsyncGenerator[list[BatchResult], None]:
-    """Yields the results of all requests in order, in groups that are ready together.
+    """Yields the results of all requests of an input in order, in groups that are ready together;
+    requests whose custom_id is in `done` are left out.
 
-    Raises what `BatchServer.answer` and `Requests.read` do. Closing this iterator ends the
+    Raises what `BatchServer.answer` and `read_requests` do. Closing this iterator ends the
     requests that are being answered.
     """
     window = server.concurrency * _WINDOW
     pending: deque[asyncio.Task[BatchResult]] = deque()
+    pieces, none = read_requests(file, done), list[BatchLine]()
     try:
-        while lines := await asyncio.to_thread(requests.read):
+        while lines := await asyncio.to_thread(next, pieces, none):
             for line in lines:
                 if len(pending) >= window:
                     await asyncio.wait([pending[0]])
@@ -390,3 +353,8 @@ def _take_ready(pending: deque[asyncio.Task[BatchResult]]) -> list[BatchResult]:
             break  # raised next time, when these are written
         ready.append(pending.popleft().result())
     return ready
+
+
+def to_lines(results: Iterable[BatchResult]) -> bytes:
+    """Returns results as lines."""
+    return b"".join(msgspec.json.encode(result) + b"\n" for result in results)

@@ -200,7 +200,7 @@ async def create_items(request: web.Request) -> web.Response:
     conversation, store = CONVERSATIONS.find(request), request.app[OBJECT_STORE]
     new = input_items(body.items, {item.id for item in conversation.items}, "items")
     store.check_room(conversation.num_bytes + json_size(new), "a conversation", "items")
-    store.change_items(owner_of(request), conversation, [*conversation.items, *new])
+    store.add(owner_of(request), conversation.body, [*conversation.items, *new])
     return json_response(page_of(new, {}))
 
 
@@ -214,7 +214,7 @@ async def delete_item(request: web.Request) -> web.Response:
     conversation = CONVERSATIONS.find(request)
     dropped = _item(request, conversation)
     left = [item for item in conversation.items if item is not dropped]
-    request.app[OBJECT_STORE].change_items(owner_of(request), conversation, left)
+    request.app[OBJECT_STORE].add(owner_of(request), conversation.body, left)
     return json_response(conversation.body)
 
 

@@ -6,11 +6,10 @@
 
     files/ID.data, files/ID.json        a file, and what is known of it
     batches/ID.json                     a batch
-    batches/ID.output, batches/ID.error results of a batch in progress
-    incoming/                           uploads that are under way; emptied by a start
 
-A record is replaced as a whole, so that a process that is killed leaves either the old or the new
-one. `page_of` makes OpenAI's pages of lists.
+The results of a batch in progress are data without a record yet. A record, and an upload, is
+written under another name and then renamed, so that a process that is killed leaves either the old
+or the new one; a start removes what has the other name. `page_of` makes OpenAI's pages of lists.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import asyncio
 import fcntl
 import os
 import secrets
-import shutil
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -52,7 +50,7 @@ MAX_STORED_BYTES = 64 * 2**20
 #: Files in the folder, results of batches included: all of their records are in memory.
 MAX_FILES = 1000
 #: The statuses in which a batch stays.
-ENDED = frozenset(("completed", "failed", "expired", "cancelled"))
+ENDED = frozenset(("completed", "failed", "cancelled"))
 
 
 def checked_metadata(value: Any) -> dict[str, str]:
@@ -104,7 +102,7 @@ class BatchObject(Struct, kw_only=True):
     input_file_id: str
     completion_window: str
     created_at: int
-    expires_at: int
+    expires_at: int | None = None
     status: str = "validating"
     object: str = "batch"
     errors: BatchFaults | None = None
@@ -152,15 +150,14 @@ class FileRecord(Struct):
 
 
 class BatchRecord(Struct):
-    """A batch and the name of the API key that it belongs to, as they are on the disk. `outcome` is
-    the status that it has once its results are in the store."""
+    """A batch and the name of the API key that it belongs to, as they are on the disk."""
 
     owner: str
     body: BatchObject = msgspec.field(name="batch")
-    outcome: str = "completed"
 
 
-R = TypeVar("R", StoredObject, FileRecord | BatchRecord)
+Record = FileRecord | BatchRecord
+R = TypeVar("R", StoredObject, Record)
 
 
 class Store(Generic[R]):
@@ -210,15 +207,7 @@ class Store(Generic[R]):
 
 class ObjectStore(Store[StoredObject]):
     """Objects in memory. Beyond `MAX_STORED` objects and `MAX_STORED_BYTES` the oldest go,
-    conversations by their last change.
-
-    Attributes:
-        num_bytes: of all that are stored.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
+    conversations by their last change."""
 
     def check_room(self, num_bytes: int, what: str, param: str | None = None) -> None:
         """Raises `RequestError` if an object of this size could not be stored at all. `what` names
@@ -237,49 +226,31 @@ class ObjectStore(Store[StoredObject]):
         items: Sequence[Any],
         events: Sequence[bytes] = (),
     ) -> None:
-        """Stores an object of an API key. An object that is nested too deeply for JSON, or larger
-        than the limit of all objects, is not kept."""
+        """Stores an object of an API key as the newest, in the place of an older one of its id. An
+        object that is nested too deeply for JSON, or larger than the limit of all objects, is not
+        kept."""
         try:
             size = json_size(body) + json_size(items) + sum(map(len, events))
         except RecursionError:
             return
-        if (replaced := self._stored.pop((owner, body.id), None)) is not None:
-            self.num_bytes -= replaced.num_bytes
-        if size > MAX_STORED_BYTES:
-            return
-        self._stored[owner, body.id] = StoredObject(body, items, size, events)
-        self.num_bytes += size
-        self._evict()
-
-    def change_items(
-        self, owner: str | None, conversation: StoredObject, items: Sequence[Any]
-    ) -> None:
-        """Replaces the items of a conversation, which becomes the newest object. A conversation
-        that is then larger than the limit of all objects is not kept."""
-        self.remove(owner, "conversation", conversation.body.id)
-        self.add(owner, conversation.body, items)
+        self._stored.pop((owner, body.id), None)
+        if size <= MAX_STORED_BYTES:
+            self._stored[owner, body.id] = StoredObject(body, items, size, events)
+            self._evict()
 
     def change_metadata(self, stored: StoredObject, metadata: dict[str, str]) -> None:
         """Replaces the metadata of an object."""
-        grown = json_size(metadata) - json_size(stored.body.metadata)
+        stored.num_bytes += json_size(metadata) - json_size(stored.body.metadata)
         stored.body = msgspec.structs.replace(stored.body, metadata=metadata)
-        stored.num_bytes += grown
-        self.num_bytes += grown
         self._evict()
 
-    def remove(self, owner: str | None, kind: Kind, id: str) -> StoredObject:
-        """Drops an object and returns it. Raises `RequestError` (404)."""
-        stored = super().remove(owner, kind, id)
-        self.num_bytes -= stored.num_bytes
-        return stored
-
     def _evict(self) -> None:
-        while len(self._stored) > MAX_STORED or self.num_bytes > MAX_STORED_BYTES:
-            _, oldest = self._stored.popitem(last=False)
-            self.num_bytes -= oldest.num_bytes
+        excess = sum(each.num_bytes for each in self._stored.values()) - MAX_STORED_BYTES
+        while excess > 0 or len(self._stored) > MAX_STORED:
+            excess -= self._stored.popitem(last=False)[1].num_bytes
 
 
-class FileStore(Store[FileRecord | BatchRecord]):
+class FileStore(Store[Record]):
     """Files and batches in a folder, which one server uses at a time."""
 
     def __init__(self, folder: Path):
@@ -303,17 +274,17 @@ class FileStore(Store[FileRecord | BatchRecord]):
         return cls(Path(config.files_folder)) if config.files_folder else None
 
     def _take(self) -> None:
-        shutil.rmtree(self._folder / "incoming", ignore_errors=True)
-        for name in ("files", "batches", "incoming"):
+        kinds: dict[str, type[Record]] = {"files": FileRecord, "batches": BatchRecord}
+        for name in kinds:
             (self._folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError("another server uses this folder") from None
-        kinds: dict[str, type[FileRecord | BatchRecord]]
-        kinds = {"files": FileRecord, "batches": BatchRecord}
         for name, kind in kinds.items():
+            for left in (self._folder / name).glob("*.new"):
+                left.unlink()
             places = (self._folder / name).glob("*.json")
             for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
                 record = msgspec.json.decode(place.read_bytes(), type=kind)
@@ -329,9 +300,10 @@ class FileStore(Store[FileRecord | BatchRecord]):
         """Returns where a file's content is."""
         return self._folder / "files" / f"{file_id}.data"
 
-    def batch_file(self, batch_id: str, kind: str) -> Path:
-        """Returns where the record ("json") or the results ("output", "error") of a batch are."""
-        return self._folder / "batches" / f"{batch_id}.{kind}"
+    def _place(self, body: FileObject | BatchObject) -> Path:
+        """Returns where the record of an object is."""
+        folder = "files" if isinstance(body, FileObject) else "batches"
+        return self._folder / folder / f"{body.id}.json"
 
     @asynccontextmanager
     async def incoming(self) -> AsyncIterator[Path]:
@@ -344,47 +316,42 @@ class FileStore(Store[FileRecord | BatchRecord]):
                 code="too_many_files",
             )
         self._num_incoming += 1
-        place = self._folder / "incoming" / secrets.token_hex(12)
+        place = self.data(f"file-{secrets.token_hex(12)}").with_suffix(".new")
         try:
             yield place
         finally:
             self._num_incoming -= 1
             await asyncio.to_thread(place.unlink, True)
 
-    async def keep(
-        self, source: Path, owner: str, filename: str, purpose: str, file_id: str | None = None
-    ) -> FileObject:
-        """Moves `source` into the store, under an id if one is given. Safe to repeat with an id:
-        then `source` may be gone. Raises OSError."""
-        data = self.data(file_id or f"file-{secrets.token_hex(12)}")
+    async def keep(self, source: Path, owner: str, filename: str, purpose: str) -> FileObject:
+        """Makes a file of `source`, which is named by its id, and is where `incoming` or `data` has
+        it. Safe to repeat. Raises OSError."""
+        data = self.data(source.stem)
 
-        def move() -> FileRecord:
-            if source.exists():
+        def move() -> int:
+            if source != data:
                 os.replace(source, data)
-            file = FileObject(
-                id=data.stem,
-                bytes=data.stat().st_size,
-                created_at=int(time.time()),
-                filename=filename,
-                purpose=purpose,
-            )
-            record = FileRecord(owner, file)
-            _write(data.with_suffix(".json"), record)
-            return record
+            return data.stat().st_size
 
-        record = await asyncio.to_thread(move)
-        self._stored[owner, data.stem] = record
-        return record.body
+        file = FileObject(
+            id=data.stem,
+            bytes=await asyncio.to_thread(move),
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+        )
+        await self.save(FileRecord(owner, file))
+        return file
 
-    async def save(self, record: BatchRecord) -> None:
-        """Writes the record of a batch. A new batch that cannot be written is not kept: it would
-        never end, and a later start might run it. Raises OSError."""
+    async def save(self, record: Record) -> None:
+        """Writes a record. A new one that cannot be written is not kept: a batch would never end,
+        and a later start might run it. Raises OSError."""
         at, is_new = (record.owner, record.body.id), (record.owner, record.body.id) not in self
         self._stored[at] = record
         try:
             async with self._saving:  # the last to begin writes the current state
-                place = self.batch_file(record.body.id, "json")
-                await asyncio.to_thread(_write, place, msgspec.to_builtins(record))
+                data = msgspec.json.encode(record)
+                await asyncio.to_thread(_write, self._place(record.body), data)
         except OSError:
             if is_new:
                 del self._stored[at]
@@ -401,16 +368,16 @@ class FileStore(Store[FileRecord | BatchRecord]):
         if any(record.body.input_file_id == id for record in self.open_batches()):
             message = "a batch in progress reads this file"
             raise RequestError(message, param="file_id", status=409, code="file_in_use")
-        self.remove(owner, kind, id)
-        for place in (self.data(id).with_suffix(".json"), self.data(id)):
+        file = self.remove(owner, kind, id).body
+        for place in (self._place(file), self.data(id)):
             await asyncio.to_thread(place.unlink, True)
 
 
-def _write(file: Path, record: Any) -> None:
-    """Writes a record as JSON in the place of the old one. Raises OSError."""
+def _write(file: Path, data: bytes) -> None:
+    """Writes data in the place of the old ones. Raises OSError."""
     new = file.with_suffix(".new")
     with new.open("wb") as stream:
-        stream.write(msgspec.json.encode(record))
+        stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(new, file)

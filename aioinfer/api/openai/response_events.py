@@ -347,7 +347,7 @@ class ResponseEvents(MessageDialect[ResponseRequest]):
         conversation = store.find(owner, "conversation", id)  # as it is by now
         taken = {item.id for item in conversation.items}
         new = [item for item in self._new_items if item.id not in taken]
-        store.change_items(owner, conversation, [*conversation.items, *new, *_output(ended)])
+        store.add(owner, conversation.body, [*conversation.items, *new, *_output(ended)])
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
