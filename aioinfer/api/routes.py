@@ -55,9 +55,8 @@ from aioinfer.api.ollama import (
 )
 from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 from aioinfer.api.openai.chat import ChatCompletion
-from aioinfer.api.openai.response_events import Response
-from aioinfer.api.openai.responses import InputTokens, ResponseDialect
-from aioinfer.api.openai.responses_body import ResponseRequest
+from aioinfer.api.openai.responses import ResponseDialect
+from aioinfer.api.openai.responses_body import InputTokens, Response, ResponseRequest
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
 from aioinfer.api.protocol import (
     ChatRequest,

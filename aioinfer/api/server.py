@@ -34,7 +34,7 @@ from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimit
 from aioinfer.api.http.listener import Listener, tls_context
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
 from aioinfer.api.http.request_log import RequestLog
-from aioinfer.api.openai.responses import RESPONSE_RUNS, ResponseRuns
+from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.errors import ConfigError, NotReadyError, RequestError
@@ -111,8 +111,7 @@ class HttpServer:
         app[ADMISSION] = AdmissionControl(frontend)
         app[RATE_LIMITER] = RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
-        app[RESPONSE_RUNS] = ResponseRuns(app[OBJECT_STORE])
-        app.on_shutdown.append(app[RESPONSE_RUNS].stop)
+        add_responses(app)
         app[CONNECTIONS] = connections
         app[REQUEST_BODIES] = RequestBodies(
             connections.counts, largest_body(frontend.max_model_len)

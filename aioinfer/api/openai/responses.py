@@ -1,20 +1,24 @@
 """`/v1/responses`: OpenAI's Responses API.
 
-Background responses (`"background": true`) are generated without a connection until they end or are
-cancelled. Clients poll them, or follow their events. `ResponseRuns` holds the responses that have
-not ended; the `ObjectStore` has the others. Both are in memory: a server that ends cancels the
-responses that are not complete.
+A `ResponseDialect` is a response while it is generated: for a connection, or in the background
+(`"background": true`) until it ends or is cancelled. Clients poll what is in the background, or
+follow its events. `RUNNING` holds the background responses that have not ended; the `ObjectStore`
+has the others. Both are in memory: a server that ends cancels the responses that are not complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import random
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
+import msgspec
+import orjson
 from aiohttp import web
-from msgspec import Struct
+from msgspec import UNSET
 
 from aioinfer.api.admission import admit, bounded
 from aioinfer.api.batch.objects import Deleted
@@ -22,7 +26,6 @@ from aioinfer.api.batch.store import (
     MAX_STORED,
     MAX_STORED_BYTES,
     OBJECT_STORE,
-    ObjectStore,
     StoredObject,
     json_size,
     owner_of,
@@ -30,125 +33,359 @@ from aioinfer.api.batch.store import (
 )
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, read_body
 from aioinfer.api.delivery import submitted
-from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.generation import Generation
+from aioinfer.api.errors import describe, json_response, renamed
+from aioinfer.api.event_stream import stream_state
+from aioinfer.api.generation import Generation, named_event
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.request_log import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.openai.response_events import Response, ResponseEvents
-from aioinfer.api.openai.responses_body import ResponseRequest
+from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
+from aioinfer.api.openai.responses_body import (
+    ConversationId,
+    IncompleteDetails,
+    InputTokens,
+    Item,
+    Part,
+    Reasoning,
+    Response,
+    ResponseEvent,
+    ResponseFault,
+    ResponseRequest,
+    ResponseUsage,
+    Status,
+    TextConfig,
+    TextFormat,
+    input_items,
+    output_text,
+    to_messages,
+)
+from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import FieldError, OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.text.message_parser import ToolUse
 
-if TYPE_CHECKING:
-    from aioinfer.engine.output import RequestOutput
+#: Tokens of a prompt before `truncation` drops items of it.
+_MAX_UNCUT_TOKENS = 2**20
+#: The fields of a request that its response repeats, and what it says of those that are missing.
+_REPEATED: Mapping[str, Any] = {
+    "background": False, "instructions": None, "max_output_tokens": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "store": True,
+    "tool_choice": "auto", "tools": [], "truncation": "disabled", "user": None,
+}  # fmt: skip
+#: The events of a block's text by its kind.
+_TEXT_EVENTS: Mapping[BlockKind, str] = {
+    "call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text",
+}  # fmt: skip
+#: Statuses of a request that has had a step.
+_HAD_STEPS = RequestStatus.RUNNING, RequestStatus.FINISHED
 
 
-class InputTokens(Struct, kw_only=True):
-    """The number of tokens that the prompt of a response would have."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-
-
-class ResponseDialect(ResponseEvents):
+class ResponseDialect(MessageDialect[ResponseRequest]):
     """Answers a conversation, and stores it unless `store` is false.
 
     With `background` it is generated without a connection: the reply says that it is queued, or
     follows its events.
     """
 
+    body_type = ResponseRequest
     reply_type = Response
-
-    async def prompt(self, use: ToolUse) -> list[int]:
-        """See `Dialect.prompt`."""
-        previous, runs = self.body.previous_response_id, self.request.app[RESPONSE_RUNS]
-        if previous is not None and runs.find(owner_of(self.request), previous) is not None:
-            raise RequestError(
-                "the previous response has not ended yet", param="previous_response_id"
-            )
-        return await super().prompt(use)
-
-    async def decode(self) -> Generation | web.StreamResponse:
-        """See `Dialect.decode`. A response in the background is generated beyond its reply."""
-        found = await super().decode()
-        if isinstance(found, Generation) and self.body.background:
-            return await self.request.app[RESPONSE_RUNS].begin(self, found)
-        return found
-
-
-class ResponseRun:
-    """A response that is generated in the background.
-
-    Attributes:
-        dialect: has the response.
-        items: the items before its output.
-        num_bytes: the length of these as JSON.
-        events: the events so far by their sequence numbers, if it was asked to be a stream.
-        queued: becomes the response when it is in the queue, or the error that kept it out.
-        task: generates it.
-    """
-
+    text_field = "input"
+    id_prefix = "resp_"
     task: asyncio.Task[None]
 
-    def __init__(self, dialect: ResponseDialect, generation: Generation):
-        self.dialect, self.items = dialect, dialect.items
+    def __init__(self, request: web.Request, body: ResponseRequest):
+        super().__init__(request, body)
+        # all ids are made of the stream's key
+        state = stream_state(request)
+        self.id = f"resp_{state.key}"
+        #: The items before its output: of its conversation or of the previous response and its
+        #: output, then of its input; once it is decoded.
+        self.items: list[Item] = []
+        #: In the background, the length of the items as JSON.
+        self.num_bytes = 0
+        #: In the background, the events so far by their sequence numbers, if it is a stream.
         self.events: list[bytes] = []
-        self.queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self.num_bytes = json_size(self.items)
-        self._generation = generation
-        self._output: RequestOutput | None = None
+        #: The response, once it has ended.
+        self.ended: Response | None = None
+        self._created = state.created
+        self._new_items: list[Item] = []  # of the input
+        self._number = 0  # of the next event
+        self._num_logprobs = 0  # of the block's, that have been sent
+        self._ids = random.Random(state.key)
         self._news = asyncio.Event()
 
     @property
-    def body(self) -> Response:
+    def field_names(self) -> Mapping[str, str]:
+        """See `Dialect.field_names`."""
+        names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        return names | {"prompt": "input", "messages": "input"}
+
+    async def prompt(self, use: ToolUse) -> list[int]:
+        """See `Dialect.prompt`. With `truncation` as many of the first items are left out as do not
+        fit. Raises `RequestError` also if an object is not stored that the body names."""
+        frontend, body = self.frontend, self.body
+        before = self._items_before()
+        self._new_items = input_items(body.input, {item.id for item in before})
+        self.items = items = [*before, *self._new_items]
+        if body.truncation != "auto":
+            return await self._encode(items, use)
+        room = frontend.max_model_len - (body.max_output_tokens or 1)
+        middle, low, high = 0, 0, len(items) - 1  # the last one stays
+        while low < high:
+            ids = await self._encode(items[middle:], use, max_tokens=_MAX_UNCUT_TOKENS)
+            low, high = (low, middle) if len(ids) <= room else (middle + 1, high)
+            middle = (low + high) // 2  # at first all items are tried
+        while low < len(items) - 1 and items[low].type == "function_call_output":
+            low += 1  # its call is left out
+        return await self._encode(items[low:], use)
+
+    def _items_before(self) -> Sequence[Item]:
+        """Returns the items of the conversation, or of the previous response and its output."""
+        store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
+        if (id := self.body.conversation_id) is not None:
+            return store.find(owner, "conversation", id, "conversation").items
+        if (id := self.body.previous_response_id) is None:
+            return ()
+        if (owner, id) in self.request.app[RUNNING]:
+            raise RequestError(
+                "the previous response has not ended yet", param="previous_response_id"
+            )
+        previous = store.find(owner, "response", id, "previous_response_id")
+        return [*previous.items, *_output(previous.body)]
+
+    async def _encode(
+        self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the prompt of items, behind the instructions, which are of one response alone."""
+        messages = to_messages(items)
+        if self.body.instructions:
+            messages.insert(0, {"role": "system", "content": self.body.instructions})
+        kwargs = self.body.template_kwargs()
+        return await encode_turn(
+            self.frontend, messages, use, template_kwargs=kwargs, max_tokens=max_tokens
+        )
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`."""
+        found = await super().decode()
+        self._begun = self._begin()
+        if isinstance(found, Generation) and self.body.background:
+            return await self._begin_in_background(found)
+        return found
+
+    def _begin(self) -> Response:
+        """Returns the response as it begins: its fields repeat the request."""
+        body, params, conversation = self.body, self.turn.params, self.body.conversation_id
+        text = body.text or TextConfig()
+        begun = Response(
+            id=self.id,
+            created_at=self._created,
+            model=self.frontend.config.served_model_names[0],
+            conversation=None if conversation is None else ConversationId(id=conversation),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            reasoning=Reasoning(effort=body.reasoning.effort if body.reasoning else None),
+            temperature=params.temperature,
+            text=TextConfig(
+                format=text.format or TextFormat(), verbosity=text.verbosity or "medium"
+            ),
+            top_logprobs=body.num_logprobs or 0,
+            top_p=params.top_p,
+            status="in_progress",
+            output=[],
+            **{**_REPEATED, **body.given(*_REPEATED)},
+        )
+        try:
+            orjson.dumps(begun, default=msgspec.to_builtins)  # whose limit is the lower one
+        except orjson.JSONEncodeError as error:
+            raise RequestError("the body is nested too deeply to be repeated") from error
+        return begun
+
+    def new_id(self, kind: BlockKind) -> str:
+        """See `MessageDialect.new_id`; for a tool call, the id that its result names."""
+        if kind == "call":
+            return new_call_id(self.frontend, random_bytes=self._ids.randbytes)
+        return f"{'msg' if kind == 'text' else 'rs'}_{self._ids.randbytes(16).hex()}"
+
+    def response(
+        self,
+        status: Status,
+        usage: ResponseUsage | None = None,
+        error: ResponseFault | None = None,
+    ) -> Response:
+        """Returns the response with its blocks so far."""
+        blocks = self.blocks.all
+        last = status if status in ("completed", "in_progress") else "incomplete"
+        return msgspec.structs.replace(
+            self._begun,
+            status=status,
+            completed_at=int(time.time()) if status == "completed" else None,
+            error=error,
+            incomplete_details=IncompleteDetails() if status == "incomplete" else None,
+            output=[_item(block, last if block is blocks[-1] else "completed") for block in blocks],
+            usage=usage,
+        )
+
+    def _usage(self, num_tokens: int) -> ResponseUsage:
+        prompt, cached = len(self.output.prompt_token_ids), self.output.num_cached_tokens
+        (tokens,) = self.output.generated()
+        thoughts = min(num_thought_tokens(self.frontend, self.turn, tokens), num_tokens)
+        return ResponseUsage(
+            input_tokens=prompt,
+            input_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            output_tokens=num_tokens,
+            output_tokens_details=CompletionTokensDetails(reasoning_tokens=thoughts),
+            total_tokens=prompt + num_tokens,
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named_event(ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields))
+
+    def opening(self) -> bytes:
+        """See `MessageDialect.opening`."""
+        body = self.response("in_progress")
+        return self._event("created", response=body) + self._event("in_progress", response=body)
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        """See `MessageDialect.change`."""
+        index, event, name = block.index, self._event, _TEXT_EVENTS[block.kind]
+        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": index}
+        is_call, is_text = block.kind == "call", block.kind == "text"
+        if not is_call:
+            place["content_index"] = 0
+        if kind == "delta":
+            new = block.logprobs[self._num_logprobs :] if is_text else UNSET
+            self._num_logprobs = len(block.logprobs)
+            return event(f"{name}.delta", **place, delta=text, logprobs=new)
+        if kind == "start":
+            self._num_logprobs = 0
+            data = event("output_item.added", output_index=index, item=_item(block, "in_progress"))
+            return (
+                data if is_call else data + event("content_part.added", **place, part=_part(block))
+            )
+        if is_call:
+            data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
+        else:
+            logprobs = block.logprobs if is_text else UNSET
+            data = event(f"{name}.done", **place, text=block.text, logprobs=logprobs)
+            data += event("content_part.done", **place, part=_part(block))
+        return data + event("output_item.done", output_index=index, item=_item(block, "completed"))
+
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """See `MessageDialect.closing`."""
+        body = self.message(reason, stop_reason, num_tokens)
+        return self._event(body.status, response=body)
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Response:
+        """See `MessageDialect.message`."""
+        status: Status = "incomplete" if reason == "length" else "completed"
+        self.ended = ended = self.response(status, self._usage(num_tokens))
+        if not self.body.background:
+            self.keep(ended)
+        return ended
+
+    def keep(self, ended: Response) -> None:
+        """Stores the response, which has ended, unless `store` is false, and adds it to its
+        conversation if it is complete and that is still stored."""
+        store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
+        if ended.store:
+            store.add(owner, ended, self.items, self.events)
+        id = self.body.conversation_id
+        if (
+            id is None
+            or ended.status not in ("completed", "incomplete")
+            or (owner, id) not in store
+        ):
+            return
+        conversation = store.find(owner, "conversation", id)  # as it is by now
+        taken = {item.id for item in conversation.items}
+        new = [item for item in self._new_items if item.id not in taken]
+        store.add(owner, conversation.body, [*conversation.items, *new, *_output(ended)])
+
+    def failed(self, error: Exception) -> Response:
+        """Returns the response that an error has ended."""
+        described = describe(error)[1].error
+        code = described.code or "server_error"
+        return self.response("failed", error=ResponseFault(code=code, message=described.message))
+
+    def failure(self, error: Exception) -> bytes:
+        """See `Dialect.failure`."""
+        return self._event("failed", response=self.failed(error))
+
+    # ------------------------------------------------------------ in the background
+
+    @property
+    def current(self) -> Response:
         """The response as it stands."""
-        dialect, output = self.dialect, self._output
-        if dialect.ended is not None:
-            return dialect.ended
-        running = RequestStatus.RUNNING, RequestStatus.FINISHED
-        is_running = output is not None and output.sequences[0].request.status in running
+        if self.ended is not None:
+            return self.ended
+        had_steps = self.output.sequences[0].request.status in _HAD_STEPS
         # one that was preempted is in progress
-        waits = not dialect.blocks.all and not is_running
-        return dialect.response("queued" if waits else "in_progress")
+        return self.response("in_progress" if self.blocks.all or had_steps else "queued")
 
-    async def cancel(self) -> None:
-        """Has the generation end, and returns when it has; the response is cancelled unless it is
-        complete."""
-        if self._output is not None:
-            self._output.abort()
-        await asyncio.wait([self.task])
+    async def _begin_in_background(self, generation: Generation) -> web.StreamResponse:
+        """Begins the response, and returns the reply when it is in the queue: the response, or its
+        events. The limits of stored objects, in number and in bytes, bound these responses too.
 
-    async def generate(self) -> None:
-        """Generates the response for its request, beyond the reply, and stores it."""
-        dialect, request = self.dialect, self.dialect.request
+        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
+        and what `submitted` does.
+        """
+        request, running = self.request, self.request.app[RUNNING]
+        self.num_bytes = json_size(self.items)
+        what = "a response in the background"
+        request.app[OBJECT_STORE].check_room(self.num_bytes, what, "background")
+        num_bytes = sum(other.num_bytes for other in running.values()) + self.num_bytes
+        if len(running) >= MAX_STORED or num_bytes > MAX_STORED_BYTES:
+            raise OverloadedError(
+                f"{len(running)} responses are in the background, one more is too many; try "
+                "again later"
+            )
+        place = owner_of(request), self.id
+        queued: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        running[place] = self
+        self.task = asyncio.create_task(self._generate(generation, queued))
+        self.task.add_done_callback(lambda _: running.pop(place))
+        try:
+            reply = await queued
+        except asyncio.CancelledError:  # the client is gone before it got the id
+            self.task.cancel()
+            raise
+        if self.body.stream:
+            return await send_events(request, self.follow(0))
+        return json_response(reply)
+
+    async def _generate(self, generation: Generation, queued: asyncio.Future[Response]) -> None:
+        """Generates the response beyond its reply, and stores it. `queued` becomes the response
+        when it is in the queue, or the error that kept it out."""
+        request = self.request
         request[RECORD] = RequestRecord(request[RECORD].arrived)  # the other ends with the reply
         try:
-            async with (
-                bounded(request, dialect.body.timeout_s),
-                submitted(request, self._generation) as outputs,
-            ):
-                self._output = outputs[0]
-                writer = dialect.choice(outputs[0], 0, 0)
-                self.queued.set_result(self.body)
-                async for delta in outputs[0]:
-                    make = partial(writer.events, delta)
-                    self._note(await formatted(delta.logprobs or (), make))
+            with request[ACCOUNT].occupied():
+                async with (
+                    bounded(request, self.body.timeout_s),
+                    submitted(request, generation) as (output,),
+                ):
+                    writer = self.choice(output, 0, 0)
+                    queued.set_result(self.current)
+                    async for delta in output:
+                        make = partial(writer.events, delta)
+                        self._note(await formatted(delta.logprobs or (), make))
         except Exception as error:
-            if not self.queued.done():
-                self.queued.set_exception(error)
+            if not queued.done():
+                queued.set_exception(error)
                 return
-            dialect.ended = dialect.failed(error)
-            self._note(dialect.failure(error))
-        if dialect.ended is None:
-            dialect.ended = dialect.response("cancelled")
+            self.ended = self.failed(error)
+            self._note(self.failure(error))
+        if self.ended is None:
+            self.ended = self.response("cancelled")
         self._note(b"")
-        dialect.keep(dialect.ended, self.events)
+        self.keep(self.ended)
 
     def _note(self, events: bytes) -> None:
         """Stores events, and wakes the followers of the stream."""
-        if self.dialect.body.stream:
+        if self.body.stream:
             # JSON has no line ends of its own
             self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
         self._news.set()
@@ -161,65 +398,68 @@ class ResponseRun:
                 found = b"".join(self.events[first:])
                 first = len(self.events)
                 yield found
-            elif self.dialect.ended is not None:
+            elif self.ended is not None:
                 return
             else:
                 await self._news.wait()
 
+    async def cancel(self) -> None:
+        """Has the generation end, and returns when it has; the response is cancelled unless it is
+        complete."""
+        self.output.abort()
+        await asyncio.wait([self.task])
 
-class ResponseRuns:
-    """The background responses of all API keys that have not ended. The limits of stored objects,
-    in number and in bytes, bound them too."""
 
-    def __init__(self, store: ObjectStore):
-        self._store = store
-        self._runs: dict[tuple[str | None, str], ResponseRun] = {}
+def _part(block: Block) -> Part:
+    """Returns the part of content that a block is."""
+    if block.kind == "reasoning":
+        return Part(type="reasoning_text", text=block.text)
+    return output_text(block.text, block.logprobs)
 
-    def find(self, owner: str | None, id: str) -> ResponseRun | None:
-        """Returns a response of an API key that has not ended; None where there is none."""
-        return self._runs.get((owner, id))
 
-    async def begin(self, dialect: ResponseDialect, generation: Generation) -> web.StreamResponse:
-        """Begins a response, and returns the reply when it is in the queue: the response, or its
-        events.
+def _item(block: Block, status: str) -> Item:
+    """Returns the item of a block, with its content so far."""
+    item = Item(id=_item_id(block), status=status)
+    if block.kind == "call":
+        item.type, item.call_id = "function_call", block.id
+        item.name, item.arguments = block.name, block.text
+        return item
+    item.content = [_part(block)] if block.parts else []
+    if block.kind == "reasoning":
+        item.type, item.summary = "reasoning", []
+    else:
+        item.role = "assistant"
+    return item
 
-        Raises `RequestError` if it could not be stored, `OverloadedError` if there are too many,
-        and what `submitted` does.
-        """
-        run = ResponseRun(dialect, generation)
-        self._store.check_room(run.num_bytes, "a response in the background", "background")
-        num_bytes = sum(other.num_bytes for other in self._runs.values()) + run.num_bytes
-        if len(self._runs) >= MAX_STORED or num_bytes > MAX_STORED_BYTES:
-            raise OverloadedError(
-                f"{len(self._runs)} responses are in the background, one more is too many; try "
-                "again later"
-            )
-        place = owner_of(dialect.request), dialect.id
-        self._runs[place] = run
-        run.task = asyncio.create_task(self._run(run))
-        run.task.add_done_callback(lambda _: self._runs.pop(place))
-        try:
-            queued = await run.queued
-        except asyncio.CancelledError:  # the client is gone before it got the id
-            run.task.cancel()
-            raise
-        if dialect.body.stream:
-            return await send_events(dialect.request, run.follow(0))
-        return json_response(queued)
 
-    async def _run(self, run: ResponseRun) -> None:
-        with run.dialect.request[ACCOUNT].occupied():
-            await run.generate()
+def _item_id(block: Block) -> str:
+    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
 
-    async def stop(self, app: web.Application) -> None:
-        """Ends all of them; a handler of `on_shutdown`."""
-        tasks = [run.task for run in self._runs.values()]
+
+def _output(ended: Response) -> Sequence[Item]:
+    """Returns the items of a response's output; an empty message where it has none, since chat
+    templates want the roles to alternate."""
+    if ended.output:
+        return ended.output
+    id = f"msg_{ended.id.removeprefix('resp_')}"
+    return [Item(id=id, status=ended.status, role="assistant", content=[])]
+
+
+#: The responses in the background that have not ended, by API key and id.
+RUNNING: web.AppKey[dict[tuple[str, str], ResponseDialect]] = web.AppKey("running_responses")
+
+
+def add_responses(app: web.Application) -> None:
+    """Adds the responses in the background to an application, which ends them when it stops."""
+    app[RUNNING] = {}
+
+    async def stop(app: web.Application) -> None:
+        tasks = [response.task for response in app[RUNNING].values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-
-RESPONSE_RUNS = web.AppKey("response_runs", ResponseRuns)
+    app.on_shutdown.append(stop)
 
 
 async def send_events(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
@@ -240,9 +480,9 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     """
     found, first = _find(request), _first_event(request)
     if first is None:
-        return json_response(found.body)
-    if isinstance(found, ResponseRun):
-        has_events, events = bool(found.dialect.body.stream), found.follow(first)
+        return json_response(_shown(found))
+    if isinstance(found, ResponseDialect):
+        has_events, events = bool(found.body.stream), found.follow(first)
     else:
         has_events, events = bool(found.events), _whole(found.events[first:])
     if not has_events:
@@ -252,11 +492,15 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     return await send_events(request, events)
 
 
-def _find(request: web.Request) -> ResponseRun | StoredObject:
+def _find(request: web.Request) -> ResponseDialect | StoredObject:
     """Returns the response that a request names: one in the background, or a stored one."""
     id, owner = request.match_info["id"], owner_of(request)
-    run = request.app[RESPONSE_RUNS].find(owner, id)
-    return request.app[OBJECT_STORE].find(owner, "response", id) if run is None else run
+    running = request.app[RUNNING].get((owner, id))
+    return running or request.app[OBJECT_STORE].find(owner, "response", id)
+
+
+def _shown(found: ResponseDialect | StoredObject) -> Any:
+    return found.current if isinstance(found, ResponseDialect) else found.body
 
 
 def _first_event(request: web.Request) -> int | None:
@@ -276,22 +520,21 @@ async def _whole(events: Sequence[bytes]) -> AsyncIterator[bytes]:
 async def cancel_response(request: web.Request) -> web.Response:
     """Ends a response in the background; one that is complete stays as it is."""
     found = _find(request)
-    if isinstance(found, ResponseRun):
+    if isinstance(found, ResponseDialect):
         await found.cancel()
     elif not found.body.background:
         raise RequestError(
             "Cannot cancel a synchronous response: it was not made with background", param="id"
         )
-    return json_response(found.body)
+    return json_response(_shown(found))
 
 
 async def delete_response(request: web.Request) -> web.Response:
     """Drops a stored response; one in the background is cancelled."""
-    id, owner = request.match_info["id"], owner_of(request)
-    runs, store = request.app[RESPONSE_RUNS], request.app[OBJECT_STORE]
-    if (run := runs.find(owner, id)) is not None:
-        await run.cancel()
-    if run is None or (owner, id) in store:
+    id, owner, store = request.match_info["id"], owner_of(request), request.app[OBJECT_STORE]
+    if (running := request.app[RUNNING].get((owner, id))) is not None:
+        await running.cancel()
+    if running is None or (owner, id) in store:
         store.remove(owner, "response", id)
     return json_response(Deleted(id=id, object="response"))
 

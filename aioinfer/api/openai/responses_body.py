@@ -1,4 +1,5 @@
-"""Bodies of OpenAI's Responses API, their items, and the messages that items stand for."""
+"""Bodies and replies of OpenAI's Responses API, their items, and the messages that items stand
+for."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
+from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import only_grammar, schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
@@ -213,6 +215,92 @@ class ResponseRequest(SamplingFields, kw_only=True):
         }
         variables = {name: value for name, value in fields.items() if value is not None}
         return variables | (self.chat_template_kwargs or {})
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class ResponseFault(Struct, kw_only=True):
+    """The error that has ended a response."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, kw_only=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class Response(Struct, kw_only=True):
+    """The reply of `/v1/responses`, which repeats what was asked for. The first and the last event
+    of a stream hold one."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    background: bool
+    conversation: ConversationId | None
+    frequency_penalty: float
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    presence_penalty: float
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Reasoning
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: Any
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+    status: Status
+    completed_at: int | None = None
+    error: ResponseFault | None = None
+    incomplete_details: IncompleteDetails | None = None
+    output: list[Item]
+    usage: ResponseUsage | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """An event of a stream: the fields of all types."""
+
+    type: str
+    sequence_number: int
+    response: Response | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    part: Part | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class InputTokens(Struct, kw_only=True):
+    """The number of tokens that the prompt of a response would have."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 def input_items(
