@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import orjson
 from aiohttp import web
-from msgspec import UNSET, Struct
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import renamed
+from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.generation import Generation
 from aioinfer.api.http.request_log import RECORD, request_id
 from aioinfer.api.messages import template_messages
@@ -59,13 +59,8 @@ from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384
-#: Bytes of a reply that are joined and sent at once.
-_PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +111,8 @@ class PoolingDialect(Generic[B]):
         raise NotImplementedError
 
     def reply(self, pooled: Pooled) -> Any:
-        """Returns the reply; of a reply with a list of items all but these."""
+        """Returns the reply. A list of items is its last field, `data`."""
         raise NotImplementedError
-
-    def write(self, pooled: Pooled) -> list[bytes]:
-        """Returns the reply as JSON, in parts."""
-        return [encode(self.reply(pooled))]
 
     def fields(self, pooled: Pooled) -> dict[str, Any]:
         """Returns the fields that vLLM's replies have in common."""
@@ -145,37 +136,38 @@ class PoolingDialect(Generic[B]):
                 found.append(cut(frontend, body, ids, frontend.max_model_len))
         return found
 
-
-class ItemsDialect(PoolingDialect[B]):
-    """An endpoint whose reply has an item for each prompt; `data`, the reply's last field, has
-    them."""
-
-    def item(self, index: int, state: F32) -> Struct:
-        """Returns the item of a prompt by its number and its state."""
-        raise NotImplementedError
-
-    def write(self, pooled: Pooled) -> list[bytes]:
-        """See `PoolingDialect.write`."""
-        parts = [encode(self.reply(pooled)).removesuffix(b"]}")]
-        for index, state in enumerate(pooled.states):
-            parts += [b"," if index else b"", encode(self.item(index, state))]
-        return _merged([*parts, b"]}"])
+    async def pool(self) -> Pooled:
+        """Returns the pooled states of the prompts."""
+        kind, prompts = self.kind(), await self.prompts()
+        generation = Generation(
+            f"{self.id_prefix}-{request_id(self.request)}",
+            prompts,
+            SamplingParams(temperature=0, pooling=kind),
+            priority=self.body.priority,
+        )
+        num_tokens = sum(map(len, prompts))
+        with renamed({"prompt": self.param}):
+            if kind == ALL_TOKENS:
+                self.frontend.check_states(num_tokens)
+            async with submitted(self.request, generation) as found:
+                await collect(found)
+                states = [output.pooled for output in found if output.pooled is not None]
+        if len(states) < len(prompts):
+            raise GenerationError("the request was ended before all of it was computed")
+        return Pooled(states, num_tokens)
 
 
 async def answer_pooled(
     request: web.Request, kind: type[PoolingDialect[Any]]
 ) -> web.StreamResponse:
-    """Answers a request in a dialect; a long reply in pieces. Raises what `read_body` and `pool`
-    do."""
+    """Answers a request in a dialect; a long reply in parts. Raises what `read_body` and
+    `PoolingDialect.pool` do."""
     body = await read_body(request, kind.body_type)
     dialect = kind(request, body)
-    how, prompts = dialect.kind(), await dialect.prompts()
-    pooled = await pool(request, body.priority, prompts, how, dialect.id_prefix, dialect.param)
-    numbers = sum(state.size for state in pooled.states)
-    make = partial(dialect.write, pooled)
-    parts = make() if numbers <= _FEW_NUMBERS else await asyncio.to_thread(make)
-    if len(parts) == 1:
-        return web.Response(body=parts[0], content_type="application/json")
+    pooled = await dialect.pool()
+    if sum(state.size for state in pooled.states) <= _FEW_NUMBERS:
+        return json_response(dialect.reply(pooled))
+    parts = await asyncio.to_thread(lambda: _parts(dialect.reply(pooled)))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     response.content_length = sum(map(len, parts))
     await response.prepare(request)
@@ -184,28 +176,43 @@ async def answer_pooled(
     return response
 
 
-EB = TypeVar("EB", bound=EmbeddingBody)
+def _parts(reply: Any) -> list[bytes]:
+    """Returns a reply as JSON, its items one by one: other threads run between two of them."""
+    if not getattr(reply, "data", None):
+        return [encode(reply)]
+    first, *others = reply.data
+    head = encode(replace(reply, data=[])).removesuffix(b"]}")
+    return [head + encode(first), *(b"," + encode(item) for item in others), b"]}"]
 
 
-class _Embedding(PoolingDialect[EB]):
-    """An endpoint whose inputs are embedded, behind the prompt that the body names."""
+IB = TypeVar("IB", bound=InputBody)
+
+
+class _InputDialect(PoolingDialect[IB]):
+    """An endpoint whose inputs are texts, token ids or a conversation. Inputs that are embedded are
+    behind the prompt that the body names."""
 
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
-        dimensions, size = self.body.dimensions, self.frontend.hidden_size
-        if dimensions is not None and dimensions > size:
-            raise FieldError(
-                "dimensions", f"is {dimensions}, and this model's embeddings have {size}"
-            )
-        prompt = self.pooling.prompt(self.body.prompt_name)
-        given = await _inputs(self.frontend, self.body)
-        return await self.encode([prompt + i if isinstance(i, str) else i for i in given])
+        body, frontend, prefix = self.body, self.frontend, ""
+        if isinstance(body, EmbeddingBody):
+            size = frontend.hidden_size
+            if body.dimensions is not None and body.dimensions > size:
+                raise FieldError(
+                    "dimensions", f"is {body.dimensions}, and this model's embeddings have {size}"
+                )
+            prefix = self.pooling.prompt(body.prompt_name)
+        given = body.inputs()
+        if body.messages is not None:
+            messages, options = await template_messages(body.messages), body.template_options()
+            given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
+        return await self.encode([prefix + i if isinstance(i, str) else i for i in given])
 
 
 ER = TypeVar("ER", bound=EmbeddingRequest)
 
 
-class EmbeddingDialect(_Embedding[ER], ItemsDialect[ER]):
+class EmbeddingDialect(_InputDialect[ER]):
     """Embeds each input."""
 
     body_type = EmbeddingRequest
@@ -213,18 +220,17 @@ class EmbeddingDialect(_Embedding[ER], ItemsDialect[ER]):
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
-        return Embeddings(model=self.model, usage=pooled.usage())
+        vectors = enumerate(self.vectors(pooled, self.body.normalizes))
+        items = [EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
+        return Embeddings(model=self.model, usage=pooled.usage(), data=items)
 
-    def item(self, index: int, state: F32) -> Struct:
-        """See `ItemsDialect.item`."""
-        return EmbeddingItem(index=index, embedding=self.vector(state, self.body.normalizes))
-
-    def vector(self, state: F32, normalize: bool | None) -> Any:
-        """Returns the JSON of an embedding: a list of numbers, or the text of its base64; of
+    def vectors(self, pooled: Pooled, normalize: bool | None) -> Iterator[Any]:
+        """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
         several [P, hidden_size] a list of lists, or one text."""
-        found = self.pooling.embedding(state, self.body.dimensions, normalize)
         written = to_base64 if self.body.encoding_format == "base64" else numbers_json
-        return msgspec.Raw(written(np.ascontiguousarray(found)))
+        for state in pooled.states:
+            found = self.pooling.embedding(state, self.body.dimensions, normalize)
+            yield msgspec.Raw(written(np.ascontiguousarray(found)))
 
 
 class StatesDialect(EmbeddingDialect[PoolingRequest]):
@@ -242,14 +248,12 @@ class StatesDialect(EmbeddingDialect[PoolingRequest]):
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
-        return PoolingReply(**self.fields(pooled))
-
-    def item(self, index: int, state: F32) -> Struct:
-        """See `ItemsDialect.item`."""
-        return PooledItem(index=index, data=self.vector(state, bool(self.body.normalizes)))
+        vectors = enumerate(self.vectors(pooled, bool(self.body.normalizes)))
+        items = [PooledItem(index=index, data=vector) for index, vector in vectors]
+        return PoolingReply(**self.fields(pooled), data=items)
 
 
-class OllamaEmbedDialect(_Embedding[OllamaEmbedRequest]):
+class OllamaEmbedDialect(_InputDialect[OllamaEmbedRequest]):
     """Embeds each input, in the shape of Ollama's `/api/embed`."""
 
     body_type = OllamaEmbedRequest
@@ -270,7 +274,7 @@ class OllamaEmbedDialect(_Embedding[OllamaEmbedRequest]):
         )
 
 
-class OllamaEmbeddingDialect(_Embedding[OllamaEmbeddingsRequest]):
+class OllamaEmbeddingDialect(_InputDialect[OllamaEmbeddingsRequest]):
     """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
     themselves, and expect the vector as the model has it."""
 
@@ -284,7 +288,7 @@ class OllamaEmbeddingDialect(_Embedding[OllamaEmbeddingsRequest]):
         return OllamaEmbedding(embedding=written)
 
 
-class ClassifyDialect(ItemsDialect[ClassifyRequest]):
+class ClassifyDialect(_InputDialect[ClassifyRequest]):
     """Returns the classes of each input, where the model has a classification head."""
 
     body_type = ClassifyRequest
@@ -301,23 +305,20 @@ class ClassifyDialect(ItemsDialect[ClassifyRequest]):
             )
         return "last"
 
-    async def prompts(self) -> list[list[int]]:
-        """See `PoolingDialect.prompts`."""
-        return await self.encode(await _inputs(self.frontend, self.body))
-
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
-        return Classes(**self.fields(pooled), data=[])
-
-    def item(self, index: int, state: F32) -> Struct:
-        """See `ItemsDialect.item`."""
         head = self.pooling.head
         assert head is not None
-        probs = head.probabilities(state)
-        label = head.labels[int(probs.argmax())]
-        return ClassifiedItem(
-            index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
-        )
+        items = []
+        for index, state in enumerate(pooled.states):
+            probs = head.probabilities(state)
+            label = head.labels[int(probs.argmax())]
+            items.append(
+                ClassifiedItem(
+                    index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
+                )
+            )
+        return Classes(**self.fields(pooled), data=items)
 
 
 SB = TypeVar("SB", bound=ScoringBody)
@@ -429,52 +430,6 @@ class RerankDialect(_Scoring[RerankRequest]):
         else:
             reply.model, reply.usage = self.model, pooled.usage()
         return reply
-
-
-async def _inputs(frontend: Frontend, body: InputBody) -> list[Prompt]:
-    """Returns the inputs of a body, the token ids of a conversation."""
-    if body.messages is None:
-        return body.inputs()
-    messages, options = await template_messages(body.messages), body.template_options()
-    return [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
-
-
-async def pool(
-    request: web.Request,
-    priority: int | None,
-    prompts: Sequence[list[int]],
-    kind: str,
-    prefix: str,
-    param: str = "input",
-) -> Pooled:
-    """Returns the pooled states of prompts (token ids)."""
-    params = SamplingParams(temperature=0, pooling=kind)
-    name = f"{prefix}-{request_id(request)}"
-    with renamed({"prompt": param}):
-        if kind == ALL_TOKENS:
-            request.app[FRONTEND].check_states(sum(map(len, prompts)))
-        generation = Generation(name, prompts, params, priority=priority)
-        async with submitted(request, generation) as found:
-            await collect(found)
-            states = [output.pooled for output in found]
-    whole = [state for state in states if state is not None]
-    if len(whole) < len(states):
-        raise GenerationError("the request was ended before all of it was computed")
-    return Pooled(whole, sum(map(len, prompts)))
-
-
-def _merged(parts: Sequence[bytes]) -> list[bytes]:
-    """Joins bytes to pieces of about `_PIECE_BYTES`."""
-    merged: list[bytes] = []
-    waiting: list[bytes] = []
-    length = 0
-    for part in parts:
-        waiting.append(part)
-        length += len(part)
-        if length >= _PIECE_BYTES:
-            merged.append(b"".join(waiting))
-            waiting, length = [], 0
-    return [*merged, b"".join(waiting)] if waiting else merged
 
 
 #: Bytes that are encoded at once, a multiple of three: 0.1 ms.
