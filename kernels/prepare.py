@@ -70,11 +70,11 @@ class PreparedInputs:
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_tokens"],
-    do_not_specialize_on_alignment=["slots", "starts", "lengths"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths", "limits"],
 )
 def _prepare_kernel(
     slots, starts, lengths, tokens, tables, input_ids, positions, slot_mapping, query_starts,
-    seq_lens, block_tables, rotary, rotary_offsets,
+    seq_lens, block_tables, rotary, rotary_offsets, limits,
     num_rows, num_tokens, tokens_stride, tables_stride, out_tables_stride, axis_stride,
     ROWS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,10 @@ def _prepare_kernel(
             mask,
         )
         tl.store(positions + first + index, position, mask)
-        tl.store(slot_mapping + first + index, block * BLOCK_SIZE + position % BLOCK_SIZE, mask)
+        place = block * BLOCK_SIZE + position % BLOCK_SIZE
+        if limits is not None:
+            place = tl.where(position < tl.load(limits + row), place, -1)
+        tl.store(slot_mapping + first + index, place, mask)
         if rotary is not None:
             moved = position + tl.load(rotary_offsets + slot)
             for axis in tl.static_range(3):
@@ -140,6 +143,7 @@ def prepare_inputs(
     block_size: int,
     max_length: int,
     rotary_offsets: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
 ) -> None:
     """Fills `inputs` for the rows of a step.
 
@@ -154,6 +158,8 @@ def prepare_inputs(
             it is captured in, is used for.
         rotary_offsets: int32 [num_slots], added to the positions of a slot's tokens where RoPE is
             applied; given if `inputs.rotary` is.
+        limits: int32 [R], the position of each row from which on nothing is cached: its slot
+            mapping is -1 there.
 
     Raises:
         ValueError: the buffers are too small, or of a wrong dtype or layout.
@@ -178,7 +184,8 @@ def prepare_inputs(
     _prepare_kernel[grid](
         slots, starts, lengths, tokens, tables, inputs.input_ids, inputs.positions,
         inputs.slot_mapping, inputs.query_starts,
-        inputs.seq_lens, inputs.block_tables, inputs.rotary, rotary_offsets, rows, num_tokens,
+        inputs.seq_lens, inputs.block_tables, inputs.rotary, rotary_offsets, limits, rows,
+        num_tokens,
         tokens.stride(0), tables.stride(0), inputs.block_tables.stride(0),
         0 if inputs.rotary is None else inputs.rotary.stride(0),
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,

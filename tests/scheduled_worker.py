@@ -112,20 +112,22 @@ def expected_outputs(
 def generate(
     folder: Path, prompts: list[list[int]], n: int = 1, budget: int = 512, *,
     params: Sequence[SamplingParams] = (GREEDY,), ahead: RandomLookahead | None = None,
-    texts: Sequence[Sequence[int]] = (), **cache: Any,
+    texts: Sequence[Sequence[int]] = (), speculation: SpeculationConfig | None = None,
+    **cache: Any,
 ) -> tuple[list[list[int]], Scheduler]:  # fmt: skip
     """Returns the output of each of the `n` requests a prompt, and the scheduler at rest.
 
     Args:
         params: of the prompts in turn.
         ahead: asks for lookahead rows; drafts come from `texts`, as in `KnownDrafts`.
+        speculation: drafts come from there instead.
     """
     config = Config(
         model=ModelConfig(path=str(folder)),
         cache=CacheConfig(**{"cpu_memory_gib": 0.01, "block_size": 4} | cache),
         scheduler=SchedulerConfig(max_num_seqs=SLOTS, max_num_batched_tokens=budget),
         parallel=ParallelConfig(device="cpu", cpu_threads=1),
-        speculation=SpeculationConfig(method="none" if ahead is None else "ngram"),
+        speculation=speculation or SpeculationConfig(method="none" if ahead is None else "ngram"),
     )
     worker = Worker(config, folder, ProcessGroups.single())
     report = worker.load(lambda done, total: None)
@@ -143,7 +145,7 @@ def generate(
         ),
         features=StepFeatures([] if ahead is None else [ahead]),
     )
-    if ahead is not None:
+    if ahead is not None and speculation is None:
         rank = worker.runner.works.all[0].rank
         worker.runner.works = StepWorks([KnownDrafts(rank, texts)])
     requests = []

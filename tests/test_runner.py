@@ -245,16 +245,17 @@ def test_rows_behind_a_wrong_draft_are_skipped(model: Model) -> None:
     draft(2, c, c + 1)
     steps.admit(3, prompts[3])
     rows = [Row(0, a + i, 1) for i in range(4)] + [Row(1, b, 1)] + [Row(2, c, 1), Row(2, c + 1, 1)]
-    offsets = ids(0, 1, 2, 3, 0, 0, 1, 0)
+    offsets, ones = ids(0, 1, 2, 3, 0, 0, 1, 0), np.ones(8, np.int32)
     found = steps.run(
-        *rows, Row(3, 0, lengths[3]), sections=[LookaheadRows(offsets, np.ones(8, np.int32))]
+        *rows, Row(3, 0, lengths[3]), sections=[LookaheadRows(offsets, ones, 64 * ones)]
     )
     kept = [*texts[0][a + 1 : a + 4], SKIPPED, texts[1][b + 1], texts[2][c + 1], SKIPPED]
     assert found.tokens.tolist() == [*kept, texts[3][lengths[3]]]
     draft(0, a + 3)
     draft(2, c + 1)
     rows = [Row(0, a + 1 + i, 1) for i in range(3)] + [Row(2, c + 1, 1), Row(2, c + 2, 1)]
-    found = steps.run(*rows, sections=[LookaheadRows(ids(0, 1, 2, 0, 1), ids(0, 0, 0, 0, 0))])
+    section = LookaheadRows(ids(0, 1, 2, 0, 1), np.zeros(5, np.int32), np.full(5, 64, np.int32))
+    found = steps.run(*rows, sections=[section])
     assert found.tokens.tolist() == texts[0][a + 4 : a + 7] + texts[2][c + 2 : c + 4]
     assert steps.tokens(Row(0, a + 6, 1), Row(2, c + 3, 1)) == [texts[0][a + 7], texts[2][c + 4]]
 
@@ -267,7 +268,7 @@ def test_a_row_that_cannot_be_sampled_ends_the_lookahead(model: Model) -> None:
     steps.runner.slots.tokens[0, first + 1 : first + 3] = torch.tensor([BROKEN, expected[1]])
     steps.runner.slots.tokens[0, first] = BROKEN
     rows = [Row(0, first + i, 1) for i in range(3)]
-    section = LookaheadRows(ids(0, 1, 2), ids(1, 1, 1))
+    section = LookaheadRows(ids(0, 1, 2), ids(1, 1, 1), ids(64, 64, 64))
     assert steps.run(*rows, sections=[section]).tokens.tolist() == [-1, SKIPPED, SKIPPED]
 
 

@@ -26,14 +26,14 @@ _SAMPLE_BYTES = 64 * 1024
 _TEXT_FILES = ["*.json", "tokenizer.model", "*.jinja"]
 
 
-def resolve_model(config: ModelConfig) -> Path:
+def resolve_model(config: ModelConfig, key: str = "model.path") -> Path:
     """Returns the folder of `config.path`, after downloading or converting the files that are not
-    there yet.
+    there yet. `key`: where the path was given, for errors.
 
     Raises:
         ConfigError: there is no such model; the message names the places that were searched.
     """
-    path = _locate(config.path, "model.path")
+    path = _locate(config.path, key)
     if path is None:
         return _downloaded(config)
     if path.is_dir():

@@ -25,7 +25,12 @@ from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.router import Router, relocate
 from aioinfer.engine.sequence_maker import RequestLimits, SequenceMaker
-from aioinfer.engine.served_model import Pooling, ServedModel, find_model
+from aioinfer.engine.served_model import (
+    Pooling,
+    ServedModel,
+    find_model,
+    with_local_drafter,
+)
 from aioinfer.errors import EngineDeadError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
@@ -119,6 +124,7 @@ class Frontend:
         begin = time.perf_counter()
         on_progress("find the model", 0, 0)
         folder = await asyncio.to_thread(find_model, config)
+        config = await asyncio.to_thread(with_local_drafter, config)
         await asyncio.to_thread(load_halves, "planning", tuple(config.model.features))
         resolved = time.perf_counter()
         on_progress("start the workers", 0, 0)

@@ -27,6 +27,7 @@ from aioinfer.config import Config, ModelConfig, PoolingConfig
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.kernels.cpu_cache import compile_ahead
+from aioinfer.models.drafters.registry import WITH_CHECKPOINT, check_drafter, drafter_options
 from aioinfer.models.registry import load_model_config
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 from aioinfer.text.formats.registry import message_format
@@ -295,6 +296,16 @@ def find_model(config: Config) -> Path:
     )
     model.check_pipeline_parallel(parallel.pipeline_parallel_size)
     return folder
+
+
+def with_local_drafter(config: Config) -> Config:
+    """Returns the configuration with the folder of the model that drafts as `speculation.model`,
+    where `speculation.method` needs one. Raises `ConfigError` if it cannot be used."""
+    if config.speculation.method not in WITH_CHECKPOINT:
+        return config
+    folder = resolve_model(drafter_options(config), "speculation.model")
+    check_drafter(config, folder)
+    return replace(config, speculation=replace(config.speculation, model=str(folder)))
 
 
 def _compile_ahead(config: Config) -> None:

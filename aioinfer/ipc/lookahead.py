@@ -30,8 +30,9 @@ SKIPPED = -2
 
 @dataclass(frozen=True, slots=True)
 class LookaheadRows(Section):
-    """The part of a plan that describes its lookahead; only plans with lookahead rows, or with a
-    row whose position only the device knows, have it. R rows, as in the plan.
+    """The part of a plan that describes its lookahead. Plans have it that have lookahead rows, or a
+    row whose position only the device knows, or whose step drafts tokens for the next one. R rows,
+    as in the plan.
 
     Attributes:
         offsets: int32 [R], the number of the row among the adjacent rows of its slot, 0 for the
@@ -39,7 +40,10 @@ class LookaheadRows(Section):
         settled: int32 [R], 1 if `StepPlan.starts` is the row's position; 0 if the row begins at
             `Slots.next_start` of its slot plus its offset, at or behind `StepPlan.starts`. The same
             for all rows of a slot.
+        limits: int32 [R], for how many tokens of the row's request there are KV blocks: a model
+            that drafts caches nothing at or behind this position. The same for all rows of a slot.
     """
 
     offsets: I32 = array(np.int32)
     settled: I32 = array(np.int32)
+    limits: I32 = array(np.int32)

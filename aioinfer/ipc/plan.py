@@ -48,7 +48,7 @@ MAX_PLAN_BYTES = 12 * 2**20
 MAX_FIXED_BYTES = 2 * 2**20
 #: Bytes of a row (four integers, and one more if it is constrained), of an entry of a block table's
 #: growth, of a copy of a block, and what lookahead adds to a row.
-ROW_BYTES, GROWTH_BYTES, COPY_BYTES, LOOKAHEAD_BYTES = 20, 12, 12, 8
+ROW_BYTES, GROWTH_BYTES, COPY_BYTES, LOOKAHEAD_BYTES = 20, 12, 12, 12
 
 _NONE = np.empty(0, np.int32)
 S = TypeVar("S", bound=Section)

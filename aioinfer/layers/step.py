@@ -111,6 +111,8 @@ class Step:
         has_lookahead: whether several rows may be of one sequence (see `ipc.lookahead`): attention
             then begins once all keys of the step are in the cache.
         shares_prefix: whether attention looks for a prefix that decodes share, where it can.
+        taps: [T, taps, hidden_size], where the model copies the streams before its `tapped_layers`;
+            None where nothing reads them.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
     """
@@ -122,4 +124,5 @@ class Step:
     has_prefill: bool = True
     has_lookahead: bool = False
     shares_prefix: bool = True
+    taps: torch.Tensor | None = None
     memo: dict[Any, Any] = field(default_factory=dict)

@@ -6,19 +6,19 @@ models that are built from our layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec
+from aioinfer.ipc.kv_spec import KVGroup, KVSpec
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.embedding import Embedding, LearnedPositions, LMHead, Vocabulary
 from aioinfer.layers.experts import MixtureMLP
 from aioinfer.layers.kv_cache import KVScales
-from aioinfer.layers.layer import Layer, LayerCache, Part
+from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.norm import Norm
@@ -26,14 +26,12 @@ from aioinfer.layers.part_maker import Loadable
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
+from aioinfer.models.bound_layers import BoundLayers
 from aioinfer.models.config import DecoderConfig
 from aioinfer.models.loader import load_weights
 from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
 from aioinfer.models.text_model import is_other_part
-
-if TYPE_CHECKING:
-    from aioinfer.layers.kernel_attention import AttentionPlans
 
 
 class CausalLM(Protocol):
@@ -58,6 +56,8 @@ class CausalLM(Protocol):
         expert_counters: of the layers with experts, if their tokens are counted; before them the
             counters of the layers of earlier pipeline stages, to which the counts of these stages
             are added.
+        tapped_layers: the numbers of layers before which the stream is copied to `Step.taps`, in
+            steps that have it; none, unless a drafter that reads them sets it.
     """
 
     backend: Backend
@@ -71,6 +71,7 @@ class CausalLM(Protocol):
     layer_numbers: range
     kv_scales: Mapping[int, KVScales]
     expert_counters: Sequence[ExpertCounter]
+    tapped_layers: Sequence[int]
 
     def load(
         self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
@@ -212,7 +213,7 @@ def _counters_of(layers: Sequence[Layer]) -> list[ExpertCounter]:
     return [counter for counter in counters if counter is not None]
 
 
-class DecoderModel:
+class DecoderModel(BoundLayers):
     """Implements `CausalLM` for a model built from layers.
 
     Args:
@@ -279,7 +280,7 @@ class DecoderModel:
         self.kv_scales = self._find_scales()
         self.expert_counters = [*self._earlier_counters, *_counters_of(self.layers)]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
-        self._plans: AttentionPlans | None = None
+        self.tapped_layers: Sequence[int] = ()
 
     def _add_mtp(self, mtp: Callable[[], MtpHead] | None) -> None:
         """Makes the head that predicts further tokens. Its layer counts as one behind the last one,
@@ -298,28 +299,10 @@ class DecoderModel:
         self.kv_specs = [*self.kv_specs, specs]
 
     @property
-    def _layers_with_cache(self) -> list[Layer]:
+    def _layers_with_cache(self) -> Sequence[Layer]:
         """The layers of `layer_numbers`: those of the model, and the head that predicts further
         tokens."""
         return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
-
-    def _connect_readers(self) -> None:
-        """Gives mixers that read the KV cache of another layer the mixer of that layer."""
-        for layer in self.layers:
-            for mixer in layer.mixers:
-                if mixer.source_layer is not None:
-                    source = self.layers[mixer.source_layer - self.layer_numbers.start]
-                    mixer.read_from(source.mixers[0])
-
-    def _find_scales(self) -> dict[int, KVScales]:
-        """Returns the scales of the keys and values of the layers that keep any; states beside them
-        have a dtype of their own."""
-        return {
-            number: mixer.scales
-            for number, layer in enumerate(self._layers_with_cache)
-            for mixer in layer.mixers
-            if mixer.scales is not None and mixer.source_layer is None
-        }
 
     def _select_layers(
         self, config: DecoderConfig, layer: Callable[[int], Layer], embedding: Embedding
@@ -402,45 +385,6 @@ class DecoderModel:
         )
         return name in self._elsewhere or name.startswith(unused)
 
-    def bind(
-        self,
-        groups: Sequence[KVGroup],
-        kv: Sequence[torch.Tensor],
-        block_size: int,
-        rows: int,
-        tokens: int,
-        programs: int | None = None,
-    ) -> None:
-        """See `CausalLM.bind`; `programs` as in `AttentionPlans`."""
-        self._plans = self._make_plans(block_size, rows, tokens, programs)
-        layers = self._layers_with_cache
-        caches: list[list[LayerCache]] = [[] for _ in layers]
-        for number, (group, tensors) in enumerate(zip(groups, kv, strict=True)):
-            # behind the layers of a state are its blocks; keys and values have parts before them
-            dim = 0 if isinstance(group.spec, StateSpec) else 1
-            for index, layer in enumerate(group.layers):
-                tensor = tensors.select(dim, index)
-                caches[layer].append(LayerCache(group.spec, tensor, number, block_size))
-        for bound, of_layer in zip(layers, caches, strict=True):
-            bound.bind(of_layer, self._plans)
-
-    def _make_plans(
-        self, block_size: int, rows: int, tokens: int, programs: int | None
-    ) -> AttentionPlans | None:
-        """Returns the plans for attention by the kernels, or None if a layer's shape needs plain
-        torch."""
-        if not self.backend.has_kernels or self._lacking(block_size):
-            return None
-        from aioinfer.layers.kernel_attention import AttentionPlans
-
-        backend = self.backend
-        return AttentionPlans(rows, tokens, backend.dtype, programs, cascade=backend.cascade)
-
-    def _lacking(self, block_size: int) -> list[str]:
-        """Returns what the kernels lack to compute the layers' mixers with such blocks."""
-        mixers = (mixer for layer in self._layers_with_cache for mixer in layer.mixers)
-        return sorted(set(filter(None, (mixer.lacks(block_size) for mixer in mixers))))
-
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
         computed = "plain torch"
@@ -449,36 +393,6 @@ class DecoderModel:
         parts = [computed, self._make.describe_weights()]
         parts.append("pictures are not read yet" if self._has_other_parts else "")
         return "; ".join(filter(None, parts))
-
-    @property
-    def supports_graphs(self) -> bool:
-        """See `CausalLM.supports_graphs`."""
-        return self._plans is not None and all(part.supports_graphs for part in self._parts)
-
-    @property
-    def supports_prefill_graphs(self) -> bool:
-        """See `CausalLM.supports_prefill_graphs`."""
-        return self.supports_graphs and all(part.supports_prefill_graphs for part in self._parts)
-
-    @property
-    def _parts(self) -> Iterator[Part]:
-        """The parts of all layers, in order, without parts that consist of others."""
-        layers = self._layers_with_cache
-        return (leaf for layer in layers for part in layer.parts for leaf in part.leaves)
-
-    def warm_up(self) -> None:
-        """See `CausalLM.warm_up`."""
-        seen = set()
-        for part in self._parts:
-            kinds = type(part), *part.kinds
-            if kinds not in seen:
-                seen.add(kinds)
-                part.warm_up(self.hidden_size)
-
-    def plan(self, step: Step) -> None:
-        """See `CausalLM.plan`."""
-        if self._plans is not None:
-            self._plans.fill(step)
 
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
@@ -513,7 +427,8 @@ class DecoderModel:
         else:
             given = received if out is None or has_side else out.copy_(received)
             stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
-        for layer in self._first_layers[:num_layers]:
+        for number, layer in zip(self.layer_numbers, self._first_layers[:num_layers], strict=False):
+            self._tap(number, stream, step)
             layer(stream, step)
         if has_side and out is not None:
             stream.packed(out)
@@ -523,8 +438,14 @@ class DecoderModel:
         """See `CausalLM.finish`."""
         if not self._is_last:
             return stream.packed()
+        self._tap(self._num_layers - 1, stream, step)
         self.layers[-1](stream, step, is_last=True)
         return stream.hidden
+
+    def _tap(self, number: int, stream: ResidualStream, step: Step) -> None:
+        """Copies the stream before layer `number` to `Step.taps`, if a drafter reads it."""
+        if step.taps is not None and number in self.tapped_layers:
+            step.taps[:, self.tapped_layers.index(number)].copy_(stream.hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `CausalLM.logits`."""

@@ -151,6 +151,7 @@ class FallbackModel:
         self.kv_specs: Sequence[Sequence[KVSpec]] = ()
         self.kv_scales: Mapping[int, KVScales] = {}
         self.expert_counters: Sequence[ExpertCounter] = ()
+        self.tapped_layers: Sequence[int] = ()
         self.weights_bytes = 0
         self._config = config
         self._options = options

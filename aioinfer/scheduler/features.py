@@ -58,6 +58,8 @@ class StepFeature:
         extra_args: the names that it takes of `SamplingParams.extra_args`.
         reports: the section that workers send on their own, if there is one.
         looks_ahead: whether it may ask for lookahead rows; of one feature at most.
+        reserve: tokens behind the last row of a request for which a step that looks ahead should
+            have KV blocks.
         is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
     """
 
@@ -65,6 +67,7 @@ class StepFeature:
     extra_args: ClassVar[tuple[str, ...]] = ()
     reports: ClassVar[type[Section] | None] = None
     looks_ahead: bool = False
+    reserve: int = 0
     is_waiting: bool = False
 
     def __init__(self, host: Any):
@@ -85,8 +88,9 @@ class StepFeature:
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns how many lookahead rows each of some requests should have in the step that is
-        being planned, at most; None for none at all. `decodes` generate and will have a row.
-        Called once a step, if the feature `looks_ahead`."""
+        being planned, at most; None for a plain step. With a mapping, even an empty one, workers
+        draft tokens for the next step. `decodes` generate and will have a row. Called once a step,
+        if the feature `looks_ahead`."""
         return None
 
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:

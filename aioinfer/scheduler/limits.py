@@ -50,6 +50,11 @@ class SchedulerLimits:
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer of the model keeps a state."""
+        return any(group.keeps_states for group in self.groups)
+
     def check_plan_bytes(self, max_replacement_blocks: int) -> None:
         """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
         ring's bound leaves for it.

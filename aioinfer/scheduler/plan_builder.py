@@ -46,6 +46,8 @@ class PlanBuilder:
         step_id: the plan's.
         budget_left: tokens that the step may still compute.
         lookahead_left: lookahead rows that the step may still take.
+        looks_ahead: whether the step drafts tokens for the next one, even if it has no lookahead
+            rows itself.
         admitted_bytes: bytes that admissions take so far, the growth of their block tables
             included.
         rows: the rows that concern features, by the feature's name; complete by
@@ -59,9 +61,12 @@ class PlanBuilder:
         prefill: PrefillAllowance,
         max_num_seqs: int,
         lookahead: int = 0,
+        block_size: int = 1,
     ):
         self.step_id = step_id
         self.lookahead_left = lookahead
+        self.looks_ahead = False
+        self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self.budget_left = budget
         self.admitted_bytes = 0
@@ -261,20 +266,22 @@ class PlanBuilder:
             core.append(self._packer.pack())
         if self._appended:
             core.append(AppendedTokens(*_columns(self._appended, 4)))
-        if self._lookahead:
-            core.append(self._lookahead_rows(decodes + prefills))
+        if self._lookahead or self.looks_ahead:
+            core.append(self._lookahead_rows())
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,
             table_blocks, copy_sources, copy_targets, [*core, *sections], copy_groups,
         )  # fmt: skip
 
-    def _lookahead_rows(self, rows: int) -> LookaheadRows:
-        """Returns the section that describes the lookahead of `rows` rows."""
-        columns = np.zeros((2, rows), np.int32)
+    def _lookahead_rows(self) -> LookaheadRows:
+        """Returns the section that describes the lookahead of all rows."""
+        requests = self._decodes + self._prefills
+        columns = np.zeros((3, len(requests)), np.int32)
         columns[1] = 1
+        columns[2] = [request.num_blocks * self._block_size for request in requests]
         for row, pair in self._lookahead.items():
-            columns[:, row] = pair
-        return LookaheadRows(columns[0], columns[1])
+            columns[:2, row] = pair
+        return LookaheadRows(*columns)
 
 
 def _banned_tokens(request: Request) -> frozenset[int]:

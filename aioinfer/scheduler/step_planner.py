@@ -88,7 +88,7 @@ class StepPlanner:
         limits = self._limits
         return PlanBuilder(
             step_id, limits.token_budget, self._prefill_allowance(), limits.max_num_seqs,
-            limits.max_lookahead,
+            limits.max_lookahead, limits.block_size,
         )  # fmt: skip
 
     def _preempt_idle(self) -> bool:
@@ -135,6 +135,7 @@ class StepPlanner:
         running, kv_cache, block_size = self._running, self._kv_cache, self._limits.block_size
         requests, micro_batches = running.requests, self._micro_batches
         ahead = self._lookahead(builder)
+        builder.looks_ahead = ahead is not None
         preempted = False
         index = 0
         while index < len(requests):  # preemption shortens the list from the back
@@ -156,6 +157,8 @@ class StepPlanner:
                 lookahead = self._grant_lookahead(builder, request, ahead.get(request, 0))
             end = start + tokens + lookahead
             missing = -((request.num_blocks * block_size - end) // block_size)
+            if builder.looks_ahead and end >= total:
+                missing = self._with_reserve(request, end, missing)
             if missing > 0:
                 kv_cache.free_unread(request, start - request.num_lookahead)
                 if not kv_cache.can_grow(request, missing):
@@ -188,6 +191,16 @@ class StepPlanner:
             and request.total < request.plan_limit
         ]
         return feature.lookahead(decodes)
+
+    def _with_reserve(self, request: Request, end: int, missing: int) -> int:
+        """Returns how many blocks a request should get whose step computes tokens up to `end`, and
+        which needs `missing`: more where blocks are free, for the tokens that the step drafts."""
+        feature = self._features.ahead
+        if feature is None or not feature.reserve or self._limits.keeps_states:
+            return missing
+        end = min(end + feature.reserve, request.plan_limit)
+        more = -((request.num_blocks * self._limits.block_size - end) // self._limits.block_size)
+        return more if more > missing and self._kv_cache.can_grow(request, more) else missing
 
     def _grant_lookahead(self, builder: PlanBuilder, request: Request, asked: int) -> int:
         """Returns how many lookahead rows a request gets of those asked for: as many as the step,

@@ -18,9 +18,9 @@ from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
-from aioinfer.worker.features import PendingSection, ProposalRows
+from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
-from aioinfer.worker.slots import LookaheadTensors, SamplingRows, Slots
+from aioinfer.worker.slots import LookaheadTensors, RowTensors, SamplingRows, Slots
 
 #: Steps whose host and result buffers may be in use at a time: two are in flight, one is being
 #: prepared, one is being read. With P pipeline stages P + 1 are in flight.
@@ -38,6 +38,7 @@ class Device:
             each slot, and for each lookahead row that a step may have.
         index: which of these buffers the step has.
         received: [tokens, stream_size], the stream of the pipeline stage before; None without one.
+        taps: [tokens, taps, hidden_size], the memory of `Step.taps`; None where nothing reads them.
     """
 
     def __init__(self, slots: Slots, kv: KVTensors, max_lookahead: int = 0):
@@ -48,6 +49,7 @@ class Device:
         self.results = torch.zeros(NUM_BUFFERS, rows, dtype=torch.int32, device=device)
         self.index = 0
         self.received: torch.Tensor | None = None
+        self.taps: torch.Tensor | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """Begins the step of a plan: applies the host's part of it. Once for each plan, in
@@ -104,6 +106,28 @@ class Device:
     def prepare(self, plan: StepPlan, *, every_token: bool) -> Step:
         """Returns the step of a plan with at least one row, after `apply`. `every_token`: the
         hidden states of all tokens are wanted, not of the sampled rows alone."""
+        raise NotImplementedError
+
+    def prepare_successors(
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+    ) -> Step:
+        """Prepares a step of any rows in which the input of position i is the token of position
+        i + 1 in the slots. On a CPU no row has tokens that may not be cached.
+
+        Args:
+            num_tokens: of the rows, padding included, which then counts a token each.
+            num_decodes: see `Step`.
+            longest: at least the tokens of a row.
+        """
+        raise NotImplementedError
+
+    def sampled_step(self, plan: StepPlan, step: Step, hidden: torch.Tensor) -> SampledStep:
+        """Returns the step of a plan with lookahead for the features that follow it.
+
+        Args:
+            step: of `prepare`.
+            hidden: as in `SampledStep`.
+        """
         raise NotImplementedError
 
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
@@ -192,7 +216,33 @@ class CpuDevice(Device):
         step = prepare_step(plan, self.slots)
         if every_token:
             step.sampled = None
+        if step.has_lookahead and self.taps is not None:
+            step.taps = self.taps[: plan.num_tokens]
         return step
+
+    def prepare_successors(
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+    ) -> Step:
+        """See `Device.prepare_successors`."""
+        slots, starts, lengths, _ = (each.long() for each in rows)
+        inputs = _prepare_inputs((slots, starts, lengths), num_tokens, self.slots, 1)
+        host = HostRows(lengths.tolist(), inputs.seq_lens.tolist())
+        return Step(inputs, num_decodes, host=host, has_lookahead=True)
+
+    def sampled_step(self, plan: StepPlan, step: Step, hidden: torch.Tensor) -> SampledStep:
+        """See `Device.sampled_step`; the plan is resolved."""
+        lookahead = plan.section(LookaheadRows)
+        assert lookahead is not None
+        rows = np.flatnonzero(plan.samples)
+        arrays = plan.slots, plan.starts, plan.lengths, lookahead.limits
+        ends = plan.starts + plan.lengths
+        slots, positions = torch.tensor(plan.slots[rows]), torch.tensor(ends[rows])
+        is_real = torch.ones_like(slots)
+        return SampledStep(
+            step, StepRows(*map(torch.tensor, arrays)), int(plan.lengths.max()),
+            RowTensors(slots, positions, is_real, torch.tensor([self.index])),
+            (torch.tensor(rows), self.last_tokens(plan)), hidden, self.prepare_successors,
+        )  # fmt: skip
 
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
         """See `Device.last_tokens`."""
@@ -216,20 +266,30 @@ class CpuDevice(Device):
 def prepare_step(plan: StepPlan, slots: Slots) -> Step:
     """Returns the step of a plan with at least one row, derived from the slots by a few tensor
     operations, whatever the number of rows. `gpu_device` has kernels that do it."""
-    block_size = slots.block_size
     rows = np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)
-    slot_ids, starts, lengths = torch.from_numpy(rows)
-    ends = lengths.cumsum(0)
-    num_rows, num_tokens = len(plan.slots), plan.num_tokens
-    if num_tokens == num_rows:
+    inputs = _prepare_inputs(torch.from_numpy(rows).unbind(), plan.num_tokens, slots)
+    host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
+    return Step(
+        inputs, count_decodes(plan), _sampled_rows(plan, inputs), host,
+        has_lookahead=plan.section(LookaheadRows) is not None,
+    )  # fmt: skip
+
+
+def _prepare_inputs(
+    rows: Sequence[torch.Tensor], num_tokens: int, slots: Slots, shift: int = 0
+) -> StepInputs:
+    """Returns the inputs of rows (slots, starts and lengths, int64 [R] each), in which the input of
+    position i is the token of position i + `shift`."""
+    slot_ids, starts, lengths = rows
+    block_size, ends = slots.block_size, lengths.cumsum(0)
+    if num_tokens == len(slot_ids):
         token_slots, positions = slot_ids, starts
     else:
         row_of_token = torch.repeat_interleave(lengths, output_size=num_tokens)
         token_slots = slot_ids[row_of_token]
         offsets = (starts - ends + lengths)[row_of_token]
         positions = torch.arange(num_tokens) + offsets
-    seq_lens = plan.starts + plan.lengths
-    num_blocks = -(-int(seq_lens.max()) // block_size)
+    num_blocks = -(-int((starts + lengths).max()) // block_size)
     groups = []
     for tables in slots.tables_by_group:
         block_ids = tables[token_slots, positions // block_size].long().clamp_(min=0)
@@ -238,19 +298,14 @@ def prepare_step(plan: StepPlan, slots: Slots) -> Step:
     rotary = None
     if slots.rotary_offsets is not None:
         rotary = (positions + slots.rotary_offsets[token_slots]).int().expand(3, -1)
-    inputs = StepInputs(
-        input_ids=slots.tokens[token_slots, positions],
+    return StepInputs(
+        input_ids=slots.tokens[token_slots, positions + shift],
         positions=positions.int(),
         query_starts=torch.nn.functional.pad(ends, (1, 0)).int(),
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
         rotary=rotary,
     )
-    host = HostRows(plan.lengths.tolist(), seq_lens.tolist())
-    return Step(
-        inputs, count_decodes(plan), _sampled_rows(plan, inputs), host,
-        has_lookahead=plan.section(LookaheadRows) is not None,
-    )  # fmt: skip
 
 
 def count_decodes(plan: StepPlan) -> int:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,11 @@ import torch
 from aioinfer.config import Config, ModelConfig
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import I32, Section
+from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
+from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.worker.adjustments import Adjust
-from aioinfer.worker.slots import Slots, upload
+from aioinfer.worker.slots import RowTensors, Slots, upload
 from aioinfer.worker.stage_links import StageLinks
 
 #: Waits for the message that the engine sends behind a plan whose rows it concerns (a number), and
@@ -42,12 +44,15 @@ class Rank:
         slots: the running requests.
         links: to the other stages of a pipeline, if there are any.
         config: the whole configuration.
+        drafter: the rank's part of the model that drafts tokens, if there is one.
     """
 
     model: CausalLM
     slots: Slots
     links: StageLinks | None = None
     config: Config = field(default_factory=lambda: Config(model=ModelConfig(path="")))
+
+    drafter: Drafter | None = None
 
     @property
     def uses_kernels(self) -> bool:
@@ -77,6 +82,52 @@ class ProposalRows(NamedTuple):
     slots: torch.Tensor
     bases: torch.Tensor
     offsets: torch.Tensor
+
+
+class StepRows(NamedTuple):
+    """Rows of a step, int32 [R] each on the device.
+
+    Attributes:
+        slots, starts, lengths: the slot of each row, its first position and its tokens; length 0 is
+            padding, behind all other rows.
+        limits: the position of each row from which on nothing may be cached.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    limits: torch.Tensor
+
+
+class PrepareSuccessors(Protocol):
+    """See `Device.prepare_successors`."""
+
+    def __call__(self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int) -> Step: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """A step with lookahead whose tokens are in the slots, as far as they were kept.
+
+    Attributes:
+        step: as the model computed it.
+        rows: of the step; their positions are known.
+        longest: at least the tokens of a row.
+        sampled: the sampled rows.
+        places: the numbers of the sampled rows and the last token of each, int32 [S] each; None
+            where both are the number of the sampled row.
+        hidden: [T, hidden_size] of all tokens, before the last norm; or of the sampled rows alone,
+            if no feature reads all.
+        prepare: prepares further rows.
+    """
+
+    step: Step
+    rows: StepRows
+    longest: int
+    sampled: RowTensors
+    places: tuple[torch.Tensor, torch.Tensor] | None
+    hidden: torch.Tensor
+    prepare: PrepareSuccessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +172,8 @@ class WorkerFeature:
             section: the feature needs no hidden states.
         adjusts_logits: whether `adjust` changes logits.
         proposes: whether `propose` writes drafts; of several features the last one does.
+        follows: whether `follow` is called.
+        reads_hidden: whether `follow` reads the hidden states of all tokens of a step.
         is_needed: false where the rank's model gives it nothing to do: it is never called then.
     """
 
@@ -128,6 +181,8 @@ class WorkerFeature:
     suits_graphs: ClassVar[bool] = True
     adjusts_logits: ClassVar[bool] = False
     proposes: ClassVar[bool] = False
+    follows: bool = False
+    reads_hidden: bool = False
 
     def __init__(self, rank: Rank):
         self.rank = rank
@@ -204,6 +259,10 @@ class WorkerFeature:
             tokens: int32 [S] on the device, what was sampled; -1 where nothing could be.
         """
         return None
+
+    def follow(self, step: SampledStep) -> None:
+        """Computes behind a step with lookahead what the next one begins with, once the sampled
+        tokens are in the slots. On a GPU it may be captured in a CUDA graph, as `propose`."""
 
     # ---------------------------------------------------------------- work of every step
 
@@ -354,6 +413,7 @@ class StepWorks:
         self._of_every_step = [work for work in self.all if work.section is None]
         self._by_section = {work.section: work for work in self.all if work.section is not None}
         self._proposing = next((work for work in reversed(self.all) if work.proposes), None)
+        self._following = [work for work in self.all if work.follows]
 
     @classmethod
     def load(cls, rank: Rank, names: Iterable[str] = ()) -> StepWorks:
@@ -375,6 +435,21 @@ class StepWorks:
         tokens the slots have are drafts."""
         if self._proposing is not None:
             self._proposing.propose(rows)
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether a feature computes anything behind steps with lookahead."""
+        return bool(self._following)
+
+    @property
+    def read_all_hidden(self) -> bool:
+        """Whether it reads the hidden states of all tokens."""
+        return any(work.reads_hidden for work in self._following)
+
+    def follow(self, step: SampledStep) -> None:
+        """Calls `WorkerFeature.follow`."""
+        for work in self._following:
+            work.follow(step)
 
     def read_step(self, step_id: int) -> list[PendingSection]:
         """Returns what goes back behind a step, whatever its plan has."""

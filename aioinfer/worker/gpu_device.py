@@ -24,7 +24,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes
-from aioinfer.worker.features import PendingSection, ProposalRows
+from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.slots import LookaheadTensors, RowTensors, SamplingRows, Slots, upload
 from aioinfer.worker.step_graphs import PlanBuffer, StepGraphs
@@ -135,22 +135,26 @@ class StepBuffers:
             None if whole.rotary is None else whole.rotary[:, :num_tokens],
         )
 
-    def prepare(self, rows: Tensors, num_tokens: int, *, max_length: int) -> StepInputs:
+    def prepare(
+        self, rows: Tensors, num_tokens: int, *, max_length: int, limits: torch.Tensor | None = None
+    ) -> StepInputs:
         """Launches the preparation of rows (slots, starts and lengths, each int32 [R]), and returns
         their inputs; tokens beyond the lengths' sum, up to `num_tokens`, become padding.
 
         Args:
             max_length: at least the tokens of a row.
+            limits: int32 [R]; with these as `Device.prepare_successors`.
         """
         slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
+        tokens = slots.tokens if limits is None else slots.tokens[:, 1:]
         for group, tables in zip(inputs.groups, slots.tables_by_group, strict=True):
             filled = prepare.PreparedInputs(
                 inputs.input_ids, inputs.positions, group.slot_mapping, inputs.query_starts,
                 inputs.seq_lens, group.block_tables, inputs.rotary,
             )  # fmt: skip
             prepare.prepare_inputs(
-                *rows, slots.tokens, tables, filled, block_size=slots.block_size,
-                max_length=max_length, rotary_offsets=slots.rotary_offsets,
+                *rows, tokens, tables, filled, block_size=slots.block_size,
+                max_length=max_length, rotary_offsets=slots.rotary_offsets, limits=limits,
             )  # fmt: skip
         return inputs
 
@@ -216,6 +220,7 @@ class GpuDevice(Device):
         self._needs_host_rows = not model.supports_prefill_graphs
         self._needs_positions = not model.supports_graphs
         self._bases = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._successors = StepBuffers(slots, rows, self.max_tokens) if max_lookahead else None
         self._staging = Staging(device)
         self._staged: list[I32] = []
         pinned = device.type == "cuda"
@@ -231,6 +236,7 @@ class GpuDevice(Device):
         self._lookahead: LookaheadRows | None = None
         self._proposals: ProposalRows | None = None
         self._offsets: torch.Tensor | None = None
+        self._limits: torch.Tensor | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """See `Device.begin`. Waits for the step that used the buffers of this one."""
@@ -279,8 +285,43 @@ class GpuDevice(Device):
         inputs = self.buffers.prepare(rows, count, max_length=1)
         return Step(
             inputs, count, has_prefill=False, has_lookahead=has_lookahead,
-            shares_prefix=shares_prefix,
+            shares_prefix=shares_prefix, taps=self._taps(count) if has_lookahead else None,
         )  # fmt: skip
+
+    def _taps(self, num_tokens: int) -> torch.Tensor | None:
+        return None if self.taps is None else self.taps[:num_tokens]
+
+    def prepare_successors(
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+    ) -> Step:
+        """See `Device.prepare_successors`."""
+        assert self._successors is not None
+        *of_slots, limits = rows
+        inputs = self._successors.prepare(of_slots, num_tokens, max_length=longest, limits=limits)
+        return Step(
+            inputs, num_decodes, has_prefill=num_decodes < len(rows.slots), has_lookahead=True,
+            shares_prefix=False,
+        )  # fmt: skip
+
+    def sampled_step(self, plan: StepPlan, step: Step, hidden: torch.Tensor) -> SampledStep:
+        """See `Device.sampled_step`."""
+        assert self._sampled is not None
+        assert self._limits is not None
+        longest = int(plan.lengths.max())
+        slots, starts, lengths = self._rows
+        rows = StepRows(slots, starts, lengths, self._limits)
+        numbers, last = self._places
+        return SampledStep(
+            step, rows, longest if longest == 1 else max(_MIN_MIXED_ROW, longest), self._sampled,
+            (numbers, last), hidden, self.prepare_successors,
+        )  # fmt: skip
+
+    def decoded_step(self, step: Step, hidden: torch.Tensor) -> SampledStep:
+        """Returns a decode step with lookahead, in the plan's buffer, as `sampled_step` does."""
+        rows = len(step.inputs.seq_lens)
+        there = StepRows(*(self.plan.row_section(number, rows) for number in (0, 1, 2, 6)))
+        sampled = self.decoded_rows(rows, has_lookahead=True)
+        return SampledStep(step, there, 1, sampled, None, hidden, self.prepare_successors)
 
     def resolve_decodes(self, rows: int) -> ProposalRows:
         """Puts the positions of `rows` rows with lookahead into the plan's buffer, and returns the
@@ -329,7 +370,9 @@ class GpuDevice(Device):
         rows, of_lookahead = self._lookahead, []
         if rows is not None:
             room = np.empty_like(rows.offsets)
-            of_lookahead = [np.stack([rows.offsets, rows.settled, room]), rows.offsets[sampled]]
+            of_lookahead = [
+                np.stack([rows.offsets, rows.settled, room, rows.limits]), rows.offsets[sampled],
+            ]  # fmt: skip
         self._rows, growth, copies_there, there, self._places, index, *staged = (
             self._staging.upload(
                 [
@@ -358,11 +401,12 @@ class GpuDevice(Device):
 
         Args:
             num_decodes: see `Step`.
-            lookahead: int32 [3, R], the offsets and settled of the rows, and room for the bases.
+            lookahead: int32 [4, R], offsets and settled of the rows, room for their bases, and
+                limits.
             offsets: int32 [S], of the sampled rows.
         """
         slots, starts, _ = self._rows
-        offsets_of_rows, settled, bases = lookahead
+        offsets_of_rows, settled, bases, self._limits = lookahead
         resolve_starts(slots, starts, offsets_of_rows, settled, self.slots.next_start, bases)
         decodes = (each[:num_decodes] for each in (slots, bases, offsets_of_rows))
         self._proposals, self._offsets = ProposalRows(*decodes), offsets
@@ -419,7 +463,8 @@ class GpuDevice(Device):
         self.buffers.whole.seq_lens[len(rows[0]) :].zero_()
         inputs = self.buffers.views(num_tokens, len(rows[0]))
         sampled = None if places is None else SampledRows.of(inputs, places[0], places[1])
-        return Step(inputs, num_decodes, sampled, host, has_lookahead=has_lookahead)
+        taps = self._taps(num_tokens) if has_lookahead else None
+        return Step(inputs, num_decodes, sampled, host, has_lookahead=has_lookahead, taps=taps)
 
     def last_tokens(self, plan: StepPlan) -> torch.Tensor:
         """See `Device.last_tokens`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,6 +46,24 @@ class KVTensors:
             as_bytes(tensor[None] if group.keeps_states else tensor)
             for group, tensor in zip(groups, self.tensors, strict=True)
         ]
+
+    def divided(
+        self, first: int
+    ) -> tuple[tuple[list[KVGroup], list[torch.Tensor]], tuple[list[KVGroup], list[torch.Tensor]]]:
+        """Returns groups and tensors of the layers before layer `first`, and those of the others,
+        numbered from `first` on. Each has all groups, some without layers."""
+        before: tuple[list[KVGroup], list[torch.Tensor]] = ([], [])
+        behind: tuple[list[KVGroup], list[torch.Tensor]] = ([], [])
+        for group, tensor in zip(self.groups, self.tensors, strict=True):
+            count = sum(layer < first for layer in group.layers)
+            own, others = group.layers[:count], group.layers[count:]
+            sizes, dim = (len(own), len(others)), 0 if group.keeps_states else 1
+            parts = tensor.split(sizes, dim)
+            before[0].append(replace(group, layers=own))
+            before[1].append(parts[0])
+            behind[0].append(replace(group, layers=tuple(layer - first for layer in others)))
+            behind[1].append(parts[1])
+        return before, behind
 
     def copy_blocks(
         self, counts: Sequence[int], sources: torch.Tensor, targets: torch.Tensor

@@ -41,6 +41,7 @@ from aioinfer.worker.device import Device
 from aioinfer.worker.features import (
     AwaitMessage,
     PendingSection,
+    SampledStep,
     StepCalls,
     StepWorks,
     sections_of,
@@ -124,24 +125,27 @@ class ModelRunner:
         if links is not None:
             waited_before, received = links.waited_ns, self._receive(plan, links)
         hidden: torch.Tensor | None
+        computed: SampledStep | None = None
         replays = device.has_decode_graph(plan) and calls.suit_graphs
         if replays:
             hidden, logits = device.replay_decode(plan, calls.late)
         else:
-            hidden, logits = self._launch(plan, calls)
+            hidden, logits, computed = self._launch(plan, calls)
         count = waited_ns = 0
         if logits is not None:
             count = len(logits)
             waited_ns = self._sample(plan, calls, logits, await_message, is_sampled=replays)
             if calls:
                 calls.read_tokens(logits, device.tokens(count))
+        if computed is not None:
+            self.works.follow(computed)
         if self.samples:
             calls.pending += self.works.read_step(plan.step_id)
         result = PendingResult(plan.step_id, *device.fetch(count, calls.pending))
         if links is not None:
-            computed = device.record_time()
-            if received is not None and computed is not None:
-                result.span = received, computed
+            ended = device.record_time()
+            if received is not None and ended is not None:
+                result.span = received, ended
             self._send(plan, links, hidden, count)
             waited_ns += links.waited_ns - waited_before
         result.busy_ns = time.perf_counter_ns() - began - waited_ns
@@ -171,30 +175,35 @@ class ModelRunner:
 
     def _launch(
         self, plan: StepPlan, calls: StepCalls
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, SampledStep | None]:
         """Computes a step, or launches it kernel by kernel: the layers from a graph if there is one
-        for so many tokens. Returns the hidden states, and the logits [S, local_size] of the sampled
-        rows; None where there are none."""
+        for so many tokens. Returns the hidden states, the logits [S, local_size] of the sampled
+        rows, and the step for features that follow it; None where there are none."""
         model, device = self.model, self.device
         device.apply(plan, calls.late)
         if not len(plan.slots):
             if not device.replay_idle():
                 model.take_part()
-            return None, None
+            return None, None, None
+        follows, computed = False, None
         if plan.section(LookaheadRows) is not None:
             self.works.propose(device.proposal_rows(plan))
-        every = calls.need_all_tokens
-        hidden = self.compute(device.prepare(plan, every_token=every), every_token=every)
+            follows = self.works.follow_steps
+        every = calls.need_all_tokens or (follows and self.works.read_all_hidden)
+        step = device.prepare(plan, every_token=every)
+        hidden = self.compute(step, every_token=every)
+        if follows:
+            computed = device.sampled_step(plan, step, hidden)
         calls.read_hidden(hidden, has_all_tokens=every)
         count = int(np.count_nonzero(plan.samples)) if self.samples else 0
         if not count:
-            return hidden, None
+            return hidden, None, computed
         if every:
             last = hidden.index_select(0, device.last_tokens(plan))
             if not model.finishes_with_hidden_states:
-                return hidden, model.logits_of(last)
-            return hidden, model.logits(last, device.logits_buffer(count))
-        return hidden, model.logits(hidden, device.logits_buffer(count))
+                return hidden, model.logits_of(last), computed
+            return hidden, model.logits(last, device.logits_buffer(count)), computed
+        return hidden, model.logits(hidden, device.logits_buffer(count)), computed
 
     def compute(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
         """Returns the hidden states of a step that is prepared, as `CausalLM.finish` or, for

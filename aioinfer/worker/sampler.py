@@ -28,6 +28,56 @@ from aioinfer.worker.adjustments import ADJUSTED, Adjust, adjust_logits, count_s
 from aioinfer.worker.slots import PENALIZED, RowTensors, SamplingRows, Slots, upload
 
 
+class RowSampler:
+    """Samples a token for each row of logits by temperature, filters and noise of a request, and
+    enters it nowhere. With several ranks, all of them call it alike.
+
+    Args:
+        slots: the running requests.
+        vocabulary: which token ids this rank has logits of.
+        max_rows: the maximum of rows.
+    """
+
+    def __init__(self, slots: Slots, vocabulary: Vocabulary, max_rows: int):
+        self._slots = slots
+        self._vocabulary = vocabulary
+        if slots.uses_kernels:
+            self._bind_kernels(max_rows)
+
+    def _bind_kernels(self, max_rows: int) -> None:
+        """Finds the kernel and what it reads in every step."""
+        from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
+        from aioinfer.kernels.symmetric_memory import LLBuffers
+
+        self._sample_tokens = sample_tokens
+        params = self._slots.params
+        self._state = SamplingState(
+            self._slots.seeds, *(params[name] for name in ("temperature", *FILTERS))
+        )
+        self._shard: VocabShard | None = None
+        vocabulary, group = self._vocabulary, self._vocabulary.group
+        if group.size > 1:
+            memory = group.symmetric_buffer(LLBuffers.nbytes(max_rows, group.size))
+            self._shard = VocabShard(vocabulary.start, vocabulary.vocab_size, LLBuffers(memory))
+
+    def launch(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Samples with kernels, for the `positions` of `slots`, int32 [S] each; returns int32 [S],
+        -1 where no token can be sampled. It can be captured in a CUDA graph."""
+        return self._sample_tokens(logits, slots, positions, self._state, shard=self._shard)
+
+    def sample_on_host(
+        self, logits: torch.Tensor, slot_ids: I32, positions: I32, flags: npt.NDArray[np.uint8]
+    ) -> torch.Tensor:
+        """Does what `launch` does without kernels; `flags`: uint8 [S], of the rows."""
+        scores, vocabulary = logits.numpy(), self._vocabulary
+        of_rows = self._slots, slot_ids, positions, flags
+        if vocabulary.group.size > 1:
+            return torch.from_numpy(vocab_parallel.sample_rows(scores, *of_rows, vocabulary))
+        return torch.from_numpy(host_sampling.sample_rows(scores, *of_rows))
+
+
 class Sampler:
     """Samples for one rank; with several ranks, all of them call it alike.
 
@@ -41,25 +91,7 @@ class Sampler:
         self._slots = slots
         self._vocabulary = vocabulary
         self._results = results
-        if slots.uses_kernels:
-            self._bind_kernels()
-
-    def _bind_kernels(self) -> None:
-        """Finds the kernels and what they read in every step."""
-        from aioinfer.kernels.prepare import append_tokens
-        from aioinfer.kernels.sampling import SamplingState, VocabShard, sample_tokens
-        from aioinfer.kernels.symmetric_memory import LLBuffers
-
-        self._sample_tokens, self._append_tokens = sample_tokens, append_tokens
-        params = self._slots.params
-        self._state = SamplingState(
-            self._slots.seeds, *(params[name] for name in ("temperature", *FILTERS))
-        )
-        self._shard: VocabShard | None = None
-        vocabulary, group = self._vocabulary, self._vocabulary.group
-        if group.size > 1:
-            memory = group.symmetric_buffer(LLBuffers.nbytes(self._results.shape[1], group.size))
-            self._shard = VocabShard(vocabulary.start, vocabulary.vocab_size, LLBuffers(memory))
+        self._rows = RowSampler(slots, vocabulary, results.shape[1])
 
     def needs(self, flags: npt.NDArray[np.uint8]) -> bool:
         """Whether rows with these sampling flags (uint8 [S]) need more than `launch` does."""
@@ -115,7 +147,7 @@ class Sampler:
             places: see `SamplingRows`.
         """
         slots, positions, lookahead = rows.slots, rows.positions, rows.lookahead
-        tokens = self._sample_tokens(logits, slots, positions, self._state, shard=self._shard)
+        tokens = self._rows.launch(logits, slots, positions)
         if lookahead is not None:
             from aioinfer.kernels.lookahead import accept_tokens
 
@@ -125,7 +157,9 @@ class Sampler:
                 results=self._results, buffer_index=rows.index, places=places,
             )  # fmt: skip
             return tokens
-        self._append_tokens(
+        from aioinfer.kernels.prepare import append_tokens
+
+        append_tokens(
             tokens, slots, positions, rows.is_real, self._slots.tokens,
             results=self._results, buffer_index=rows.index, places=places,
         )  # fmt: skip
@@ -135,13 +169,7 @@ class Sampler:
         self, logits: torch.Tensor, rows: SamplingRows, flags: npt.NDArray[np.uint8]
     ) -> torch.Tensor:
         """Does what `launch` does without kernels."""
-        scores, vocabulary = logits.numpy(), self._vocabulary
-        of_rows = self._slots, rows.slot_ids, rows.positions, flags
-        if vocabulary.group.size > 1:
-            sampled = vocab_parallel.sample_rows(scores, *of_rows, vocabulary)
-        else:
-            sampled = host_sampling.sample_rows(scores, *of_rows)
-        tokens = torch.from_numpy(sampled)
+        tokens = self._rows.sample_on_host(logits, rows.slot_ids, rows.positions, flags)
         if rows.lookahead is None:
             self._slots.append(rows.slot_ids, rows.positions, tokens)
         else:

@@ -29,7 +29,7 @@ from aioinfer.worker.slots import Slots
 #: kernel takes longer than its launch.
 MIXED_GRAPH_TOKENS = 4096
 
-_ROW_SECTIONS = 6
+_ROW_SECTIONS = 7
 
 
 class CudaGraphs:
@@ -169,8 +169,8 @@ class SharedPrefixes:
 
 class PlanBuffer:
     """Sections of equal meaning at fixed places: `rows` entries each for slots, starts, lengths,
-    samples, and the offsets and settled of `LookaheadRows`; `growth` entries each for table rows,
-    indices and blocks; at last the number of the result buffer.
+    samples, and offsets, settled and limits of `LookaheadRows`; `growth` entries each for table
+    rows, indices and blocks; at last the number of the result buffer.
 
     Args:
         rows: the maximum number of rows of a step.
@@ -178,7 +178,7 @@ class PlanBuffer:
         device: of the worker.
 
     Attributes:
-        values: int32 [6 * rows + 3 * growth + 1] on the device.
+        values: int32 [7 * rows + 3 * growth + 1] on the device.
         buffer_index: its last entry.
     """
 
@@ -190,7 +190,7 @@ class PlanBuffer:
 
     def row_section(self, number: int, rows: int) -> torch.Tensor:
         """Returns the first `rows` entries of slots (0), starts (1), lengths (2), samples (3),
-        offsets (4) or settled (5)."""
+        offsets (4), settled (5) or limits (6)."""
         return self.values[number * self.rows : number * self.rows + rows]
 
     def growth_sections(self) -> tuple[torch.Tensor, ...]:
@@ -210,12 +210,12 @@ class PlanBuffer:
         array = host.numpy()
         growth_start = _ROW_SECTIONS * self.rows
         array[:growth_start] = 0
-        array[growth_start - self.rows : growth_start] = 1  # padding begins at 0
+        array[5 * self.rows : 6 * self.rows] = 1  # padding begins at 0
         array[growth_start : growth_start + self.growth] = -1
         of_rows = [plan.slots, plan.starts, plan.lengths, plan.samples]
         lookahead = plan.section(LookaheadRows)
         if lookahead is not None:
-            of_rows += lookahead.offsets, lookahead.settled
+            of_rows += lookahead.offsets, lookahead.settled, lookahead.limits
         for number, field in enumerate(of_rows):
             array[number * self.rows : number * self.rows + len(field)] = field
         if late is not None:

@@ -145,7 +145,8 @@ class DummySteps:
         plan = dummy_plan([1, 1], start, self.block_size)
         plan.slots[:] = slot
         plan.starts[1] += 1
-        rows = LookaheadRows(np.arange(2, dtype=np.int32), np.ones(2, np.int32))
+        ones = np.ones(2, np.int32)
+        rows = LookaheadRows(np.arange(2, dtype=np.int32), ones, self.block_size * ones)
         plan.sections = [rows]
         return plan
 
@@ -173,7 +174,11 @@ class DummySteps:
 
     def _features(self, lengths: Sequence[int]) -> list[Section]:
         """Returns the sections of all features, for prompts of these lengths in the first slots."""
-        return self.runner.works.dummy_sections(range(len(lengths)), lengths)
+        works, none = self.runner.works, np.zeros(len(lengths), np.int32)
+        sections = works.dummy_sections(range(len(lengths)), lengths)
+        if works.follow_steps:
+            sections.append(LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len))
+        return sections
 
     def _short_prompt(self) -> int:
         """Returns a number of tokens after which a decode step needs no further KV block, unless
@@ -247,6 +252,8 @@ class GraphBodies:
             logits = self._model.logits(hidden, device.logits[:rows])
             sampled = device.decoded_rows(rows, has_lookahead=has_lookahead)
             self._runner.sampler.launch(logits, sampled)
+            if has_lookahead and self._runner.works.follow_steps:
+                self._runner.works.follow(device.decoded_step(step, hidden))
 
     def launch_idle(self, _: int) -> None:
         """Launches a step without rows."""
@@ -263,7 +270,8 @@ class GraphBodies:
         """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
         GPU describe."""
         device = self._device
-        step = Step(device.buffers.views(tokens, device.plan.rows), None)
+        taps = None if device.taps is None else device.taps[:tokens]
+        step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
         _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
@@ -313,6 +321,7 @@ class GraphBodies:
         plan.row_section(1, plan.rows).fill_(min(_TIMED_KEYS, slots.max_model_len) - 1)
         plan.row_section(2, plan.rows).fill_(1)
         plan.row_section(5, plan.rows).fill_(1)
+        plan.row_section(6, plan.rows).fill_(slots.max_model_len)
         found: list[tuple[int, float]] = []
         for graph_set in (graphs.decode, graphs.lookahead):
             for rows in sorted(graph_set.graphs):

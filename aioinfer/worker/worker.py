@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from aioinfer.config import Config
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.models.drafters.drafter import Drafter
+from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
@@ -166,16 +169,16 @@ class Worker:
         )
         self._backend.cascade = config.cache.cascade_attention
         self._backend.state_dtype = config.cache.state_dtype
-        with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            self._model = build_model(self._folder, self._backend, config.model)
-        if self.device.type == "cpu":
-            check_weights(config, self._model.weights_bytes, dtype, peers.groups.spec)
-        self._model.load(self._folder, config.model.load_format, config.model.seed, on_progress)
+        self._load_weights(dtype, on_progress)
         cache = select_cache_dtype(config, self._folder, self._model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
         peers.connect_experts(self._model)
-        self._groups = group_layers(self._model.kv_specs)
-        self._own_groups = groups_of_stage(self._groups, self._model.layer_numbers)
+        specs, layers = [*self._model.kv_specs], self._model.layer_numbers
+        if self._drafter is not None:
+            specs += self._drafter.kv_specs
+            layers = range(len(specs))
+        self._groups = group_layers(specs)
+        self._own_groups = groups_of_stage(self._groups, layers)
         available = available_bytes(
             config,
             self.device,
@@ -187,7 +190,7 @@ class Worker:
         return LoadReport(
             device=device_name,
             dtype=dtype_text,
-            weights_bytes=self._model.weights_bytes,
+            weights_bytes=self._weights_bytes,
             block_size=self.block_size,
             groups=self._groups,
             block_bytes=self._block_bytes(self._own_groups),
@@ -198,6 +201,29 @@ class Worker:
             cache_dtype=cache.text,
             layers=self._model.layer_numbers,
         )
+
+    def _load_weights(self, dtype: torch.dtype, on_progress: Callable[[int, int], None]) -> None:
+        """Makes and loads the rank's part of the model, and of its drafter, if it has one."""
+        config, folder = self._config, self._folder
+        form, seed = config.model.load_format, config.model.seed
+        with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
+            self._model = build_model(folder, self._backend, config.model)
+            drafter = build_drafter(config, folder, self._model)
+        self._drafter: Drafter | None = None
+        if drafter is not None:
+            self._drafter, folder = drafter
+            self._model.tapped_layers = self._drafter.tapped_layers
+        if self.device.type == "cpu":
+            check_weights(config, self._weights_bytes, dtype, self._peers.groups.spec)
+        self._model.load(self._folder, form, seed, on_progress)
+        if self._drafter is not None:
+            self._drafter.load(folder, form, seed, on_progress)
+
+    @property
+    def _weights_bytes(self) -> int:
+        """The bytes of the model's weights, and of its drafter's."""
+        own = 0 if self._drafter is None else self._drafter.weights_bytes
+        return self._model.weights_bytes + own
 
     def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
         """Returns the bytes of a KV block of each group."""
@@ -312,8 +338,9 @@ class Worker:
         count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
         steps = self._dummy_steps(runner)
+        of_model, _ = runner.device.kv.divided(len(self._model.layer_numbers))
         calibrate(
-            self._model.kv_scales, self._own_groups, runner.device.kv.tensors, count, max_len,
+            self._model.kv_scales, *of_model, count, max_len,
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
         runner.device.kv.zero(-(-count // size))
@@ -339,9 +366,10 @@ class Worker:
         rows = max_num_seqs + max_lookahead
         tokens = max(config.scheduler.max_num_batched_tokens, rows)
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
-        model.bind(self._own_groups, kv.tensors, self.block_size, rows, tokens)
+        self._bind(kv, rows, tokens)
         links = self._peers.link_stages(model.stream_size, self._backend.dtype)
-        works = StepWorks.load(Rank(model, slots, links, config), config.model.features)
+        rank = Rank(model, slots, links, config, self._drafter)
+        works = StepWorks.load(rank, config.model.features)
         device: Device
         if uses_kernels:
             from aioinfer.worker.gpu_device import GpuDevice
@@ -353,7 +381,25 @@ class Worker:
             )  # fmt: skip
         else:
             device = CpuDevice(slots, kv, max_lookahead)
+        if taps := len(model.tapped_layers):
+            shape, like = (tokens, taps, model.hidden_size), self._backend
+            device.taps = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return ModelRunner(model, device, works, links)
+
+    def _bind(self, kv: KVTensors, rows: int, tokens: int) -> None:
+        """Gives the layers of the model and of its drafter, which are numbered behind the model's,
+        their KV caches."""
+        first = len(self._model.layer_numbers)
+        of_model, of_drafter = kv.divided(first)
+        self._model.bind(*of_model, self.block_size, rows, tokens)
+        if (drafter := self._drafter) is None:
+            return
+        self._peers.connect_all_reduce(drafter.backend, drafter.hidden_size)
+        drafter.bind(*of_drafter, self.block_size, rows, tokens)
+        if self.device.type != "cpu" and not drafter.supports_graphs:
+            raise ConfigError(
+                "speculation: the kernels lack the shape of a layer of the model that drafts"
+            )
 
     @property
     def _max_lookahead(self) -> int:

@@ -335,7 +335,7 @@ def lookahead_plan(
     rows = [(slot, start + i, i) for slot, start, count in groups for i in range(1 + count)]
     slots, starts, offsets = np.array(rows, np.int32).T.copy()
     known = np.full(len(rows), settled, np.int32)
-    lookahead = LookaheadRows(offsets, known)
+    lookahead = LookaheadRows(offsets, known, np.full_like(offsets, 64))
     return plan_of(step, slots, starts, [1] * len(rows), lookahead, *sections)
 
 
@@ -430,7 +430,8 @@ def with_prompt(plan: StepPlan) -> StepPlan:
     prompt = ids(5, 8, 13)
     lookahead = plan.section(LookaheadRows)
     assert lookahead is not None
-    rows = LookaheadRows(np.append(lookahead.offsets, ids(0)), np.append(lookahead.settled, ids(1)))
+    columns = (lookahead.offsets, 0), (lookahead.settled, 1), (lookahead.limits, 64)
+    rows = LookaheadRows(*(np.append(of_others, ids(own)) for of_others, own in columns))
     others = [each for each in plan.sections if each is not lookahead]
     admission = Admission(3, prompt, 3, SamplingParams(temperature=0), 1)
     sections = [rows, Admissions.of([admission]), *others]

@@ -61,6 +61,10 @@ class Planning(StepFeature):
         self.mean = Acceptance()
         self._step = self._next_probe = self._choose_at = 0
         self._chosen: Mapping[Request, int] | None = None
+        # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
+        self._drafts_behind = speculation.method not in ("none", "ngram")
+        self._looked_ahead = False
+        self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
 
     def restart(self) -> None:
@@ -69,6 +73,16 @@ class Planning(StepFeature):
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """See `StepFeature.lookahead`."""
+        if not self._drafts_behind:
+            return self._plan(decodes)
+        if not decodes:  # prompts, whose keys the drafter needs, unless drafts do not pay
+            return {} if self._looked_ahead or not self._step else None
+        had_drafts, ahead = self._looked_ahead, self._plan(decodes)
+        self._looked_ahead = ahead is not None
+        return ahead if had_drafts or ahead is None else {}
+
+    def _plan(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
+        """Returns the drafts that a step should verify; None for none."""
         if self.costs is None:
             self.costs = StepCosts(self.host.scheduler().limits.row_seconds)
         self._step += 1

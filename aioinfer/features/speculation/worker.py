@@ -1,11 +1,13 @@
-"""Worker half of speculation: proposes the drafts of lookahead rows by the configured method."""
+"""Worker half of speculation: the drafts of lookahead rows by the configured method: n-grams are
+found before a step, and a drafter drafts behind the step before."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from aioinfer.features.speculation.drafting import Drafting
 from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
-from aioinfer.worker.features import ProposalRows, Rank, WorkerFeature
+from aioinfer.worker.features import ProposalRows, Rank, SampledStep, WorkerFeature
 
 
 class Work(WorkerFeature):
@@ -15,12 +17,26 @@ class Work(WorkerFeature):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        self.is_needed = rank.config.speculation.method != "none"
+        config = rank.config
+        self.is_needed = config.speculation.method != "none"
+        self._drafting: Drafting | None = None
+        if rank.drafter is not None and config.max_lookahead:
+            max_rows = len(rank.slots.tokens) + config.max_lookahead
+            most = config.speculation.max_draft_tokens
+            self._drafting = Drafting(rank.drafter, rank.slots, most, max_rows)
+            self.follows, self.reads_hidden = True, rank.drafter.reads_hidden
+
+    def follow(self, step: SampledStep) -> None:
+        """See `WorkerFeature.follow`."""
+        assert self._drafting is not None
+        self._drafting.follow(step)
 
     def propose(self, rows: ProposalRows) -> None:
         """See `WorkerFeature.propose`. Where a slot's last tokens do not occur earlier its drafts
         are token 0, and not what an earlier request has left in the slot: how fast a request is
-        should not depend on that."""
+        should not depend on that. A drafter has left its drafts there."""
+        if self._drafting is not None:
+            return
         if self.rank.uses_kernels:
             from aioinfer.kernels.ngram import propose_ngrams
 
