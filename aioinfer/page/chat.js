@@ -33,7 +33,10 @@ export class Chat {
     branch: (node, text) => this.#branch(node, text),
   };
 
-  /** `onChange(conversation)` hears of every change of the open conversation. */
+  /**
+   * `onChange(conversation)` hears of every change of a conversation: mostly of the open one, but an
+   * answer that ends because another one was opened changes the one that was left.
+   */
   constructor(store, onChange) {
     this.#store = store;
     this.#onChange = onChange;
@@ -60,6 +63,7 @@ export class Chat {
 
   /** Shows a conversation in the place of the open one; an answer that is coming ends. */
   show(conversation) {
+    if (conversation === this.#conversation) return this.#composer.focus();
     this.#stop();
     this.#running.clear();
     this.#conversation = conversation;

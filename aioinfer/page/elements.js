@@ -25,20 +25,29 @@ export function codeBlock(text, language) {
   const pre = document.createElement("pre");
   pre.tabIndex = 0; // to be scrolled by keyboard
   pre.append(element("code", "", text));
-  copies.addEventListener("click", () => copy(copies, pre.firstChild));
+  copies.addEventListener("click", () => copyText(pre.textContent, copies, pre.firstChild));
   bar.append(element("span", "language", language), copies);
   block.append(bar, pre);
   return block;
 }
 
-async function copy(pressed, code) {
+/**
+ * Copies a text, and says so on the button that was pressed, if there is one. Returns whether the
+ * browser could: without HTTPS it has no clipboard for pages. Then `source`, the element that shows
+ * the text, is selected: one key is left to press.
+ */
+export async function copyText(text, pressed = null, source = null) {
+  let said = "Copied";
   try {
-    await navigator.clipboard.writeText(code.textContent);
-    pressed.textContent = "Copied";
+    await navigator.clipboard.writeText(text);
   } catch {
-    // without HTTPS browsers have no clipboard for pages: one key is left to press
-    getSelection().selectAllChildren(code);
-    pressed.textContent = "Selected";
+    said = source ? "Selected" : "No clipboard";
+    if (source) getSelection().selectAllChildren(source);
   }
-  setTimeout(() => (pressed.textContent = "Copy"), COPIED_MS);
+  if (pressed && pressed.textContent !== said) {
+    const before = pressed.textContent;
+    pressed.textContent = said;
+    setTimeout(() => (pressed.textContent = before), COPIED_MS);
+  }
+  return said === "Copied";
 }

@@ -13,6 +13,7 @@ export class History {
   #open;
   #list = [];
   #current = null;
+  #shown = []; // what the list shows: four values an item
   #texts = new Map(); // of each conversation, for the search, with when it was made
 
   /** `open(conversation)` shows one. */
@@ -31,17 +32,18 @@ export class History {
 
   /** Reads what the browser keeps. */
   async load() {
-    this.#list = await this.#store.all();
+    const kept = await this.#store.all();
+    // whoever writes at once may have begun a conversation by now
+    this.#list.push(...kept.filter(({ id }) => !this.get(id)));
     this.#show();
-    return this.#list;
   }
 
-  /** Notes that a conversation was changed, or opened. */
-  take(conversation) {
-    this.#current = conversation;
-    const { id, isPrivate, isEmpty } = conversation;
+  /** Notes that a conversation was changed; the open one is the list's current one. */
+  take(conversation, isOpen) {
+    if (isOpen) this.#current = conversation;
+    const { id, isPrivate, isEmpty, isRemoved } = conversation;
     this.#list = this.#list.filter((each) => each.id !== id);
-    if (!isPrivate && !isEmpty) this.#list.unshift(conversation);
+    if (!isPrivate && !isEmpty && !isRemoved) this.#list.unshift(conversation);
     this.#show();
   }
 
@@ -65,12 +67,18 @@ export class History {
     const found = this.#list
       .filter((each) => !wanted || this.#textOf(each).includes(wanted))
       .sort((a, b) => b.isPinned - a.isPinned || b.updated - a.updated);
-    const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
-    $("conversations").replaceChildren(...found.map((each) => this.#item(each)));
-    if (focused) $("conversations").querySelector(`[data-id="${focused}"] button`)?.focus();
     const none = wanted ? "No conversation has this text." : "Conversations are kept in this browser.";
     $("no-conversation").textContent = found.length ? "" : none;
     $("export").disabled = !this.#list.length;
+    const current = this.#current?.id;
+    const shown = found.flatMap((each) => [each, each.title, each.isPinned, each.id === current]);
+    // an answer that is coming is kept once a second, and closes no menu by that
+    const isSame = shown.every((value, index) => value === this.#shown[index]);
+    if (isSame && shown.length === this.#shown.length) return;
+    this.#shown = shown;
+    const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
+    $("conversations").replaceChildren(...found.map((each) => this.#item(each)));
+    if (focused) $("conversations").querySelector(`[data-id="${focused}"] button`)?.focus();
   }
 
   #textOf(conversation) {
@@ -112,6 +120,7 @@ export class History {
         Object.assign(conversation, { title: field.value.trim(), isNamed: true });
         this.#store.put(conversation);
       }
+      this.#shown = []; // the field is in the item's place
       this.#show();
       $("conversations").querySelector(`[data-id="${conversation.id}"] button`)?.focus();
     };
@@ -133,11 +142,13 @@ export class History {
   }
 
   #remove(conversation) {
+    conversation.isRemoved = true; // an answer that is still coming does not bring it back
     this.#list = this.#list.filter((each) => each !== conversation);
     this.#store.remove(conversation.id);
     if (this.#current?.id === conversation.id) this.#open(new Conversation());
     this.#show();
     offerUndo(`“${conversation.title}” deleted.`, () => {
+      conversation.isRemoved = false;
       this.#list.push(conversation);
       this.#store.put(conversation);
       this.#show();

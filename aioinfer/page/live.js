@@ -123,7 +123,7 @@ class EngineView {
   }
 
   /**
-   * Forgets the last state: counters may begin anew, and what happened meanwhile belongs to no
+   * Forgets the last state: counters may begin again at 0, and what happened meanwhile belongs to no
    * moment.
    */
   interrupt() {
@@ -151,7 +151,7 @@ class EngineView {
     this.draw();
   }
 
-  /** Draws everything anew. */
+  /** Draws everything again. */
   draw() {
     if (!this.#state) return;
     this.#drawState(this.#state);

@@ -1,8 +1,8 @@
-// Small controls: toolbars of buttons, menus that open beside one, and a line that offers to undo.
+// Small controls: toolbars of buttons, menus that open beside one, and a line that says what was done.
 
-import { button, element } from "./elements.js";
+import { button, copyText, element } from "./elements.js";
 
-const UNDO_MS = 8000; // how long a removal can be undone
+const SAID_MS = 8000; // how long something is said, and a removal can be undone
 
 /** Makes a button of a toolbar; `label` is read aloud where `text` says too little. */
 export function tool(text, action, label = text) {
@@ -47,37 +47,35 @@ addEventListener("click", ({ target }) => {
 
 let timer = 0;
 
-/** Says what was removed, and offers to bring it back for a while. */
-export function offerUndo(text, undo) {
-  const line = document.getElementById("undo");
+/** Says something for a while, in a line above the composer. */
+export function say(text, ...buttons) {
+  const line = document.getElementById("said");
   clearTimeout(timer);
-  const close = () => {
-    line.hidden = true;
-    line.replaceChildren();
-  };
-  const back = tool("Undo", () => {
-    close();
-    undo();
-  });
-  line.replaceChildren(element("span", "", text), back);
+  line.replaceChildren(element("span", "", text), ...buttons);
   line.hidden = false;
-  timer = setTimeout(close, UNDO_MS);
+  timer = setTimeout(unsay, SAID_MS);
 }
 
-/** Copies a text and says so on the button that was pressed. Returns whether the browser could. */
-export async function copyText(text, pressed) {
-  const before = pressed?.textContent;
-  let done = true;
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    done = false; // without HTTPS browsers have no clipboard for pages
-  }
-  if (pressed) {
-    pressed.textContent = done ? "Copied" : "No clipboard";
-    setTimeout(() => (pressed.textContent = before), 1500);
-  }
-  return done;
+function unsay() {
+  clearTimeout(timer);
+  const line = document.getElementById("said");
+  line.hidden = true;
+  line.replaceChildren();
+}
+
+/** Says what was removed, and offers to bring it back for a while. */
+export function offerUndo(text, undo) {
+  const back = tool("Undo", () => {
+    unsay();
+    undo();
+  });
+  say(text, back);
+}
+
+/** Copies a text, and says whether the browser could; `source` is as in `copyText`. */
+export async function copyAndSay(text, source = null) {
+  if (await copyText(text, null, source)) say("Copied.");
+  else say(source ? "Selected: this browser has no clipboard here." : "This browser has no clipboard here.");
 }
 
 /** Has the browser save a text as a file. */

@@ -113,7 +113,9 @@ async function main() {
   }
   const store = new Store((id) => history.refresh(id));
   const chat = new Chat(store, (conversation) => {
-    history.take(conversation);
+    const isOpen = conversation === chat.conversation;
+    history.take(conversation, isOpen);
+    if (!isOpen) return; // the end of an answer in a conversation that was left
     sessionStorage.setItem(OPEN, conversation.id);
     $("private").hidden = !conversation.isPrivate;
     showTitle(conversation);

@@ -49,9 +49,10 @@ export class Store {
     return saved ? new Conversation(saved) : null;
   }
 
-  /** Keeps a conversation as it is now, unless it is private or empty. */
+  /** Keeps a conversation as it is now, unless it is private, empty or removed. */
   async put(conversation) {
-    if (!this.#database || conversation.isPrivate || conversation.isEmpty) return;
+    const { isPrivate, isEmpty, isRemoved } = conversation;
+    if (!this.#database || isPrivate || isEmpty || isRemoved) return;
     await settled(this.#table("readwrite").put(JSON.parse(JSON.stringify(conversation))));
     this.#channel.postMessage(conversation.id);
   }

@@ -19,6 +19,7 @@ export class Conversation {
     this.isNamed = saved.isNamed ?? false; // by the user
     this.isPinned = saved.isPinned ?? false;
     this.isPrivate = saved.isPrivate ?? false;
+    this.isRemoved = false;
     this.updated = saved.updated ?? Date.now();
     const root = { id: ROOT, parent: null, message: null, facts: {}, chosen: null };
     this.nodes = new Map([[ROOT, root]]);

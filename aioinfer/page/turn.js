@@ -1,8 +1,8 @@
 // One turn of the log: what the user said, the answer to it (or two, side by side), and what can be
 // done with both: edit, regenerate, continue, copy, delete, go through the versions.
 
-import { element } from "./elements.js";
-import { copyText, menu, tool } from "./menu.js";
+import { copyText, element } from "./elements.js";
+import { copyAndSay, menu, tool } from "./menu.js";
 import { codeOf } from "./snippets.js";
 
 /**
@@ -68,13 +68,14 @@ export class Turn {
 
   #more(answer, node, body) {
     const { message } = node;
+    const shown = answer.node.querySelector(".answer");
     const actions = [
-      ["Copy as plain text", () => copyText(answer.node.querySelector(".answer").innerText)],
-      ["Edit the answer", () => this.#edit(node, answer.node.querySelector(".answer"))],
+      ["Copy as plain text", () => copyAndSay(shown.innerText, shown)],
+      ["Edit the answer", () => this.#edit(node, shown)],
     ];
     if (body) {
-      actions.push(["Copy the request as curl", () => copyText(codeOf("curl", body))]);
-      actions.push(["Copy the request as Python", () => copyText(codeOf("python", body))]);
+      actions.push(["Copy the request as curl", () => copyAndSay(codeOf("curl", body))]);
+      actions.push(["Copy the request as Python", () => copyAndSay(codeOf("python", body))]);
     }
     actions.push(["Delete from here", () => this.#actions.remove(node)]);
     return message.content ? actions : actions.filter(([name]) => !name.includes("plain"));

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional.chat_page import LAST_TEXT, say, set_field
+from tests.functional.chat_page import IDLE, LAST_TEXT, say, set_field
 from tests.functional.chromium import EXECUTABLE, Page
 from tests.functional.scripted_chat import Script, delta, end, posted, token, until_idle
 
@@ -90,6 +90,67 @@ async def test_an_answer_that_a_reload_breaks_off_is_kept_and_continued(
     await page.until(f"{LAST_TEXT} === 'One, two, three, four.'")
 
 
+async def test_what_is_opened_while_an_answer_comes_stays_open(page: Page, script: Script) -> None:
+    await ask(page, script, "First?", "One.")
+    await press(page, "New chat")
+    await say(page, "Second?")
+    script.send(delta(content="Two"))
+    await page.until(f"{LAST_TEXT} === 'Two'")
+    await page.run(
+        "[...document.querySelectorAll('.conversation')]"
+        ".find((made) => made.textContent === 'First?').click()"
+    )
+    await page.until(f"{LAST_TEXT} === 'One.' && {TITLES}.length === 2")
+    script.begin()
+    current = "document.querySelector('.conversation[aria-current]').textContent"
+    assert await page.run(f"[{current}, document.title.split(' · ')[0]]") == ["First?"] * 2
+    await press(page, "Private")
+    await say(page, "Third?")
+    script.send(delta(content="Three"))
+    await page.until(f"{LAST_TEXT} === 'Three'")
+    await page.run("document.querySelector('.conversation').click()")
+    await page.until(f"{LAST_TEXT} === 'Two'")
+    assert await page.run("document.querySelector('#private').hidden")
+    await reload(page)
+    await page.until(f"{LAST_TEXT} === 'Two' && {current} === 'Second?'")
+    assert sorted(await page.run(TITLES)) == ["First?", "Second?"]
+
+
+async def test_a_conversation_is_removed_while_its_answer_comes(page: Page, script: Script) -> None:
+    await say(page, "Why?")
+    script.send(delta(content="Be"))
+    await page.until(f"{LAST_TEXT} === 'Be'")
+    await asyncio.sleep(1.1)  # it is kept once a second
+    script.send(delta(content="cause"))
+    await page.until(f"{TITLES}.length === 1")
+    await press(page, "Delete", "document.querySelector('#conversations')")
+    await page.until(f"document.querySelectorAll('.turn').length === 0 && {IDLE}")
+    await asyncio.sleep(0.2)
+    assert await page.run(TITLES) == []
+    await reload(page)
+    assert await page.run(TITLES) == []
+
+
+async def test_an_answer_that_is_being_kept_closes_no_menu(page: Page, script: Script) -> None:
+    await say(page, "Why?")
+    script.send(delta(content="0"))
+    await asyncio.sleep(1.1)
+    script.send(delta(content="1"))
+    await page.until(f"{TITLES}.length === 1")
+    await page.run("document.querySelector('#conversations .menu').open = true")
+    for number in range(2, 4):
+        await asyncio.sleep(1.1)
+        script.send(delta(content=str(number)))
+    await page.until(f"{LAST_TEXT} === '0123'")
+    assert await page.run("document.querySelector('#conversations .menu').open")
+    await page.run(
+        "[...document.querySelectorAll('.conversation')].forEach((made) => made.click())"
+    )
+    script.send(delta(content="4"), *end("stop"))
+    await until_idle(page)
+    assert await page.run(LAST_TEXT) == "01234", "to open what is open ends no answer"
+
+
 async def test_the_list_is_searched_renamed_pinned_and_undone(page: Page, script: Script) -> None:
     for number, word in enumerate(("apples", "pears", "plums")):
         if number:
@@ -112,7 +173,7 @@ async def test_the_list_is_searched_renamed_pinned_and_undone(page: Page, script
     await page.until(f"{TITLES}[0] === '★ Fruit <b>'")
     await press(page, "Delete", "document.querySelector('#conversations li')")
     await page.until(f"{TITLES}.length === 2")
-    await press(page, "Undo", "document.querySelector('#undo')")
+    await press(page, "Undo", "document.querySelector('#said')")
     await page.until(f"{TITLES}.length === 3")
     await reload(page)
     await page.until(f"{TITLES}.join() === '★ Fruit <b>,About plums,About pears'")
