@@ -249,14 +249,15 @@ class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens beside the last one of a request. The text
     is that of plain decoding; drafts are verified only where that is expected to save time."""
 
-    method: Literal["none", "ngram", "draft"] = key(
+    method: Literal["none", "ngram", "draft", "eagle3"] = key(
         "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
         "earlier occurrence of its last tokens; for tasks that repeat their input. `draft`: from a "
-        "smaller model of the same tokenizer, `speculation.model`.",
+        "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "
+        "that was trained for the model, `speculation.model`.",
         "none",
     )
     model: str | None = key(
-        "The model that drafts, named as in `model.path`. Needed by `draft`.",
+        "The model or head that drafts, named as in `model.path`. Needed by `draft` and `eagle3`.",
         None,
     )
     max_draft_tokens: int = key(

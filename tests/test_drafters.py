@@ -8,10 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from aioinfer.config import SpeculationConfig
+from aioinfer.errors import ConfigError
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.drafters.eagle3 import make_eagle3
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
+from tests.eagle_models import LAYOUTS, EagleReference, eagle_head
+from tests.paged_model import PagedModel, load_model
 from tests.scheduled_worker import (
     GREEDY,
     NEW_TOKENS,
@@ -102,3 +111,84 @@ def test_siblings_chunks_and_preemption(tmp_path: Path) -> None:
     assert outputs == plain
     assert scheduler.stats.preemptions > 1
     assert ahead.num_kept > 50
+
+
+@pytest.mark.parametrize(
+    ("layout", "norms_residual"), [("midlayer", False), ("layers.0", False), ("layers.0", True)]
+)
+def test_an_eagle_head_computes_what_plain_torch_does(
+    layout: str, norms_residual: bool, tmp_path: Path
+) -> None:
+    """A text in chunks, and then its own output in the place of the target's streams."""
+    folder = tiny_model("llama", tmp_path / "target", vocab_size=200)
+    target = load_model(folder, ParallelGroup(0, 1))
+    assert isinstance(target, DecoderModel)
+    tensors = eagle_head(
+        tmp_path / "head", layout, taps=(0, 1, 1), norms_residual=norms_residual,
+        has_embedding=norms_residual,
+    )  # fmt: skip
+    make = LayerMaker(target.backend, 64, 512, 1e-5)
+    head = make_eagle3(tmp_path / "head", target, make, "auto")
+    head.load(tmp_path / "head", "auto", 0, lambda done, total: None)
+    assert head.tapped_layers == (0, 1, 1)
+    reference = EagleReference(tensors, layout, norms_residual=norms_residual)
+    rng = random.Random(2)
+    text = torch.tensor([rng.randrange(200) for _ in range(24)], dtype=torch.int32)
+    table = tensors["embed_tokens.weight"] if norms_residual else target.embedding.weight  # type: ignore[union-attr]
+    paged = PagedModel(head, 16)  # type: ignore[arg-type]
+    taps = torch.randn(24, 3, 64, generator=torch.Generator().manual_seed(1))
+    expected = reference.forward(reference.combine(taps), table[text.long()])
+    outputs = []
+    with torch.inference_mode():
+        for start, end in ((0, 9), (9, 10), (10, 24)):
+            step = paged.prepare({0: text[start:end].tolist()})
+            outputs.append(head.forward(head.combine(taps[start:end]), step))
+        output = torch.cat(outputs)
+        assert (output - expected).abs().max() < 2e-5 * expected.std()
+        logits, wanted = head.logits(output), reference.logits(expected, 200)
+        assert torch.equal(logits.isinf(), wanted.isinf())
+        there = wanted.isfinite()
+        assert (logits[there] - wanted[there]).abs().max() < 2e-5 * wanted[there].std()
+
+
+def test_streams_before_layers_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = tiny_model("qwen3", tmp_path, vocab_size=200, num_hidden_layers=6)
+    model = load_model(folder, ParallelGroup(0, 1))
+    model.tapped_layers = (2, 3, 5)
+    text = [random.Random(3).randrange(200) for _ in range(20)]
+    step = PagedModel(model, 16).prepare({0: text})
+    step.taps = torch.zeros(20, 3, 64)
+    with torch.inference_mode():
+        model.finish(step, model.begin(step))
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        states = theirs(torch.tensor([text]), output_hidden_states=True).hidden_states
+    for number, place in ((2, 0), (3, 1), (5, 2)):
+        assert torch.allclose(step.taps[:, place], states[number][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_with_an_eagle_head(layout: str, tmp_path: Path) -> None:
+    folder = tiny_model("llama", tmp_path / "target", vocab_size=200, num_hidden_layers=4)
+    eagle_head(tmp_path / "head", layout)
+    prompts, params = prompts_that_begin_alike(9), (*PARAMS, *PENALIZED)
+    plain, _ = generate(folder, prompts, params=params)
+    ahead = RandomLookahead(MOST)
+    outputs, _ = generate(
+        folder, prompts, budget=40, params=params, ahead=ahead,
+        speculation=drafts_of(tmp_path / "head", "eagle3"),
+    )  # fmt: skip
+    assert outputs == plain
+    assert ahead.num_rows > 100
+
+
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
+    target = load_model(tiny_model("llama", tmp_path / "t", vocab_size=200), ParallelGroup(0, 1))
+    assert isinstance(target, DecoderModel)
+    make = LayerMaker(target.backend, 64, 512, 1e-5)
+    eagle_head(tmp_path / "deep", "midlayer", taps=(2, 9, 17))
+    with pytest.raises(ConfigError, match=r"before the layers \[2, 9, 17\] of a model that has 2"):
+        make_eagle3(tmp_path / "deep", target, make, "auto")
+    eagle_head(tmp_path / "other", "layers.0", taps=(0, 0, 1), vocab_size=300)
+    head = make_eagle3(tmp_path / "other", target, make, "auto")
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        head.load(tmp_path / "other", "auto", 0, lambda done, total: None)

@@ -401,7 +401,7 @@ def make_attention(
     soft_cap: float = 0.0, sinks: bool = False, alibi: float = 0.0,
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     merged: str | None = None, merged_by_group: bool = False, gated: bool = False,
-    value_norm: bool = False,
+    value_norm: bool = False, input_size: int | None = None,
 ) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -423,6 +423,7 @@ def make_attention(
             queries, key and value.
         gated: whether outputs are multiplied with the sigmoid of gates, of which each head has as
             many as channels; the projection of queries has them behind each head's queries.
+        input_size: channels that the projection takes, if not those of the residual stream.
         value_norm: whether an RMSNorm without a weight is applied to each head's values.
     """
     heads, kv_heads = head_shards(num_heads, num_kv_heads, make.backend.group)
@@ -441,7 +442,7 @@ def make_attention(
     # a sink's score is not shifted with the others, and a norm after RoPE hides the rotation
     is_shiftable = shape.is_shift_invariant and not sinks and not (qk_norms or QKNorms()).after_rope
     attention = Attention(
-        shape, make.column(sources, bias=bias),
+        shape, make.column(sources, input_size, bias=bias),
         make.row(f"{name}.{projections[3]}", heads.times(head_size), bias=output_bias), rotary,
         KVScales(name, kv_heads, device, rotary if is_shiftable else None),
         qk_norms=norms,

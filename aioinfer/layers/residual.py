@@ -103,6 +103,13 @@ class ResidualStream:
         self._inputs = None
         self._normed = {}
 
+    @contextmanager
+    def reading(self, inputs: torch.Tensor) -> Iterator[None]:
+        """Context of a part that reads `inputs` [T, size] instead of the stream that it adds to."""
+        self._inputs = inputs
+        yield
+        self._inputs = None
+
     def branch(self) -> ResidualStream:
         """Returns a stream of zeros whose parts read `inputs` as they are now."""
         inputs = self.inputs

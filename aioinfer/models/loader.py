@@ -36,6 +36,7 @@ _STORED_DTYPES: dict[torch.dtype | None, Sequence[str]] = {
     torch.int8: ("I8",),
     torch.uint8: ("U8",),
     torch.int32: ("I32",),
+    torch.int64: ("I64",),
 }
 #: Files that are read at the same time where weights go to a GPU: one thread reads its file's pages
 #: and copies them more slowly than disk and bus give and take them.

@@ -169,7 +169,8 @@ class Worker:
         )
         self._backend.cascade = config.cache.cascade_attention
         self._backend.state_dtype = config.cache.state_dtype
-        self._load_weights(dtype, on_progress)
+        served_len = config.model.max_model_len or model_config.max_len
+        self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
         cache = select_cache_dtype(config, self._folder, self._model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
         peers.connect_experts(self._model)
@@ -202,13 +203,21 @@ class Worker:
             layers=self._model.layer_numbers,
         )
 
-    def _load_weights(self, dtype: torch.dtype, on_progress: Callable[[int, int], None]) -> None:
-        """Makes and loads the rank's part of the model, and of its drafter, if it has one."""
+    def _load_weights(
+        self, dtype: torch.dtype, served_len: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Makes and loads the rank's part of the model, and of its drafter, if it has one.
+
+        Args:
+            dtype: of the arithmetic.
+            served_len: the longest sequence that may be served.
+            on_progress: as for `load`.
+        """
         config, folder = self._config, self._folder
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             self._model = build_model(folder, self._backend, config.model)
-            drafter = build_drafter(config, folder, self._model)
+            drafter = build_drafter(config, self._model, served_len)
         self._drafter: Drafter | None = None
         if drafter is not None:
             self._drafter, folder = drafter

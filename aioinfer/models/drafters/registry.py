@@ -7,13 +7,16 @@ from pathlib import Path
 
 from aioinfer.config import Config, ModelConfig
 from aioinfer.errors import ConfigError
-from aioinfer.models.decoder import CausalLM
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
-from aioinfer.models.registry import build_model, load_model_config
+from aioinfer.models.drafters.eagle3 import Eagle3Config, make_eagle3
+from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
 
 #: The methods whose drafter has a checkpoint of its own, `speculation.model`.
-WITH_CHECKPOINT = ("draft",)
+WITH_CHECKPOINT = ("draft", "eagle3")
 
 
 def drafter_options(config: Config) -> ModelConfig:
@@ -33,23 +36,26 @@ def drafter_options(config: Config) -> ModelConfig:
 def check_drafter(config: Config, folder: Path) -> None:
     """Checks the configuration of a drafter in a folder of its own. Raises `ConfigError` if it is
     not supported, or the ranks cannot share it."""
-    model = load_model_config(folder, drafter_options(config))
+    if config.speculation.method == "eagle3":
+        model: CausalLMConfig = Eagle3Config.load(folder).layer
+    else:
+        model = load_model_config(folder, drafter_options(config))
     model.check_tensor_parallel(config.parallel.tensor_parallel_size)
 
 
-def build_drafter(config: Config, folder: Path, target: CausalLM) -> tuple[Drafter, Path] | None:
+def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Drafter, Path] | None:
     """Returns this rank's part of the drafter, its weights unset, and the folder of its checkpoint;
     None if the method has none.
 
     Args:
         config: the whole configuration; `speculation.model` is a folder.
-        folder: of the target.
         target: this rank's part of the target, which may be unset, too.
+        served_len: the longest sequence that may be served.
 
     Raises:
         ConfigError: as `check_drafter`.
     """
-    if config.speculation.method != "draft":
+    if config.speculation.method not in WITH_CHECKPOINT:
         return None
     # the sums over the ranks have buffers as wide as the stream of one model
     backend = replace(target.backend, all_reduce=None)
@@ -58,6 +64,27 @@ def build_drafter(config: Config, folder: Path, target: CausalLM) -> tuple[Draft
             "speculation: engines that share their experts cannot have a model that drafts"
         )
     options = drafter_options(config)
-    own = Path(options.path)
-    model = build_model(own, backend, options)
-    return DraftModel(model, target.vocabulary.vocab_size), own
+    folder = Path(options.path)
+    if config.speculation.method == "eagle3":
+        return _build_eagle3(folder, target, backend, options, served_len), folder
+    longest = load_model_config(folder, options).max_len
+    if longest < served_len:
+        raise ConfigError(
+            f"speculation.model was made for {longest} tokens: set model.max_model_len to at most "
+            f"that, not {served_len}"
+        )
+    model = build_model(folder, backend, options)
+    return DraftModel(model, target.vocabulary.vocab_size), folder
+
+
+def _build_eagle3(
+    folder: Path, target: CausalLM, backend: Backend, options: ModelConfig, served_len: int
+) -> Drafter:
+    if not isinstance(target, DecoderModel):
+        raise ConfigError("speculation.method = 'eagle3' needs a family of models that has a file")
+    config = Eagle3Config.load(folder).layer
+    if config.hidden_size == target.hidden_size:
+        backend = target.backend
+    max_len = max(config.max_len, served_len)
+    make = LayerMaker(backend, config.hidden_size, max_len, config.norm_eps, served_len)
+    return make_eagle3(folder, target, make, options.load_format)
