@@ -490,7 +490,6 @@ class LoggingConfig:
         "if they fail, `/health` and `/metrics` never.",
         True,
     )
-    prompts: bool = key("Log the text of prompts with these lines.", False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from aiohttp import web
 from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import RATE_LIMITER
+from aioinfer.api.http.logs import RECORD
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
-from aioinfer.api.http.request_log import RECORD
 from aioinfer.config import Config
 from aioinfer.errors import RequestError
 

@@ -22,7 +22,7 @@ from aioinfer.api.errors import Handler, json_response, renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
-from aioinfer.api.http.request_log import RECORD
+from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ async def submitted(
     priority = account.priority(generation.priority, has_priorities=by_priority)
     longest = sum(map(len, prompts)) + len(prompts) * params.n * (params.max_tokens or 0)
     outputs: list[RequestOutput] = []
-    await _note(request, prompts, outputs)
+    record = request[RECORD]
+    record.submitted, record.outputs = time.perf_counter(), outputs  # more may follow
     charge = TokenCharge(account, longest)
     cancel_deadline = None
     try:
@@ -118,19 +119,6 @@ async def submitted(
         for output in outputs:
             output.abort()
         charge.settle(outputs)
-
-
-async def _note(
-    request: web.Request, prompts: Sequence[list[int]], outputs: Sequence[RequestOutput]
-) -> None:
-    """Notes in a request's record the list of its outputs, which may grow."""
-    record = request[RECORD]
-    record.submitted, record.outputs = time.perf_counter(), outputs
-    frontend = request.app[FRONTEND]
-    if frontend.config.logging.prompts and (tokenizer := frontend.tokenizer) is not None:
-        record.prompts = await asyncio.to_thread(
-            lambda: [tokenizer.decode(prompt, False) for prompt in prompts]
-        )
 
 
 class DirectSink:

@@ -22,7 +22,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
-from aioinfer.api.http.request_log import request_id
+from aioinfer.api.http.logs import request_id
 from aioinfer.api.prompts import with_token_ids
 from aioinfer.api.protocol import GenerationBody
 from aioinfer.engine.chat_turn import Turn, make_turn

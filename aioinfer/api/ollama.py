@@ -20,7 +20,7 @@ from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import OllamaError, describe, json_response
 from aioinfer.api.generation import Generation, timings
-from aioinfer.api.http.request_log import RECORD
+from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import FunctionCall, Message, ToolCall
 from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64

@@ -32,8 +32,8 @@ from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionSer
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
 from aioinfer.api.http.listener import Listener, tls_context
+from aioinfer.api.http.logs import RequestLog
 from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
-from aioinfer.api.http.request_log import RequestLog
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend

@@ -18,7 +18,7 @@ from aioinfer.api.context import encode
 from aioinfer.api.errors import AnthropicError, OllamaError, describe
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
 from aioinfer.api.generation import DONE, data_event
-from aioinfer.api.http.request_log import REQUEST_ID_HEADER
+from aioinfer.api.http.logs import REQUEST_ID_HEADER
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
 

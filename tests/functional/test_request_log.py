@@ -122,21 +122,6 @@ async def test_a_client_that_goes_away(tmp_path: Path, caplog: pytest.LogCapture
     assert 0 < line["output_tokens"] < 1500
 
 
-async def test_prompts_are_logged_where_it_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {"logging.prompts": True}
-    async with serve(tmp_path / "keys", KEYS, **settings) as http:
-        prompts = ["first\nline", "second"]
-        async with http.post(
-            "/v1/completions", json={"prompt": prompts, "max_tokens": 2}, headers=ALICE
-        ) as response:
-            assert response.status == 200
-        (line,) = await lines(caplog, 1)
-    assert line["prompt"] == "first\nline\nsecond"
-    assert "\\x0aline" in caplog.text
-
-
 async def test_lines_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"logging.requests": False}
     async with serve(tmp_path / "keys", KEYS, **settings) as http:

@@ -26,7 +26,7 @@ from yarl import URL
 
 from aioinfer.api.errors import PREFIX
 from aioinfer.api.http.limits import ACCOUNT, Account
-from aioinfer.api.http.request_log import REQUEST_ID_HEADER
+from aioinfer.api.http.logs import REQUEST_ID_HEADER
 from aioinfer.errors import ConfigError, EngineDeadError
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from aiohttp import web
 from aioinfer.api.admin.page import PAGE_PATHS
 from aioinfer.api.errors import SERVER_NAME, Handler, local_path
 from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
-from aioinfer.api.http.request_log import REQUEST_ID_HEADER, request_id
+from aioinfer.api.http.logs import REQUEST_ID_HEADER, request_id
 from aioinfer.errors import RequestError
 
 #: Headers that hold an API key as it is: Anthropic's and Azure's.

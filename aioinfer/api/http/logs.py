@@ -1,4 +1,4 @@
-"""Log records written to stderr by a thread: as text or as JSON, a line each.
+"""The log on stderr: a line of text or JSON a record, and one for each HTTP request when it ends.
 
 A pipe that no process reads would block the event loop at its first write. So records go through a
 queue to a thread, and records that do not fit are dropped and counted. `app` runs a `LogWriter` for
@@ -9,6 +9,15 @@ as long as the server serves; libraries and `LLM` leave logging as the program h
 callbacks and of transports; `app` installs it on the server's event loop. asyncio would log the
 message of such an exception, which may hold the text of a prompt or a key, and the arguments of a
 callback. Here the log gets the exception's type and the place where it was raised.
+
+`server` installs `RequestLog.record` as middleware. It gives each request a `RequestRecord`, in
+which `context` and `delivery` note what happens; at the end the middleware writes the line, and
+`tracing` makes the spans. GET requests are logged if they fail; requests for `/health` and
+`/metrics` are neither logged nor traced. Requests without a valid API key, which any client can
+send as often as it likes, leave one line in ten seconds with their number. A line names the address
+of the client (behind a proxy, the proxy's address), and of a request that was refused the code and
+the message of the error, which may name a model or a role that the request named. No line and no
+span holds text of a prompt.
 """
 
 from __future__ import annotations
@@ -18,12 +27,29 @@ import json
 import logging
 import os
 import queue
+import re
+import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from aioinfer.api.errors import ERROR_CODE, ERROR_REASON, Handler, local_path
+from aioinfer.api.http.limits import ACCOUNT
+from aioinfer.config import Config
+from aioinfer.engine.metrics import RequestTimes
+
+if TYPE_CHECKING:
+    from aioinfer.engine.output import OutputSequence, RequestOutput
+
+_log = logging.getLogger(__name__)
+_request_log = logging.getLogger("aioinfer.requests")
 
 #: Records that wait for the thread, at most.
 _MAX_QUEUED = 10_000
@@ -192,8 +218,6 @@ class LimitedLog:
             self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._write)
 
 
-_log = logging.getLogger(__name__)
-
 #: Beginnings of the messages of asyncio, uvloop and aiohttp. The rest of a message may hold
 #: arguments.
 _KINDS = (
@@ -225,13 +249,7 @@ class LoopErrors:
         """Counts an error. The collector of garbage may find a task in any thread, or after the
         loop has run."""
         detail = describe_context(context)
-        try:
-            is_here = asyncio.get_running_loop() is loop
-        except RuntimeError:
-            is_here = False
-        if is_here:
-            self._errors.count(detail)
-        elif loop.is_closed():
+        if loop.is_closed():
             _log.error("an error that nothing handled: %s", detail)
         else:
             loop.call_soon_threadsafe(self._errors.count, detail)
@@ -263,3 +281,160 @@ def _place(error: BaseException) -> str:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
     return f" at {Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
+
+
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID_KEY = web.RequestKey("request_id", str)
+_REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
+#: The status of a request whose client went away, as nginx has it: nothing is sent.
+CLIENT_GONE = 499
+MAX_PATH = 200  # characters
+_UNLOGGED = ("/health", "/metrics")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """The record of an HTTP request. Times are of `time.perf_counter`; 0 stands for a stage that
+    was not reached.
+
+    Attributes:
+        arrived: when its handler began.
+        decoded: when its body was read and decoded.
+        submitted: when its prompts were encoded.
+        ended: when its last byte was written, or its client had gone.
+        status: the HTTP status; 499 if its client went away.
+        code, reason: of the error that answers it, where there is one.
+        outputs: one for each prompt that was queued.
+        model: the model that its body names, if it does.
+    """
+
+    arrived: float
+    decoded: float = 0.0
+    submitted: float = 0.0
+    ended: float = 0.0
+    status: int = CLIENT_GONE
+    code: str | None = None
+    reason: str | None = None
+    outputs: Sequence[RequestOutput] = ()
+    model: str | None = None
+
+    def sequences(self) -> list[OutputSequence]:
+        """Returns the sequences of all outputs."""
+        return [sequence for output in self.outputs for sequence in output.sequences]
+
+    def stages(self) -> RequestTimes | None:
+        """Returns the times of its sequences together: the first of them to reach each stage, and
+        the last token of all. None if it has no sequences, 0 for a stage that was not reached."""
+        found = [s.times for s in self.sequences() if s.times is not None]
+
+        def first(name: str) -> float:
+            return min((when for times in found if (when := getattr(times, name))), default=0.0)
+
+        if not found:
+            return None
+        names = ("arrived", "queued", "scheduled", "first_token")
+        last = max(times.last_token for times in found)
+        return RequestTimes(
+            **{name: first(name) for name in names},
+            prompt_tokens=0,
+            last_token=last,
+        )
+
+
+RECORD = web.RequestKey("record", RequestRecord)
+Tracer = Callable[[web.Request, RequestRecord], str]
+
+
+def request_id(request: web.BaseRequest) -> str:
+    """Returns the id that the request brought, if it is 1 to 128 characters of printable ASCII,
+    else one made up for it."""
+    if _REQUEST_ID_KEY not in request:
+        given = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_REQUEST_ID_KEY] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+    return request[_REQUEST_ID_KEY]
+
+
+class RequestLog:
+    """Writes the log lines, and hands the requests to the tracer."""
+
+    def __init__(self, config: Config, trace: Tracer | None = None):
+        """`trace` queues the spans of a request, and returns its trace id."""
+        self._trace = trace
+        self._model = config.served_model_names[0]
+        self._is_on = config.logging.requests
+        self._without_key = LimitedLog(_request_log, "requests without a valid API key")
+
+    @web.middleware
+    async def record(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Records a request and logs it when it ends, whatever ends it."""
+        record = request[RECORD] = RequestRecord(time.perf_counter())
+        try:
+            response = await handler(request)
+            record.status = response.status
+            record.code, record.reason = response.get(ERROR_CODE), response.get(ERROR_REASON)
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            raise  # the client is gone
+        finally:
+            record.ended = time.perf_counter()
+            trace_id = None
+            if self._trace is not None and not local_path(request).startswith(_UNLOGGED):
+                trace_id = self._trace(request, record)
+            if (
+                self._is_on
+                and _request_log.isEnabledFor(logging.INFO)
+                and _is_logged(request, record)
+            ):
+                if record.status == 401:
+                    self._without_key.count(f"from {request.remote}")
+                else:
+                    _request_log.info(
+                        FieldsMessage("request", self._fields(request, record, trace_id))
+                    )
+
+    async def close(self, app: web.Application) -> None:
+        """Logs the requests counted since the last line; a handler of `on_cleanup`."""
+        self._without_key.close()
+
+    def _fields(
+        self, request: web.Request, record: RequestRecord, trace_id: str | None
+    ) -> dict[str, str | float | None]:
+        account = request.get(ACCOUNT)
+        fields: dict[str, str | float | None] = {
+            "id": request_id(request),
+            "trace_id": trace_id,
+            "client": request.remote or None,
+            "key": None if account is None else account.key.name,
+            "method": request.method,
+            "path": request.path[:MAX_PATH],
+            "status": record.status,
+            "code": record.code,
+            "reason": record.reason,
+            "total_ms": _ms(record.arrived, record.ended),
+        }
+        stages = record.stages()
+        if stages is not None:
+            requests = [sequence.request for sequence in record.sequences()]
+            fields |= {
+                "model": self._model,
+                "prompt_tokens": sum(len(o.prompt_token_ids) for o in record.outputs),
+                "cached_tokens": sum(o.num_cached_tokens for o in record.outputs),
+                "output_tokens": sum(o.num_generated for o in record.outputs),
+                "ttft_ms": _ms(record.arrived, stages.first_token),
+                "queue_ms": _ms(stages.queued, stages.scheduled),
+                "prefill_ms": _ms(stages.scheduled, stages.first_token),
+                "decode_ms": _ms(stages.first_token, stages.last_token),
+                "finish": ",".join(sorted({r.finish_reason or "error" for r in requests})),
+            }
+        return fields
+
+
+def _is_logged(request: web.Request, record: RequestRecord) -> bool:
+    if local_path(request).startswith(_UNLOGGED):
+        return False
+    return request.method == "POST" or record.status >= 400
+
+
+def _ms(begin: float, end: float) -> float | None:
+    """Returns the milliseconds between two times, None if one has not come."""
+    return round((end - begin) * 1e3, 1) if begin and end else None

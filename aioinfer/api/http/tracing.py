@@ -12,14 +12,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
+from http import HTTPMethod
 from urllib.parse import urlsplit
 
 from aiohttp import web
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagators.textmap import Getter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -28,8 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from aioinfer import __version__
 from aioinfer.api.http.limits import ACCOUNT
-from aioinfer.api.http.logs import LimitedLog
-from aioinfer.api.http.request_log import MAX_PATH, RequestRecord, request_id
+from aioinfer.api.http.logs import MAX_PATH, LimitedLog, RequestRecord, request_id
 from aioinfer.config import Config
 
 _log = logging.getLogger(__name__)
@@ -44,15 +43,9 @@ _BATCH_DELAY_MS = 2000
 _EXPORT_TIMEOUT_S = 5.0
 #: Choices whose finish reasons are listed, at most.
 _MAX_REASONS = 128
-#: The methods that have a name of their own; others could be any text of a client's.
-_METHODS = frozenset(
-    ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "QUERY")
-)
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 #: Seconds that the last spans get when the server ends.
 _LAST_SPANS_S = 3.0
-#: Seconds that the thread gets to see that they are abandoned.
-_ABANDON_S = 0.2
 #: Seconds between two lines about a collector that cannot be reached.
 _LOG_INTERVAL_S = 60.0
 _MAX_DETAIL = 200  # characters
@@ -61,84 +54,12 @@ _Attributes = dict[str, str | int | float | list[str]]
 
 
 class Tracing:
-    """Traces requests. Its methods run on the event loop and never block it."""
+    """Makes the spans of requests and has them sent. Its methods run on the event loop and never
+    block it."""
 
-    def __init__(self, tracer: RequestTracer, errors: _SdkLog):
-        self._tracer = tracer
-        self._errors = errors
-
-    @classmethod
-    async def start(cls, config: Config) -> Tracing:
-        """Returns the traces of a server."""
-        errors = _SdkLog()
-        return cls(await asyncio.to_thread(RequestTracer, config), errors)
-
-    def trace(self, request: web.Request, record: RequestRecord) -> str:
-        """See `RequestTracer.trace`."""
-        return self._tracer.trace(request, record)
-
-    async def close(self) -> None:
-        """Sends the spans that are left; after some seconds the server ends without them."""
-        loop, sent = asyncio.get_running_loop(), asyncio.Event()
-
-        def send() -> None:
-            self._tracer.shutdown()
-            self._errors.remove()
-            with suppress(RuntimeError):  # the loop is closed: no task waits any more
-                loop.call_soon_threadsafe(sent.set)
-
-        # a daemon, unlike the threads of an executor: the process ends without waiting for it
-        threading.Thread(target=send, name="last spans", daemon=True).start()
-        is_sent = await _within(_LAST_SPANS_S, sent)
-        self._errors.close_log()
-        if not is_sent:
-            _log.warning("the collector has not taken the last spans in %g s", _LAST_SPANS_S)
-            self._tracer.abandon()
-            await _within(_ABANDON_S, sent)
-
-
-async def _within(seconds: float, event: asyncio.Event) -> bool:
-    """Waits for an event, but no longer. Returns whether it has come."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()
-
-
-class _SdkLog(logging.Handler):
-    """Log handler of OpenTelemetry's packages, which log one or more lines a batch while the
-    collector is down: passes on one line a minute."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._loop = asyncio.get_running_loop()
-        self._limited = LimitedLog(_log, "problems with sending traces", _LOG_INTERVAL_S)
-        self._logger = logging.getLogger("opentelemetry")
-        self._logger.addHandler(self)
-        self._logger.propagate = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Counts a line; called by any thread."""
-        if record.name.startswith("opentelemetry.trace"):
-            return  # a traceparent or tracestate that is malformed: the line quotes it
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._limited.count, record.getMessage()[:_MAX_DETAIL])
-
-    def close_log(self) -> None:
-        """Logs the lines counted since the last line."""
-        self._limited.close()
-
-    def remove(self) -> None:
-        """Leaves OpenTelemetry's logger as it was."""
-        self._logger.removeHandler(self)
-        self._logger.propagate = not any(isinstance(h, _SdkLog) for h in self._logger.handlers)
-
-
-class RequestTracer:
-    """Makes the spans of requests and has them sent. Used on the event loop, but for the
-    constructor and `shutdown`, which take long."""
-
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, sdk_log: _SdkLog):
+        """Takes long: made by `start`."""
+        self._sdk_log = sdk_log
         self._model = config.served_model_names[0]
         name = OTELResourceDetector().detect().attributes.get("service.name", "aioinfer")
         self._exporter = OTLPSpanExporter(
@@ -160,17 +81,26 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("aioinfer", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
+    @classmethod
+    async def start(cls, config: Config) -> Tracing:
+        """Returns the traces of a server."""
+        return await asyncio.to_thread(cls, config, _SdkLog())
+
     def trace(self, request: web.Request, record: RequestRecord) -> str:
         """Queues the spans of a request that has ended, if it is sampled. Returns its trace id, 32
         hexadecimal digits."""
         # by one offset for all times: they keep their order
         offset = time.time_ns() - time.perf_counter_ns()
-        method = request.method if request.method in _METHODS else "_OTHER"
+        method = request.method if request.method in HTTPMethod.__members__ else "_OTHER"
         route = _route(request)
         name = "HTTP" if method == "_OTHER" else method
-        context = Context()
-        if "traceparent" in request.headers:
-            context = self._propagator.extract(request.headers, context, _HEADER_GETTER)
+        # headers of one name count as one, with commas: several of `traceparent` are malformed
+        given = {
+            name: ",".join(values)
+            for name in self._propagator.fields
+            if (values := request.headers.getall(name, ()))
+        }
+        context = self._propagator.extract(given, Context())
         span = self._tracer.start_span(
             name if route is None else f"{name} {route}",
             context,
@@ -192,28 +122,47 @@ class RequestTracer:
             span.end(offset + int(record.ended * 1e9))
         return format_trace_id(span.get_span_context().trace_id)
 
-    def shutdown(self) -> None:
-        """Sends the queued spans. Waits for the collector, perhaps for half a minute."""
-        self._provider.shutdown()
+    async def close(self) -> None:
+        """Sends the spans that are left; after some seconds the server ends without them."""
 
-    def abandon(self) -> None:
-        """Has `shutdown`, in its thread, send no more."""
-        self._exporter.shutdown()
+        def send() -> None:
+            self._provider.shutdown()
+            self._sdk_log.remove()
 
-
-class _HeaderGetter(Getter[Mapping[str, str]]):
-    """Gives a request's headers to the propagator: all of a name, but no `traceparent` where there
-    are several, since none of them can be relied on."""
-
-    def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
-        values: list[str] = carrier.getall(key, [])  # type: ignore[attr-defined]
-        return values if len(values) == 1 or (values and key != "traceparent") else None
-
-    def keys(self, carrier: Mapping[str, str]) -> list[str]:
-        return list(carrier)
+        # a daemon, unlike the threads of an executor: the process ends without waiting for it
+        sending = threading.Thread(target=send, name="last spans", daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, _LAST_SPANS_S)
+        if sending.is_alive():
+            _log.warning("the collector has not taken the last spans in %g s", _LAST_SPANS_S)
+            self._exporter.shutdown()  # the thread sends no more
+        await asyncio.sleep(0)  # lines of the thread are counted
+        self._sdk_log.limited.close()
 
 
-_HEADER_GETTER = _HeaderGetter()
+class _SdkLog(logging.Handler):
+    """Log handler of OpenTelemetry's packages, which log one or more lines a batch while the
+    collector is down: passes on one line a minute."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = asyncio.get_running_loop()
+        self.limited = LimitedLog(_log, "problems with sending traces", _LOG_INTERVAL_S)
+        self._logger = logging.getLogger("opentelemetry")
+        self._logger.addHandler(self)
+        self._logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Counts a line; called by any thread."""
+        if record.name.startswith("opentelemetry.trace"):
+            return  # a traceparent or tracestate that is malformed: the line quotes it
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.limited.count, record.getMessage()[:_MAX_DETAIL])
+
+    def remove(self) -> None:
+        """Leaves OpenTelemetry's logger as it was."""
+        self._logger.removeHandler(self)
+        self._logger.propagate = not any(isinstance(h, _SdkLog) for h in self._logger.handlers)
 
 
 def _traces_url(endpoint: str) -> str:

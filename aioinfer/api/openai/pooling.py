@@ -24,7 +24,7 @@ from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.generation import Generation
-from aioinfer.api.http.request_log import RECORD, request_id
+from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling_bodies import (
     Classes,

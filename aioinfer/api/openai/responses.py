@@ -37,7 +37,7 @@ from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import Generation, named_event
 from aioinfer.api.http.limits import ACCOUNT
-from aioinfer.api.http.request_log import RECORD, RequestRecord
+from aioinfer.api.http.logs import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
