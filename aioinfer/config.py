@@ -62,43 +62,6 @@ __all__ = [
 #: Draft tokens in a step, at most: with more rows, products take as long as they have arithmetic,
 #: and a draft costs what it saves.
 MAX_LOOKAHEAD = 384
-#: What became of keys that there were.
-_GONE = {
-    "model.tokenizer_revision": "model.tokenizer may be a folder, with any revision",
-    "model.prepare_grammars": "a server always prepares grammars while the weights load",
-    "sampling.min_p": "requests have min_p, and generation_config.json",
-    "sampling.repetition_penalty": "requests have it, and generation_config.json",
-    "sampling.presence_penalty": "requests have presence_penalty",
-    "sampling.frequency_penalty": "requests have frequency_penalty",
-    "chat.continue_answers": "requests have continue_final_message",
-    "chat.max_stored_responses": "it is 1000, with 64 MiB for all",
-    "chat.max_stored_bytes": "it is 64 MiB",
-    "pooling.normalize": "requests have normalize",
-    "scheduler.predicted_prefill": "scheduler.target_itl_ms = 0",
-    "scheduler.max_waiting_tokens": "scheduler.max_waiting_requests bounds the queue",
-    "parallel.data_parallel_attention": "parallel.expert_parallel does it, between the engines of "
-    "parallel.data_parallel_size where parallel.tensor_parallel_size is 1",
-    "parallel.time_kernels": "kernels are always timed, and the choice is kept in a file",
-    "parallel.step_timeout_s": "it is 300 seconds",
-    "server.force_include_usage": "requests have stream_options.include_usage",
-    "server.max_body_bytes": "it follows from the longest prompt, and is 16 MiB at most",
-    "server.max_connections": "it is 8192, or what the limit of file descriptors allows",
-    "server.max_buffered_body_bytes": "it is 256 MiB",
-    "server.unix_socket": 'server.host = "unix:PATH"',
-    "server.keepalive_timeout_s": "it is 75 seconds",
-    "server.batch_concurrency": "it is 32",
-    "server.header_timeout_s": "it is 60 seconds",
-    "server.body_timeout_s": "it is 60 seconds",
-    "server.send_timeout_s": "it is 60 seconds",
-    "server.tokenizer_info": "/tokenizer_info is always answered",
-    "server.max_file_bytes": "it is 200 MiB",
-    "server.max_files": "it is 1000",
-    "server.max_batches": "it is 16",
-    "server.max_batch_requests": "it is 50 000",
-    "tracing.service_name": "OpenTelemetry reads OTEL_SERVICE_NAME",
-    "tracing.sample_ratio": "OpenTelemetry reads OTEL_TRACES_SAMPLER",
-    "tracing.headers": "OpenTelemetry reads OTEL_EXPORTER_OTLP_HEADERS",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,8 +191,6 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
     values: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
-        if dotted in _GONE:
-            raise ConfigError(f"there is no key {dotted!r} any longer: {_GONE[dotted]}")
         if name not in hints:
             known = [k for k, *_ in describe_keys()] if path else list(hints)
             raise ConfigError(

@@ -374,10 +374,11 @@ class ServerConfig:
         secret=True,
     )
     api_key_file: str | None = key(
-        "File with keys: plain ones, one a line, and TOML tables `[NAME]` with `key` or "
-        "`sha256` (`python -m aioinfer.api.http.keys NAME` makes both) and, if need be, the keys "
-        "of `[limits]` (0 lifts a limit), `weight` (its share while requests of several keys "
-        "wait; 1) and `admin`. SIGHUP has it read again.",
+        "TOML file with a table `[NAME]` for each key: `key` or `sha256` (`python -m "
+        "aioinfer.api.http.keys NAME` makes both) and, if need be, the keys of `[limits]` (0 lifts "
+        "a limit), `weight` (its share while requests of several keys wait; 1), `min_priority` "
+        "(lowest `priority` of its requests, where lower goes first, and the one of those that "
+        "name none, if above 0) and `admin`. SIGHUP has it read again.",
         None,
     )
     admin_key: str | None = key(
@@ -465,13 +466,6 @@ class LimitsConfig:
     )
     max_concurrent_requests: int | None = key(
         "POST requests that are being answered at a time. Default: no limit.", None, minimum=1
-    )
-    min_priority: int | None = key(
-        "Lowest `priority` that a request may ask for (lower goes first); a lower one is answered "
-        "400. It is the default of requests that bring none, if it is above 0. Default: any.",
-        None,
-        minimum=-(2**31),
-        maximum=2**31 - 1,
     )
 
 

@@ -52,7 +52,7 @@ def bearer(key: str) -> dict[str, str]:
 
 async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# comment\nfrom-file-1\n\n  from-file-2  \n")
+    file.write_text('# comment\n[a]\nkey = "from-file-1"\n[b]\nkey = "from-file-2"\n')
     async with client(api_keys=["one", "two"], api_key_file=str(file)) as http:
         for key in ("one", "two", "from-file-1", "from-file-2"):
             assert (await fetch(http, headers=bearer(key)))[0] == 200, key
@@ -64,7 +64,7 @@ async def test_every_key_opens_and_nothing_else_does(tmp_path: Path) -> None:
             "Bearer",
             "one",
             "Basic one",
-            "Bearer # comment",
+            "Bearer [a]",
             "Bearer \xff",
             "",
         ):

@@ -147,7 +147,6 @@ def test_every_example_loads_with_a_served_name_and_the_default_block_size(file:
         ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),
         ("cache.gpu_memory_utilisation=0.5", r"did you mean 'cache\.gpu_memory_utilization'"),
         ("schduler.policy=fcfs", r"unknown section 'schduler' \(did you mean 'scheduler'\?\)"),
-        ("server.max_files=5", r"no key 'server\.max_files' any longer: it is 1000"),
         ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
         ("server.port", r"'server\.port' is not an override"),
         ("server.port=high", r"server\.port must be integer, not 'high'"),

@@ -33,11 +33,8 @@ def hexadecimal(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def test_plain_keys_and_tables_in_one_file(tmp_path: Path) -> None:
+def test_configured_keys_and_tables_of_a_file(tmp_path: Path) -> None:
     text = f"""# comment
-plain-1
-
-  plain-2
 [alice]
 sha256 = "{hexadecimal("sk-alice")}"
 requests_per_minute = 60
@@ -48,17 +45,16 @@ sha256 = ["{hexadecimal("sk-old")}", "{hexadecimal("sk-new").upper()}"]
 key = "sk-carol"  # in clear
 min_priority = 3
 """
-    keys = load(tmp_path / "keys", text, **{"server.api_keys": ["configured"]})
-    assert [key.name for key in keys.all] == [
-        "key-1", "key-2", "key-3", "alice", "bob@example.org", "carol",
-    ]  # fmt: skip
+    keys = load(tmp_path / "keys", text, **{"server.api_keys": ["one", "two"]})
+    names = ["key-1", "key-2", "alice", "bob@example.org", "carol"]
+    assert [key.name for key in keys.all] == names
     names = {
-        "configured": "key-1", "plain-1": "key-2", "plain-2": "key-3", "sk-alice": "alice",
-        "sk-old": "bob@example.org", "sk-new": "bob@example.org", "sk-carol": "carol",
+        "one": "key-1", "two": "key-2", "sk-alice": "alice", "sk-old": "bob@example.org",
+        "sk-new": "bob@example.org", "sk-carol": "carol",
     }  # fmt: skip
     assert {key: found(keys, key) for key in names} == names
-    assert keys.all[3] == ApiKey("alice", requests_per_minute=60, weight=2.0)
-    assert keys.all[5].min_priority == 3
+    assert keys.all[2] == ApiKey("alice", requests_per_minute=60, weight=2.0)
+    assert keys.all[4].min_priority == 3
     for wrong in ("", "sk-alic", "alice", hexadecimal("sk-alice"), "[alice]"):
         assert found(keys, wrong) is None
     assert keys.find("Basic sk-alice") is None
@@ -66,8 +62,7 @@ min_priority = 3
 
 
 def test_a_key_has_the_configured_limits_unless_it_has_its_own(tmp_path: Path) -> None:
-    text = f"""plain
-[own]
+    text = f"""[own]
 sha256 = "{hexadecimal("a")}"
 tokens_per_minute = 5
 min_priority = -1
@@ -81,12 +76,12 @@ max_concurrent_requests = 0
         "limits.requests_per_minute": 7,
         "limits.tokens_per_minute": 8,
         "limits.max_concurrent_requests": 9,
-        "limits.min_priority": 1,
+        "server.api_keys": ["plain"],
     }
     assert load(tmp_path / "keys", text, **defaults).all == [
-        ApiKey("key-1", 7, 8, 9, min_priority=1),
+        ApiKey("key-1", 7, 8, 9),
         ApiKey("own", 7, 5, 9, min_priority=-1),
-        ApiKey("lifted", None, None, None, min_priority=1),
+        ApiKey("lifted", None, None, None),
     ]
 
 
@@ -97,8 +92,8 @@ def test_without_keys_there_is_one_name_for_all_requests() -> None:
     assert keys.find(None) is keys.all[0]
 
 
-def test_a_plain_key_may_stand_twice(tmp_path: Path) -> None:
-    keys = load(tmp_path / "keys", "same\nsame\nother\n", **{"server.api_keys": ["same"]})
+def test_a_configured_key_may_stand_twice() -> None:
+    keys = load(None, **{"server.api_keys": ["same", "same", "other"]})
     assert [key.name for key in keys.all] == ["key-1", "key-2"]
     assert found(keys, "other") == "key-2"
 
@@ -109,7 +104,10 @@ DIGEST = hexadecimal("sk-secret")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sk-plain\n[a]\nsk-secret\n", "not TOML at line 3"),
+        ("# keys\n[a]\nsk-secret\n", "not TOML at line 3"),
+        ("sk-secret\n", "not TOML at line 1"),
+        ('sk-secret = "a"', r"tables such as \[alice\]"),
+        (f'[a]\nname = "b"\nsha256 = "{DIGEST}"', "without a name"),
         ('[a]\nkey = "sk-secret', "not TOML at"),
         ('[a]\nkey = "sk-secret"\n[a]\nkey = "sk-other"', "not TOML at"),
         ("[a]\nweight = 1", r"\[a\] needs either key or sha256"),
@@ -124,8 +122,6 @@ DIGEST = hexadecimal("sk-secret")
         (f'["a\\nb"]\nsha256 = "{DIGEST}"', "names are"),
         (f'[anonymous]\nsha256 = "{DIGEST}"', "names are"),
         (f'[a]\nsha256 = "{DIGEST}"\n[b]\nkey = "sk-secret"', "a key twice"),
-        (f'sk-secret\n[b]\nsha256 = "{DIGEST}"', "a key twice"),
-        (f'plain\n[key-1]\nsha256 = "{DIGEST}"', "names like key-1"),
     ],
 )
 def test_what_is_wrong_is_named_without_the_key(tmp_path: Path, text: str, message: str) -> None:
@@ -135,6 +131,17 @@ def test_what_is_wrong_is_named_without_the_key(tmp_path: Path, text: str, messa
     assert "secret" not in str(caught.value)
     assert DIGEST not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_may_not_repeat_what_is_configured(tmp_path: Path) -> None:
+    settings = {"server.api_keys": ["sk-secret"]}
+    for text, message in (
+        (f'[b]\nsha256 = "{DIGEST}"', "a key twice"),
+        ('[key-1]\nkey = "another"', "names like key-1"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            load(tmp_path / "keys", text, **settings)
+        assert "secret" not in str(caught.value)
 
 
 def test_the_command_makes_a_key_that_the_file_takes(tmp_path: Path) -> None:
@@ -165,7 +172,7 @@ def test_the_digests_are_all_that_is_kept() -> None:
         (b"", "it holds no key"),
         (b"# only\n", "it holds no key"),
         (b"\xff\xfe", "not text"),
-        (b"sk-two words", "without blanks"),
+        (b'[a]\nkey = "sk-two words"', "without blanks"),
     ],
 )
 def test_a_wrong_key_file(

@@ -308,15 +308,15 @@ async def test_keys_are_read_again_and_a_broken_file_changes_nothing(
 ) -> None:
     caplog.set_level(logging.INFO, "aioinfer")
     file = tmp_path / "keys"
-    file.write_text("old\n")
+    file.write_text('[x]\nkey = "old"\n')
     server = make_server(api_key_file=str(file))
     async with aiohttp.ClientSession(await server.start()) as http:
         assert (await post(http, "old"))[0] == 400
-        file.write_text("new\n[x]\nkey = sk-secret\n")
+        file.write_text('[y]\nkey = "new"\n[x]\nkey = sk-secret\n')
         await server.reload_keys()
         assert (await post(http, "old"))[0] == 400
         assert (await post(http, "new"))[0] == 401
-        file.write_text("new\n")
+        file.write_text('[x]\nkey = "new"\n')
         await server.reload_keys()
         assert (await post(http, "old"))[0] == 401
         assert (await post(http, "new"))[0] == 400

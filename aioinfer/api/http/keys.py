@@ -1,7 +1,7 @@
 """API keys: the keys that may send requests, their names, and their limits.
 
-Keys come from `server.api_keys` and from `server.api_key_file`. The file holds plain keys, one a
-line, and then a TOML table for each key that has a name:
+Keys come from `server.api_keys`, which have no names of their own, and from `server.api_key_file`,
+a TOML file with a table for each name:
 
     [alice]
     sha256 = "5e884898da28047151d0e56f8dc6292773603d0d6aabb9d2..."
@@ -21,13 +21,13 @@ import secrets
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from aioinfer.config import LimitsConfig, ServerConfig
 from aioinfer.errors import ConfigError
@@ -40,32 +40,19 @@ _Limit = Annotated[int, Meta(ge=0, le=10**12)]
 _Digest = Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$")]
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     """A key, or several under one name that share its limits.
 
     Attributes:
         name: stands for the key in logs and metrics.
         requests_per_minute, tokens_per_minute, max_concurrent_requests: limits; None is none.
         weight: its share of the server while several keys wait, relative to the others'.
-        min_priority: the lowest `priority` that its requests may have; None is any.
+        min_priority: the lowest `priority` that its requests may have, and the one of requests that
+            name none, if it is above 0; None is any.
         admin: whether it may use the endpoints that act on the whole server.
     """
 
     name: str
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    max_concurrent_requests: int | None = None
-    weight: float = 1.0
-    min_priority: int | None = None
-    admin: bool = False
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """A table of the key file. A limit of 0 lifts the one of the configuration."""
-
-    key: str | None = None
-    sha256: _Digest | list[_Digest] | None = None
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     max_concurrent_requests: _Limit | None = None
@@ -73,11 +60,28 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     admin: bool = False
 
+    def limited_by(self, defaults: LimitsConfig) -> ApiKey:
+        """Returns the key with the configuration's limits where it has none. A limit of 0 lifts
+        the configuration's."""
+        limits = {}
+        for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"):
+            own = getattr(self, name)
+            limits[name] = getattr(defaults, name) if own is None else own or None
+        own_fields = {name: getattr(self, name) for name in ApiKey.__struct_fields__}
+        return ApiKey(**own_fields | limits)
+
+
+class _Entry(ApiKey, frozen=True, kw_only=True):
+    """A table of the key file, with the key in clear or the digests of keys."""
+
+    key: str | None = None
+    sha256: _Digest | list[_Digest] | None = None
+
     def digests(self) -> list[bytes]:
         """Returns the digests of its keys. Raises ValueError unless there is exactly one of `key`
         and `sha256`."""
         if (self.key is None) == (self.sha256 is None):
-            raise ValueError("needs either key or sha256")
+            raise ValueError(f"[{self.name}] needs either key or sha256")
         if self.key is not None:
             return [digest(_checked(self.key))]
         found = [self.sha256] if isinstance(self.sha256, str) else self.sha256 or []
@@ -100,16 +104,16 @@ class ApiKeys:
         """`keys` are (SHA-256 digest, key) pairs; `admin_key` opens the admin endpoints beside
         them, and nothing else. Raises ConfigError for a digest or a name that stands for two
         keys."""
-        self._by_digest = dict(keys)
+        self._by_digest = {value: key.limited_by(defaults) for value, key in keys}
         self._admins = {value for value, key in keys if key.admin}
         if admin_key is not None:
             self._admins.add(digest(admin_key))
         if len(self._by_digest) < len(keys):
             raise ConfigError("server.api_keys and server.api_key_file hold a key twice")
-        by_name = {key.name: key for _, key in keys}
-        if len(by_name) < len(set(map(id, self._by_digest.values()))):
+        by_name = {key.name: key for key in self._by_digest.values()}
+        if len(by_name) < len({id(key) for _, key in keys}):
             raise ConfigError("server.api_key_file: names like key-1 are those of keys without one")
-        self.all = list(by_name.values()) or [_with_defaults(ANONYMOUS, _Entry(), defaults)]
+        self.all = list(by_name.values()) or [ApiKey(ANONYMOUS).limited_by(defaults)]
 
     @classmethod
     def load(cls, config: ServerConfig, defaults: LimitsConfig | None = None) -> ApiKeys:
@@ -118,31 +122,17 @@ class ApiKeys:
 
         Raises `ConfigError`, which shows none of them.
         """
-        defaults = defaults or LimitsConfig()
-        plain, named = list(config.api_keys), dict[str, _Entry]()
+        found: list[tuple[bytes, ApiKey]] = []
+        with _errors_of("server.api_keys"):
+            for number, key in enumerate(dict.fromkeys(config.api_keys), 1):
+                found.append((digest(_checked(key)), ApiKey(f"key-{number}")))
         if config.api_key_file is not None:
-            try:
-                lines, named = _read(Path(config.api_key_file))
-            except OSError as error:
-                raise _file_error(config, error.strerror or "it cannot be read") from None
-            except ValueError as error:
-                raise _file_error(config, str(error)) from None
-            plain += lines
-        try:
-            found = list(_plain_keys(plain, defaults))
-        except ValueError as error:
-            message = f"server.api_keys and the lines of server.api_key_file: {error}"
-            raise ConfigError(message) from None
-        try:
-            found += _named_keys(named, defaults)
-        except ValueError as error:
-            raise _file_error(config, str(error)) from None
-        if config.admin_key is not None:
-            try:
-                _checked(config.admin_key)
-            except ValueError as error:
-                raise ConfigError(f"server.admin_key: {error}") from None
-        return cls(found, defaults, config.admin_key)
+            with _errors_of(f"server.api_key_file = {config.api_key_file!r}"):
+                for entry in _read(Path(config.api_key_file)):
+                    found += [(value, entry) for value in entry.digests()]
+        with _errors_of("server.admin_key"):
+            admin_key = None if config.admin_key is None else _checked(config.admin_key)
+        return cls(found, defaults or LimitsConfig(), admin_key)
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """Returns the key that an `Authorization` header holds, None if it is none of these.
@@ -184,80 +174,49 @@ def _checked(key: str) -> str:
     return key
 
 
-def _read(file: Path) -> tuple[list[str], dict[str, _Entry]]:
-    """Returns a file's plain keys, which stand before its first table, and its tables by name.
-
-    Raises OSError and ValueError, which shows no key.
-    """
+def _read(file: Path) -> Iterator[_Entry]:
+    """Yields the tables of a key file. Raises OSError and ValueError, which shows no key."""
     try:
-        lines = file.read_text("utf-8").splitlines()
+        tables = tomllib.loads(file.read_text("utf-8"))
     except UnicodeDecodeError:
         raise ValueError("it is not text") from None
-    first = next((i for i, line in enumerate(lines) if line.startswith("[")), len(lines))
-    plain = [line.strip() for line in lines[:first] if line.strip() and line[0] != "#"]
-    try:
-        # blank lines in place of the plain keys: the numbers in messages are the file's
-        tables = tomllib.loads("\n" * first + "\n".join([*lines[first:], ""]))
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"at line \d+|at end of document", str(error))
-        where = place.group() if place else "somewhere"
-        raise ValueError(f"it is not TOML {where}") from None
-    if not plain and not tables:
+        raise ValueError(f"it is not TOML {place.group() if place else 'somewhere'}") from None
+    if not tables:
         raise ValueError("it holds no key")
-    try:
-        return plain, msgspec.convert(tables, dict[str, _Entry])
-    except msgspec.ValidationError as error:
-        # it names types and fields, and no value; at least one key of a table is its name
-        raise ValueError(str(error).replace("$[...]", "one of the tables")) from None
-
-
-def _plain_keys(keys: Sequence[str], defaults: LimitsConfig) -> Iterator[tuple[bytes, ApiKey]]:
-    for number, key in enumerate(dict.fromkeys(keys), 1):
-        yield digest(_checked(key)), _with_defaults(f"key-{number}", _Entry(), defaults)
-
-
-def _named_keys(
-    entries: dict[str, _Entry], defaults: LimitsConfig
-) -> Iterator[tuple[bytes, ApiKey]]:
-    for name, entry in entries.items():
-        if not _NAME.fullmatch(name) or name == ANONYMOUS:
+    for name, table in tables.items():
+        if not _is_name(name):
             raise ValueError(
                 "names are 1 to 64 letters, digits and any of ._@-, and none is 'anonymous'"
             )
+        if not isinstance(table, dict) or "name" in table:
+            raise ValueError("it must hold tables such as [alice], without a name in them")
         try:
-            digests = entry.digests()
-        except ValueError as error:
+            yield msgspec.convert(table | {"name": name}, _Entry)
+        except msgspec.ValidationError as error:  # it names types and fields, and no value
             raise ValueError(f"[{name}] {error}") from None
-        key = _with_defaults(name, entry, defaults)
-        for value in digests:
-            yield value, key
 
 
-def _with_defaults(name: str, entry: _Entry, defaults: LimitsConfig) -> ApiKey:
-    """Returns the key of an entry, with the configuration's limits where it has none."""
-
-    def limit(own: int | None, default: int | None) -> int | None:
-        return default if own is None else own or None
-
-    return ApiKey(
-        name,
-        limit(entry.requests_per_minute, defaults.requests_per_minute),
-        limit(entry.tokens_per_minute, defaults.tokens_per_minute),
-        limit(entry.max_concurrent_requests, defaults.max_concurrent_requests),
-        entry.weight,
-        defaults.min_priority if entry.min_priority is None else entry.min_priority,
-        entry.admin,
-    )
+def _is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name)) and name != ANONYMOUS
 
 
-def _file_error(config: ServerConfig, reason: str) -> ConfigError:
-    return ConfigError(f"server.api_key_file = {config.api_key_file!r}: {reason}")
+@contextmanager
+def _errors_of(place: str) -> Iterator[None]:
+    """Makes a `ConfigError`, which names the place, of OSError and ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{place}: {error.strerror or 'it cannot be read'}") from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Makes a key: writes the entry for the key file to stdout, and the key itself, which nothing
     keeps, to stderr. Returns the exit status."""
-    if len(arguments) != 1 or not _NAME.fullmatch(arguments[0]) or arguments[0] == ANONYMOUS:
+    if len(arguments) != 1 or not _is_name(arguments[0]):
         sys.stderr.write("usage: python -m aioinfer.api.http.keys NAME >> FILE\n")
         return 2
     key = f"sk-{secrets.token_urlsafe(32)}"
