@@ -147,11 +147,9 @@ def test_what_goes_on_behind_a_reply_counts() -> None:
     account = Account(ApiKey("a", max_concurrent_requests=1))
     with account.request(), account.occupied():
         assert account.num_concurrent == 2
-    with account.occupied():
-        assert not account.is_at_rest()
-        with pytest.raises(RateLimitError), account.request():
-            pass
-    assert account.is_at_rest()
+    with account.occupied(), pytest.raises(RateLimitError), account.request():
+        pass
+    assert account.num_concurrent == 0
 
 
 def test_a_rejected_request_is_charged_nothing() -> None:
@@ -256,16 +254,6 @@ def test_a_key_that_is_gone_for_a_while_is_remembered(tmp_path: Path) -> None:
         with pytest.raises(RateLimitError, match="at a time"), before.request():
             pass
     assert before.headers()["x-ratelimit-remaining-requests"] == "1"
-
-
-def test_a_key_at_rest_is_forgotten(tmp_path: Path) -> None:
-    text = '[a]\nkey="1"\nrequests_per_minute=2\n'
-    accounts = Accounts(keys_of(tmp_path, text))
-    before = accounts.find("Bearer 1")
-    accounts.set_keys(keys_of(tmp_path, '[b]\nkey="2"'))
-    assert accounts._gone == {}
-    accounts.set_keys(keys_of(tmp_path, text))
-    assert accounts.find("Bearer 1") not in (None, before)
 
 
 # ---------------------------------------------------------------- over a socket

@@ -26,7 +26,6 @@ from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
 from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
-from aioinfer.api.http import limits
 from aioinfer.api.http.access import AllowedHosts, Cors, mark_response, require_key
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.http.keys import ApiKeys
@@ -97,7 +96,6 @@ class HttpServer:
                 json_errors,
                 cors.answer_preflight,
                 require_key,
-                limits.bound_use,
                 bound_time,
             ],
             client_max_size=largest_body(frontend.max_model_len),
@@ -105,7 +103,6 @@ class HttpServer:
         app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
         app.on_response_prepare.append(cors.mark_response)
-        app.on_response_prepare.append(limits.mark_response)
         app[FRONTEND] = frontend
         app[ACCOUNTS] = self._accounts
         app[ADMISSION] = AdmissionControl(frontend)

@@ -29,7 +29,7 @@ from prometheus_client import generate_latest
 from yarl import URL
 
 from aioinfer.api.errors import error_response, json_response
-from aioinfer.api.http.access import ADMIN_PATHS, KEY_HEADERS, AllowedHosts
+from aioinfer.api.http.access import ADMIN_PATHS, AllowedHosts, authorizations
 from aioinfer.api.http.connections import ConnectionServer
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.listener import Listener, tls_context
@@ -214,11 +214,7 @@ class Gateway:
 
     def _has_key(self, request: web.BaseRequest) -> bool:
         """Whether a replica will serve a request: only then its prompt is encoded."""
-        given = [request.headers.get("Authorization")]
-        given += [
-            f"Bearer {request.headers[name]}" for name in KEY_HEADERS if name in request.headers
-        ]
-        return any(self._keys.find(value) is not None for value in given)
+        return any(self._keys.find(value) is not None for value in authorizations(request))
 
     async def _pass_on(self, relay: Relay) -> web.StreamResponse:
         """Sends a request to the replicas that the router names, until one has answered it."""

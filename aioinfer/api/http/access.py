@@ -1,4 +1,4 @@
-"""Middleware in front of the handlers: API keys, CORS, and the id of the request.
+"""Middleware in front of the handlers: API keys, CORS, and the headers of all responses.
 
 `server` installs `require_key` and `Cors` as middleware and `mark_response` as a signal handler for
 all responses. `keys` has the keys, `limits` what each of them has used.
@@ -18,12 +18,12 @@ from aiohttp import web
 
 from aioinfer.api.admin.page import PAGE_PATHS
 from aioinfer.api.errors import SERVER_NAME, Handler, local_path
-from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS, Account
+from aioinfer.api.http.limits import ACCOUNT, ACCOUNTS, RATE_HEADERS
 from aioinfer.api.http.logs import REQUEST_ID_HEADER, request_id
 from aioinfer.errors import RequestError
 
 #: Headers that hold an API key as it is: Anthropic's and Azure's.
-KEY_HEADERS = ("X-Api-Key", "api-key")
+_KEY_HEADERS = ("X-Api-Key", "api-key")
 #: Response headers that a script of another origin may read.
 _EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
 #: Paths that need no key: the paths of monitoring, and the page, which asks the user for one.
@@ -40,32 +40,35 @@ _PREFLIGHT_AGE_S = 600
 
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 401 to a request without a right key, whatever its path, but for `OPEN_PATHS`; the
-    others get their key's account. Requests for `ADMIN_PATHS` need an admin key."""
-    path = local_path(request)
+    """Answers 401 to a request without a right key, whatever its path, but for `OPEN_PATHS`, and
+    429 to a POST request beyond a limit of its key; the others get their key's account. Requests
+    for `ADMIN_PATHS` need an admin key."""
+    path, accounts = local_path(request), request.app[ACCOUNTS]
     if path in ADMIN_PATHS:
-        request.app[ACCOUNTS].check_admin(_authorizations(request))
-    elif path not in OPEN_PATHS and ACCOUNT not in request:  # else it is the server's own
-        account = _account_of(request)
-        if account is not None:
+        accounts.check_admin(authorizations(request))
+    elif path not in OPEN_PATHS:
+        if ACCOUNT not in request:  # else it is the server's own
+            found = map(accounts.find, authorizations(request))
+            account = next((account for account in found if account is not None), None)
+            if account is None:
+                raise RequestError(
+                    "a valid API key is needed, as in 'Authorization: Bearer KEY' or 'X-Api-Key: "
+                    "KEY'",
+                    status=401,
+                    code="invalid_api_key",
+                )
             request[ACCOUNT] = account
-            return await handler(request)
-        message = "a valid API key is needed, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
-        raise RequestError(message, status=401, code="invalid_api_key")
+        if request.method == "POST":
+            with request[ACCOUNT].request():
+                return await handler(request)
     return await handler(request)
 
 
-def _account_of(request: web.Request) -> Account | None:
-    """Returns the account of the key that a request holds, None if it holds none."""
-    found = map(request.app[ACCOUNTS].find, _authorizations(request))
-    return next((account for account in found if account is not None), None)
-
-
-def _authorizations(request: web.Request) -> Iterator[str | None]:
+def authorizations(request: web.BaseRequest) -> Iterator[str | None]:
     """Yields the API keys that a request brings: its `Authorization` header, and the headers that
     clients of other APIs send instead, in the form of the former."""
     yield request.headers.get("Authorization")
-    for name in KEY_HEADERS:
+    for name in _KEY_HEADERS:
         if (key := request.headers.get(name)) is not None:
             yield f"Bearer {key}"
 
@@ -117,9 +120,13 @@ class Cors:
 
 
 async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Sends the request's id back with a response, and the server's name."""
+    """Sends the request's id back with a response, the server's name, and the state of the key's
+    limits with a response to a POST request."""
     response.headers[REQUEST_ID_HEADER] = request_id(request)
     response.headers["Server"] = SERVER_NAME  # instead of aiohttp's and Python's versions
+    account = request.get(ACCOUNT)
+    if account is not None and request.method == "POST":
+        response.headers.update(account.headers())
 
 
 #: Names of this machine itself, for a server that only this machine can reach.

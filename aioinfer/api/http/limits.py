@@ -1,8 +1,7 @@
 """Usage and limits of API keys: requests and tokens a minute, and concurrent requests.
 
-`server` installs `bound_use` as middleware and `mark_response` as a signal handler; `access` finds
-the account of a request, and `delivery` charges it the tokens. Only POST requests count: the others
-cost next to nothing. Charges, and when they are made:
+`access` finds the account of a request and charges it the request, and `delivery` the tokens. Only
+POST requests count: the others cost next to nothing. Charges, and when they are made:
 
 - a request, when it arrives; one that is answered 429 is not charged;
 - its prompt tokens and its `max_tokens` (times n) when it is queued, so that requests that run at
@@ -13,8 +12,7 @@ cost next to nothing. Charges, and when they are made:
 
 When the keys are reloaded, a name keeps its usage: its requests go on to count, and of a limit that
 has changed the same part is used up as before, so no reload gives a key a minute's worth at once. A
-name that is gone is remembered until it has nothing used up and nothing running, in case it comes
-back.
+name that is gone is remembered, in case it comes back.
 
 A rate is a GCRA (generic cell rate algorithm; ITU-T I.371, ATM Forum Traffic Management 4.0), the
 same as a token bucket that holds a minute's worth: all of its state is the time at which nothing
@@ -32,14 +30,12 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from aioinfer.api.errors import Handler
 from aioinfer.api.http.keys import ApiKey, ApiKeys
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RateLimitError, RequestError
@@ -155,12 +151,6 @@ class Account:
         self.requests = _rate(self.requests, key.requests_per_minute)
         self.tokens = _rate(self.tokens, key.tokens_per_minute)
 
-    def is_at_rest(self) -> bool:
-        """Returns whether nothing runs and nothing is used up."""
-        now = time.monotonic()
-        rates = (self.requests, self.tokens)
-        return not self.num_concurrent and not any(r and r.reset_s(now) for r in rates)
-
     @contextmanager
     def request(self) -> Iterator[None]:
         """Charges a request, which is being answered until the end of the block.
@@ -178,11 +168,8 @@ class Account:
                 raise self.rejection("requests", wait)
             self.requests.charge(1, now)
         self.num_requests += 1
-        self.num_concurrent += 1
-        try:
+        with self.occupied():
             yield
-        finally:
-            self.num_concurrent -= 1
 
     @contextmanager
     def occupied(self) -> Iterator[None]:
@@ -258,25 +245,24 @@ class Accounts:
     """The accounts of all API keys."""
 
     def __init__(self, keys: ApiKeys):
-        self._keys = keys
-        self._accounts = {key.name: Account(key) for key in keys.all}
-        self._gone: dict[str, Account] = {}
+        self._known: dict[str, Account] = {}  # also of names that are gone
+        self.set_keys(keys)
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        return len(self._keys.all)
 
     def __iter__(self) -> Iterator[Account]:
         """Yields the accounts in the order of their keys."""
-        return iter(self._accounts.values())
+        return (self._known[key.name] for key in self._keys.all)
 
     def find(self, authorization: str | None) -> Account | None:
         """Returns the account of the key in an `Authorization` header, None if there is none."""
         key = self._keys.find(authorization)
-        return None if key is None else self._accounts[key.name]
+        return None if key is None else self._known[key.name]
 
     def named(self, name: str) -> Account | None:
         """Returns the account of a key's name, None if no key has it (any more)."""
-        return self._accounts.get(name)
+        return next((account for account in self if account.key.name == name), None)
 
     def check_admin(self, authorizations: Iterable[str | None]) -> None:
         """Raises `RequestError` unless one of these `Authorization` headers holds a key for the
@@ -298,13 +284,12 @@ class Accounts:
     def set_keys(self, keys: ApiKeys) -> None:
         """Replaces the keys; accounts whose name stays go on. Requests that are being answered go
         on as they are."""
-        known = self._gone | self._accounts
-        self._keys, self._accounts = keys, {}
+        self._keys = keys
         for key in keys.all:
-            account = known.pop(key.name) if key.name in known else Account(key)
-            account.set_key(key)
-            self._accounts[key.name] = account
-        self._gone = {name: old for name, old in known.items() if not old.is_at_rest()}
+            if key.name in self._known:
+                self._known[key.name].set_key(key)
+            else:
+                self._known[key.name] = Account(key)
 
     async def reload(self, config: Config) -> None:
         """Reads the key file again, and logs a line. A file that cannot be used changes nothing."""
@@ -321,23 +306,6 @@ ACCOUNTS = web.AppKey("accounts", Accounts)
 ACCOUNT = web.RequestKey("account", Account)
 
 
-@web.middleware
-async def bound_use(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 429 to a POST request that is beyond a limit of its API key."""
-    account = request.get(ACCOUNT)
-    if account is None or request.method != "POST":
-        return await handler(request)
-    with account.request():
-        return await handler(request)
-
-
-async def mark_response(request: web.Request, response: web.StreamResponse) -> None:
-    """Sends the state of the key's limits with a response to a POST request."""
-    account = request.get(ACCOUNT)
-    if account is not None and request.method == "POST":
-        response.headers.update(account.headers())
-
-
 #: Requests that begin in one iteration of the event loop: some 4 ms of work.
 MAX_REQUESTS = 8
 
@@ -347,30 +315,12 @@ class RateLimiter:
     the event loop, the others in later ones, in order."""
 
     def __init__(self) -> None:
-        self._entered = 0  # in this iteration
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._places = asyncio.Semaphore(MAX_REQUESTS)
 
     async def enter(self) -> None:
         """Returns at once, or when the handlers that came before have entered."""
-        if self._waiting or self._entered >= MAX_REQUESTS:
-            may_enter = asyncio.get_running_loop().create_future()
-            self._waiting.append(may_enter)
-            await may_enter
-        else:
-            self._count()
-
-    def _count(self) -> None:
-        if not self._entered:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
-        self._entered += 1
-
-    def _begin_iteration(self) -> None:
-        self._entered = 0
-        while self._waiting and self._entered < MAX_REQUESTS:
-            may_enter = self._waiting.popleft()
-            if not may_enter.done():  # else its client has disconnected
-                self._count()
-                may_enter.set_result(None)
+        await self._places.acquire()
+        asyncio.get_running_loop().call_soon(self._places.release)
 
 
 RATE_LIMITER = web.AppKey("rate_limiter", RateLimiter)
