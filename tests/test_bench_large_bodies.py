@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 import bench_large_bodies
+from aioinfer.api.context import MAX_BYTES
 from aioinfer.api.decoding import Body, decode_large
-from aioinfer.api.http.request_body import MAX_BYTES
 from aioinfer.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 from aioinfer.errors import RequestError
 from benchlib.large_bodies import CHAT, COMPLETIONS, LONG_TEXTS, MANY_VALUES, TOO_MANY, LargeBody

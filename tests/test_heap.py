@@ -10,8 +10,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from aioinfer.api.http import request_body
-from aioinfer.api.http.request_body import LARGE_BODY, Heap
+from aioinfer.api import context
+from aioinfer.api.context import LARGE_BODY, RequestBodies
+from aioinfer.api.http.connections import HttpCounts
 from tests.waiting import until
 
 BLOCK = 60_000  # below what glibc maps apart from its heaps
@@ -31,28 +32,34 @@ def fill_and_free() -> Callable[[], None]:
     return lambda: libc.free(blocks[-1])
 
 
+def hold(bodies: RequestBodies, size: int) -> None:
+    """Receives and forgets a body."""
+    with bodies.hold() as held:
+        held._add(bytes(size), size)
+
+
 async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "DELAY_S", 0.05)
-    given = Heap()
-    if given._trim is None:
+    monkeypatch.setattr(context, "TRIM_DELAY_S", 0.05)
+    bodies = RequestBodies(HttpCounts(), LARGE_BODY)
+    if bodies._trim is None:
         pytest.skip("this C library cannot give memory back")
     free_last = fill_and_free()
     before = psutil.Process().memory_info().rss
     for _ in range(3):
-        given.note_body(LARGE_BODY)
-    timer = given._timer
+        hold(bodies, LARGE_BODY)
+    timer = bodies._timer
     assert timer is not None
     async with asyncio.timeout(10):
         enough = before - BLOCK * COUNT // 2
         await until(lambda: psutil.Process().memory_info().rss <= enough)
-    assert given._timer is None, "three bodies are one call"
+    assert bodies._timer is None, "three bodies are one call"
     free_last()
 
 
 async def test_small_bodies_and_other_libraries_cause_nothing() -> None:
-    given = Heap()
-    given.note_body(LARGE_BODY - 1)
-    assert given._timer is None
-    given._trim = None
-    given.note_body(LARGE_BODY)
-    assert given._timer is None
+    bodies = RequestBodies(HttpCounts(), LARGE_BODY)
+    hold(bodies, LARGE_BODY - 1)
+    assert bodies._timer is None
+    bodies._trim = None
+    hold(bodies, LARGE_BODY)
+    assert bodies._timer is None

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from aioinfer.api.http.request_body import REQUEST_BODIES, RequestBodies
+from aioinfer.api.context import REQUEST_BODIES, RequestBodies
 from aioinfer.api.server import HttpServer
 from tests.test_listener import Connection, close, connect
 from tests.test_server import serve

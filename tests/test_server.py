@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 from yarl import URL
 
+from aioinfer.api import context
 from aioinfer.api import server as server_module
-from aioinfer.api.http import connections, listener, request_body
+from aioinfer.api.http import connections, listener
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
@@ -51,9 +52,9 @@ BOUNDS = {
     "header_timeout_s": (connections, "HEAD_TIMEOUT_S"),
     "keepalive_timeout_s": (connections, "IDLE_TIMEOUT_S"),
     "send_timeout_s": (connections, "SEND_TIMEOUT_S"),
-    "body_timeout_s": (request_body, "TIMEOUT_S"),
-    "max_body_bytes": (request_body, "MAX_BYTES"),
-    "max_held_bytes": (request_body, "MAX_HELD_BYTES"),
+    "body_timeout_s": (context, "TIMEOUT_S"),
+    "max_body_bytes": (context, "MAX_BYTES"),
+    "max_held_bytes": (context, "MAX_HELD_BYTES"),
 }
 
 

@@ -1,22 +1,33 @@
-"""Shared parts of the handlers: the application's keys, and reading and validating a request
-body."""
+"""Shared parts of the handlers: the application's keys, and receiving, decoding and checking a
+request body.
+
+The size of a body, the memory of all together, and the time that a client may take are bounded.
+After large bodies memory is given back to the system. It is free once its request has ended, but
+the C library keeps most of it: a heap shrinks only from its end, and after the first large block
+was freed glibc takes such blocks from its heaps. `malloc_trim` gives free pages inside of heaps
+back as well. It is called in a thread, some seconds after a large body, and no more often than
+that. Another C library than glibc has no such function, and then nothing is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.errors import shorten
+from aioinfer.api.http.connections import HttpCounts
 from aioinfer.api.http.limits import RATE_LIMITER
 from aioinfer.api.http.logs import RECORD
-from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES
 from aioinfer.config import Config
-from aioinfer.errors import RequestError
+from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
@@ -34,6 +45,29 @@ STREAM_HEADERS = {
 STARTED = web.AppKey("started", int)
 #: The `system_fingerprint` of OpenAI's replies.
 FINGERPRINT = web.AppKey("fingerprint", str)
+#: A body's bound in bytes follows from the model's context length: 2 KiB a token, so that some 500
+#: prompts of that length fit (a token has about four bytes of text), and 2 MiB for all else. It is
+#: never above `MAX_BYTES`, which are decoded without holding other requests up; see `decoding`.
+MAX_BYTES = 16 * 2**20
+_BASE_BYTES = 2 * 2**20
+_BYTES_PER_TOKEN = 2048
+#: Bytes of all bodies together that are being received or decoded, without the first 64 KiB of
+#: each: sixteen of the largest.
+MAX_HELD_BYTES = 256 * 2**20
+#: Seconds at whose end a client must have delivered a body, or `_MIN_RATE` of it since the last
+#: such check: nginx's default for bodies.
+TIMEOUT_S = 60.0
+#: The rate of a client that delivers a body too slowly, in bytes a second: a limit on the time
+#: between two reads alone, like nginx's `client_body_timeout`, never ends one that sends byte by
+#: byte. (Apache's `RequestReadTimeout` has such a rate as well.)
+_MIN_RATE = 1024
+#: A body of so many bytes leaves something behind that is worth a `malloc_trim`; the seconds from
+#: it to the call. Most requests with one have ended by then.
+LARGE_BODY, TRIM_DELAY_S = 2**17, 5.0
+#: Bytes of each body that do not count: small requests go on while large ones use all of the bound.
+_FREE_BYTES = 64 * 1024
+#: Bytes that are collected before they become a part of a body.
+_PART = 64 * 1024
 #: Larger bodies are decoded and checked in a thread. The decoder itself does not let other threads
 #: run meanwhile: it takes 1.5 ms for a MiB of text; see `decoding` for many small values.
 _SMALL_BODY = 64 * 1024
@@ -44,6 +78,158 @@ B = TypeVar("B", bound=Body)
 
 #: The parts of a body that was received before `read_body` is called.
 RECEIVED: web.RequestKey[list[bytes]] = web.RequestKey("received")
+
+
+@asynccontextmanager
+async def receiving(counts: HttpCounts) -> AsyncIterator[Callable[[int], None]]:
+    """Bounds the time in which a client delivers the body that the block reads: `TIMEOUT_S` seconds
+    for all of it, or for the next part of it while `_MIN_RATE` was kept.
+
+    Yields a function that counts the bytes that have come. Raises `RequestError` (408), which
+    `counts` has.
+    """
+    loop, received = asyncio.get_running_loop(), 0
+    timer: asyncio.TimerHandle
+
+    def count(size: int) -> None:
+        nonlocal received
+        received += size
+
+    def check() -> None:
+        nonlocal received, timer
+        if received < TIMEOUT_S * _MIN_RATE:
+            guard.reschedule(loop.time())
+        else:
+            received, timer = 0, loop.call_later(TIMEOUT_S, check)
+
+    timer = loop.call_later(TIMEOUT_S, check)
+    try:
+        async with asyncio.timeout(None) as guard:
+            yield count
+    except TimeoutError:
+        if not guard.expired():
+            raise
+        counts.timeouts["body"] += 1
+        message = "the request's body came more slowly than it may"
+        raise RequestError(message, status=408, code="timeout") from None
+    finally:
+        timer.cancel()
+
+
+def largest_body(max_model_len: int) -> int:
+    """Returns how many bytes a body may have for a model of this context length."""
+    return min(MAX_BYTES, _BASE_BYTES + _BYTES_PER_TOKEN * max_model_len)
+
+
+class RequestBodies:
+    """All request bodies that are being received or decoded.
+
+    Attributes:
+        max_bytes: the largest that one may have.
+        held_bytes: their bytes beyond the first 64 KiB of each.
+    """
+
+    def __init__(self, counts: HttpCounts, max_bytes: int):
+        """`counts` gets the clients that are too slow."""
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self.counts = counts
+        self._trim = _find_malloc_trim()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hold(self) -> HeldBody:
+        """Returns room for one body, which the end of its `with` block gives back."""
+        return HeldBody(self)
+
+    def trim_later(self) -> None:
+        """Calls `malloc_trim` some seconds from now, once for all bodies until then."""
+        if self._trim is not None and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(TRIM_DELAY_S, self._start, self._trim)
+
+    def _start(self, trim: Callable[[int], int]) -> None:
+        self._timer = None
+        # ctypes lets other threads run meanwhile
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """Returns glibc's function, or None where there is none."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+
+
+class HeldBody:
+    """One request body, from receiving it until it has been decoded."""
+
+    def __init__(self, bodies: RequestBodies):
+        self._bodies = bodies
+        # One buffer would have to be copied on the event loop, as it grows and at the end: 16 MiB
+        # take 20 ms there, most of it for memory that the process has to get first.
+        self._parts: list[bytes] = []
+        self._latest = bytearray()
+        self._size = 0
+        self._held = 0
+
+    def __enter__(self) -> HeldBody:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bodies.held_bytes -= self._held
+        if self._size >= LARGE_BODY:
+            self._bodies.trim_later()
+
+    async def receive(self, request: web.Request) -> list[bytes]:
+        """Returns the body of a request in parts, a body of up to 64 KiB in one.
+
+        Raises:
+            web.HTTPRequestEntityTooLarge: it is larger than a body may be, or announced to be.
+            RequestError: 408 for a client that is too slow.
+            OverloadedError: all bodies together are too large.
+        """
+        limit = self._bodies.max_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        if request.version == HttpVersion11 and "Expect" in request.headers:
+            # `server` has checked that it is 100-continue
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the response itself has not begun
+        if request.content.is_eof():  # all of it came with the head
+            self._add(request.content.read_nowait(), limit)
+        else:
+            async with receiving(self._bodies.counts) as count:
+                while chunk := await request.content.readany():
+                    count(len(chunk))
+                    self._add(chunk, limit)
+        self._parts.append(bytes(self._latest))
+        return self._parts
+
+    def _add(self, chunk: bytes, limit: int) -> None:
+        size = self._size + len(chunk)
+        if size > limit:
+            raise web.HTTPRequestEntityTooLarge(limit)
+        more = max(0, size - _FREE_BYTES) - self._held
+        others = self._bodies.held_bytes - self._held
+        # one alone is always received, however small the bound is
+        if more and others and self._bodies.held_bytes + more > MAX_HELD_BYTES:
+            raise OverloadedError("the bodies of other requests use all memory; try again later")
+        self._bodies.held_bytes += more
+        self._held += more
+        self._size = size
+        self._latest += chunk
+        if len(self._latest) > _PART:  # a list of what comes would be long where bytes come singly
+            self._parts.append(bytes(self._latest))
+            self._latest.clear()
+
+
+REQUEST_BODIES = web.AppKey("request_bodies", RequestBodies)
+
+
+async def defer_continue(request: web.Request) -> None:
+    """Handles `Expect: 100-continue` of a route whose handler receives the body by `HeldBody`: a
+    request that can be refused by its head is refused before the client sends the body."""
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
@@ -64,7 +250,6 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     with request.app[REQUEST_BODIES].hold() as held:
         parts = request.get(RECEIVED) or await held.receive(request)
         size = sum(map(len, parts))
-        request.app[HEAP].note_body(size)
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
         ignores = config.server.unknown_fields == "ignore"
         body = (

@@ -25,9 +25,8 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from aioinfer.api.context import RECEIVED, STREAM_HEADERS
+from aioinfer.api.context import RECEIVED, REQUEST_BODIES, STREAM_HEADERS
 from aioinfer.api.errors import ERROR_CODE, Handler, error_response
-from aioinfer.api.http.request_body import REQUEST_BODIES
 from aioinfer.engine.output import KnownDelta
 from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
 

@@ -38,10 +38,10 @@ from aioinfer.api.batch.objects import (
     UpdateObject,
 )
 from aioinfer.api.batch.store import BatchObject, FileObject, Page
+from aioinfer.api.context import defer_continue
 from aioinfer.api.delivery import answer, handler_of
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.generation import Dialect
-from aioinfer.api.http.request_body import defer_continue
 from aioinfer.api.llama_cpp import (
     LlamaProps,
     LlamaSlot,

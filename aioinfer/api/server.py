@@ -23,7 +23,14 @@ from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
 from aioinfer.api.batch.store import FILES, OBJECT_STORE, FileStore, ObjectStore
-from aioinfer.api.context import FINGERPRINT, FRONTEND, STARTED
+from aioinfer.api.context import (
+    FINGERPRINT,
+    FRONTEND,
+    REQUEST_BODIES,
+    STARTED,
+    RequestBodies,
+    largest_body,
+)
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.http.access import AllowedHosts, Cors, mark_response, require_key
@@ -32,7 +39,6 @@ from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
 from aioinfer.api.http.listener import Listener, tls_context
 from aioinfer.api.http.logs import RequestLog
-from aioinfer.api.http.request_body import HEAP, REQUEST_BODIES, Heap, RequestBodies, largest_body
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
@@ -86,7 +92,7 @@ class HttpServer:
         """Returns the application that answers requests, after `open_files`."""
         # in another application there are no connections of its own
         connections = self._connections or self._make_connections()
-        cors = Cors(self._config.cors_origins)
+        cors, max_bytes = Cors(self._config.cors_origins), largest_body(frontend.max_model_len)
         log = RequestLog(frontend.config, self._tracing.trace if self._tracing else None)
         app = web.Application(
             middlewares=[
@@ -98,7 +104,7 @@ class HttpServer:
                 require_key,
                 bound_time,
             ],
-            client_max_size=largest_body(frontend.max_model_len),
+            client_max_size=max_bytes,
         )
         app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
@@ -110,11 +116,8 @@ class HttpServer:
         app[OBJECT_STORE] = ObjectStore()
         add_responses(app)
         app[CONNECTIONS] = connections
-        app[REQUEST_BODIES] = RequestBodies(
-            connections.counts, largest_body(frontend.max_model_len)
-        )
+        app[REQUEST_BODIES] = RequestBodies(connections.counts, max_bytes)
         app[READINESS] = self._readiness
-        app[HEAP] = Heap()
         app[STARTED] = int(time.time())
         app[FINGERPRINT] = info.fingerprint(frontend)
         app[FILES] = self._files

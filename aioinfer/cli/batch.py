@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     for their result, 2 if the input or the configuration is wrong or the engine died.
     """
     from aioinfer.api.batch.lines import BATCH_PATHS, check_input, take_up
-    from aioinfer.api.http.request_body import MAX_BYTES
+    from aioinfer.api.context import MAX_BYTES
 
     config = _offline(load(options))
     if options.concurrency is not None and options.concurrency < 1:

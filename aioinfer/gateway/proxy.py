@@ -28,12 +28,12 @@ from aiohttp import web
 from prometheus_client import generate_latest
 from yarl import URL
 
+from aioinfer.api.context import MAX_BYTES, RequestBodies
 from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.http.access import ADMIN_PATHS, AllowedHosts, authorizations
 from aioinfer.api.http.connections import ConnectionServer
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.listener import Listener, tls_context
-from aioinfer.api.http.request_body import MAX_BYTES, RequestBodies
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError

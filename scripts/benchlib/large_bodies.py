@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-#: A little less than `api.http.request_body.MAX_BYTES`.
+#: A little less than `api.context.MAX_BYTES`.
 BYTES = 15 * 2**20
 #: A little less than the values that a body may hold beside token ids.
 VALUES = 49_900

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from aioinfer.api.http.request_body import largest_body
+from aioinfer.api.context import largest_body
 from tests.functional.conftest import Served
 from tests.waiting import until
 

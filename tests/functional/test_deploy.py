@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from aioinfer.api.http import request_body
+from aioinfer.api import context
 from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from bench_loop import make_frontend
@@ -116,7 +116,7 @@ async def impatient_server() -> AsyncIterator[tuple[HttpServer, str]]:
     frontend = await make_frontend(4, 0.02, {})
     server = HttpServer(frontend.config, frontend)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_body, "TIMEOUT_S", 0.5)
+        patch.setattr(context, "TIMEOUT_S", 0.5)
         try:
             yield server, await server.start()
         finally:
@@ -285,4 +285,4 @@ def test_the_example_configuration_is_read() -> None:
     nginx = (DEPLOY / "nginx.conf").read_text("utf-8")
     assert f"{config.server.host}:{config.server.port};" in nginx
     assert f"proxy_read_timeout {config.server.request_timeout_s:g}s" in nginx
-    assert f"client_max_body_size {request_body.MAX_BYTES // 2**20}m" in nginx
+    assert f"client_max_body_size {context.MAX_BYTES // 2**20}m" in nginx

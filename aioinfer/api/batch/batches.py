@@ -41,11 +41,10 @@ from aioinfer.api.batch.store import (
     Metadata,
     owner_of,
 )
-from aioinfer.api.context import read_body
+from aioinfer.api.context import REQUEST_BODIES, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.http.limits import ACCOUNTS, Account
-from aioinfer.api.http.request_body import REQUEST_BODIES
 from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)

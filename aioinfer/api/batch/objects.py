@@ -29,10 +29,9 @@ from aioinfer.api.batch.store import (
     page_of,
     require_files,
 )
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import FRONTEND, REQUEST_BODIES, read_body, receiving
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
-from aioinfer.api.http.request_body import REQUEST_BODIES, receiving
 from aioinfer.api.openai.responses_body import Item, input_items
 from aioinfer.errors import RequestError
 

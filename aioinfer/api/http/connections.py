@@ -10,7 +10,7 @@ connections that have sent a part of a head, `idle` are kept-alive connections b
 `server` answers requests.
 
 `HttpCounts` counts connections refused for lack of room, clients that are too slow, and requests
-that are answered with an error, for `metrics`; `listener` and `request_body` count into it as well.
+that are answered with an error, for `metrics`; `listener` and `context` count into it as well.
 """
 
 from __future__ import annotations
