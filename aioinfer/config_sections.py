@@ -439,6 +439,12 @@ class ServerConfig:
     )
 
     @property
+    def path_prefix(self) -> str:
+        """`root_path` as paths begin with it: empty, or with a slash before it and none behind."""
+        path = self.root_path.strip("/")
+        return f"/{path}" if path else ""
+
+    @property
     def unix_socket(self) -> str | None:
         """The path of the Unix socket to listen on, None for an address."""
         return self.host.removeprefix("unix:") if self.host.startswith("unix:") else None

@@ -33,11 +33,11 @@ from aioinfer.api.context import (
 )
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
-from aioinfer.api.http.access import AllowedHosts, Cors, mark_response, require_key
+from aioinfer.api.http.access import Cors, mark_response, require_key
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
-from aioinfer.api.http.listener import Listener, tls_context
+from aioinfer.api.http.listener import Listener
 from aioinfer.api.http.logs import RequestLog
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
@@ -71,9 +71,7 @@ class HttpServer:
         self._gateways = gateways
         self._whole_config = config
         self._config = config.server
-        self._root_path = (
-            "/" + config.server.root_path.strip("/") if config.server.root_path else ""
-        )
+        self._root_path = config.server.path_prefix
         self._frontend = frontend
         self._listener: Listener | None = None
         self._connections: ConnectionServer | None = None
@@ -91,7 +89,7 @@ class HttpServer:
     def make_app(self, frontend: Frontend) -> web.Application:
         """Returns the application that answers requests, after `open_files`."""
         # in another application there are no connections of its own
-        connections = self._connections or self._make_connections()
+        connections = self._connections or ConnectionServer(self._handle, self._make_request)
         cors, max_bytes = Cors(self._config.cors_origins), largest_body(frontend.max_model_len)
         log = RequestLog(frontend.config, self._tracing.trace if self._tracing else None)
         app = web.Application(
@@ -159,7 +157,8 @@ class HttpServer:
             cast(Connection, request.protocol).refuse(
                 505, "only HTTP/1.1 and HTTP/1.0 are understood", "unsupported_http_version"
             )
-        self._hosts.check(request)
+        assert self._listener is not None
+        self._listener.hosts.check(request)
         expectation = request.headers.get("Expect", "100-continue")
         if request.version == HttpVersion11 and expectation.lower() != "100-continue":
             raise RequestError(
@@ -215,15 +214,9 @@ class HttpServer:
         """
         self._tracing = await _start_tracing(self._whole_config)
         await self.open_files()
-        tls = await asyncio.to_thread(tls_context, self._config)
-        self._connections = self._make_connections()
-        self._listener = Listener(self._connections, self._config, tls)
+        self._connections = ConnectionServer(self._handle, self._make_request)
+        self._listener = Listener(self._connections, self._config)
         url = await self._listener.bind()
-        self._hosts = AllowedHosts.of(
-            self._config.allowed_hosts,
-            self._config.host,
-            is_loopback=self._listener.is_loopback,
-        )
         if self._frontend is not None:
             await self.serve(self._frontend)
         self._listener.listen()
@@ -305,9 +298,6 @@ class HttpServer:
             self._files.close()
         if self._tracing is not None:  # last: requests have ended until here
             await self._tracing.close()
-
-    def _make_connections(self) -> ConnectionServer:
-        return ConnectionServer(self._handle, self._make_request)
 
 
 async def _start_tracing(config: Config) -> Tracing | None:

@@ -30,10 +30,10 @@ from yarl import URL
 
 from aioinfer.api.context import MAX_BYTES, RequestBodies
 from aioinfer.api.errors import error_response, json_response
-from aioinfer.api.http.access import ADMIN_PATHS, AllowedHosts, authorizations
+from aioinfer.api.http.access import ADMIN_PATHS, authorizations
 from aioinfer.api.http.connections import ConnectionServer
 from aioinfer.api.http.keys import ApiKeys
-from aioinfer.api.http.listener import Listener, tls_context
+from aioinfer.api.http.listener import Listener
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config
 from aioinfer.errors import NotReadyError, RequestError
@@ -82,9 +82,7 @@ class Gateway:
         self.metrics = GatewayMetrics(self.router)
         self._discover, self._token = discover, token
         self._reader = PromptReader(config)
-        self._root = (
-            "/" + config.server.root_path.strip("/") if config.server.root_path.strip("/") else ""
-        )
+        self._root = config.server.path_prefix
         # what ends the requests that are under way, by replica
         self._open: dict[str, set[Callable[[], object]]] = defaultdict(set)
         self._num_handling = 0
@@ -112,16 +110,10 @@ class Gateway:
             self._reader.set_block_size,
             self._cut_off,
         )
-        tls = await asyncio.to_thread(tls_context, self._settings)
         self._connections = ConnectionServer(self._handle, self._make_request)
         self._bodies = RequestBodies(self._connections.counts, MAX_BYTES)
-        self._listener = Listener(self._connections, self._settings, tls)
+        self._listener = Listener(self._connections, self._settings)
         url = await self._listener.bind()
-        self._hosts = AllowedHosts.of(
-            self._settings.allowed_hosts,
-            self._settings.host,
-            is_loopback=self._listener.is_loopback,
-        )
         self._members.start()
         self._listener.listen()
         return url
@@ -171,7 +163,7 @@ class Gateway:
         return path.removeprefix(self._root) if path.startswith(self._root + "/") else path
 
     async def _answer(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
-        self._hosts.check(request)
+        self._listener.hosts.check(request)
         if not target.startswith("/"):  # behind the replica's address it would name another host
             raise RequestError("the request's target must be a path", code="malformed_request")
         path = target.partition("?")[0]

@@ -124,8 +124,7 @@ def describe(app: web.Application, routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         path = re.sub(r"\{(\w+):[^}]*\}", r"{\1}", route.path)
         paths.setdefault(path, {})[route.method.lower()] = _describe(route, path, schema_of)
-    root = app[FRONTEND].config.server.root_path.strip("/")
-    below = (f"/{root}" if root else "") + app[PREFIX]()
+    below = app[FRONTEND].config.server.path_prefix + app[PREFIX]()
     return {
         "openapi": "3.1.0",
         "info": {

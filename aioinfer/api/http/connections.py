@@ -21,6 +21,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from aiohttp import StreamReader, http_exceptions, web
@@ -93,8 +94,8 @@ class Connection(web.RequestHandler):
                 # aiohttp leaves the body's reader waiting
                 body.set_exception(web.RequestPayloadError("the body is malformed"))
             return
-        if data:
-            self._server.note_received(self)
+        if data and self._server.idle.discard(self):
+            self._server.receiving.add(self)  # a head begins
         super().data_received(data)
         if self._messages or self not in self._server.receiving:
             return
@@ -119,7 +120,7 @@ class Connection(web.RequestHandler):
         result = await super().finish_response(request, resp, start_time)
         self._head_bytes = 0
         if self.transport is not None:
-            self._server.note_idle(self)
+            self._server.idle.add(self)
         return result
 
     def handle_error(
@@ -158,9 +159,7 @@ class Connection(web.RequestHandler):
 
         Raises `ConnectionAbortedError`, which no handler may catch.
         """
-        self._server.counts.count_error(status, code)
-        if self.transport is not None:
-            self.transport.write(raw_response(status, error_body(status, message, code=code)))
+        self._answer(status, message, code)
         raise ConnectionAbortedError("the request was refused")
 
     def drop(self) -> None:
@@ -182,10 +181,14 @@ class Connection(web.RequestHandler):
 
     def _reject(self, status: int, message: str, code: str) -> None:
         """Answers a request whose head is not complete, and closes the connection."""
+        self._answer(status, message, code)
+        self.force_close()
+
+    def _answer(self, status: int, message: str, code: str | None) -> None:
+        """Counts an error and sends it, without a request that it would answer."""
         self._server.counts.count_error(status, code)
         if self.transport is not None:
             self.transport.write(raw_response(status, error_body(status, message, code=code)))
-        self.force_close()
 
 
 class ConnectionServer(web.Server):
@@ -213,21 +216,19 @@ class ConnectionServer(web.Server):
         self.open: set[Connection] = set()
         self._all_closed = asyncio.Event()
         self.counts = HttpCounts()
-        head, drop = Connection.time_out, Connection.drop
-        self.receiving = WaitingConnections(HEAD_TIMEOUT_S, self._ends("head", head))
-        self.idle = WaitingConnections(IDLE_TIMEOUT_S, self._ends("idle", drop))
-        self.stalled = WaitingConnections(SEND_TIMEOUT_S, self._ends("send", drop))
+        expire = self._expire
+        self.receiving = WaitingConnections(
+            HEAD_TIMEOUT_S, partial(expire, "head", Connection.time_out)
+        )
+        self.idle = WaitingConnections(IDLE_TIMEOUT_S, partial(expire, "idle", Connection.drop))
+        self.stalled = WaitingConnections(SEND_TIMEOUT_S, partial(expire, "send", Connection.drop))
         self.malformed = LimitedLog(_log, "malformed requests")
         self.refused = LimitedLog(_log, "requests refused by their heads")
 
-    def _ends(self, kind: str, end: Callable[[Connection], None]) -> Callable[[Connection], None]:
-        """Returns a function that counts a time-out and ends its connection."""
-
-        def expire(connection: Connection) -> None:
-            self.counts.timeouts[kind] += 1
-            end(connection)
-
-        return expire
+    def _expire(self, kind: str, end: Callable[[Connection], None], connection: Connection) -> None:
+        """Counts a time-out and ends its connection."""
+        self.counts.timeouts[kind] += 1
+        end(connection)
 
     def __call__(self) -> Connection:
         """Returns the protocol object of a connection that has been accepted."""
@@ -294,15 +295,6 @@ class ConnectionServer(web.Server):
             waiting.close()
         self.malformed.close()
         self.refused.close()
-
-    def note_received(self, connection: Connection) -> None:
-        """Records that a client has sent something: on an idle connection, a head begins."""
-        if self.idle.discard(connection):
-            self.receiving.add(connection)
-
-    def note_idle(self, connection: Connection) -> None:
-        """Records that a request has been answered."""
-        self.idle.add(connection)
 
     def _begin_request(
         self, message: Any, payload: StreamReader, protocol: Any, writer: Any, task: Any

@@ -1,5 +1,5 @@
-"""The listening sockets, and the bound on the connections behind them. `server` owns one
-`Listener`.
+"""The listening sockets, the names under which they may be addressed, and the bound on the
+connections behind them. `server` and `gateway.proxy` own one `Listener`.
 
 Connections are accepted here and not by the event loop's own server, which sets no bound: a
 connection counts from the moment it is accepted, be it in a TLS handshake, idle or at work. File
@@ -16,12 +16,14 @@ import resource
 import socket
 import ssl
 import stat
+from collections.abc import Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from aioinfer.api.errors import error_body, raw_response
+from aioinfer.api.http.access import AllowedHosts
 from aioinfer.api.http.connections import Connection, ConnectionServer
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
@@ -58,12 +60,18 @@ _REJECTION = raw_response(
 
 class Listener:
     """Accepts connections for an HTTP server until `stop`; connections beyond the bound are
-    answered 503 and closed."""
+    answered 503 and closed.
 
-    def __init__(self, server: ConnectionServer, config: ServerConfig, tls: ssl.SSLContext | None):
+    Attributes:
+        hosts: the names under which the server may be addressed, once it is bound.
+    """
+
+    hosts: AllowedHosts
+
+    def __init__(self, server: ConnectionServer, config: ServerConfig):
         self._server = server
         self._config = config
-        self._tls = tls
+        self._tls: ssl.SSLContext | None = None
         self._loop = asyncio.get_running_loop()
         self._max_connections = _allow_descriptors(MAX_CONNECTIONS)
         self._sockets: list[socket.socket] = []
@@ -75,40 +83,25 @@ class Listener:
         """Binds the address and returns the URL, `unix:PATH` for a Unix socket. Clients that
         connect have to wait for `listen`.
 
-        Raises `ConfigError` if the address cannot be bound.
+        Raises `ConfigError` if the address cannot be bound, or a TLS file cannot be used.
         """
-        try:
-            if self._config.unix_socket is None:
-                url = await self._open_tcp()
-            else:
-                url = await self._open_unix(Path(self._config.unix_socket))
-        except OSError as error:
-            await self.stop()
-            raise _cannot_listen(self._config, error) from error
-        return url
+        config = self._config
+        self._tls = await asyncio.to_thread(tls_context, config)
+        self._sockets, self._unix_file = await asyncio.to_thread(_bind, config)
+        names = [sock.getsockname() for sock in self._sockets]
+        is_loopback = self._unix_file is None and all(
+            ip_address(name[0]).is_loopback for name in names
+        )
+        self.hosts = AllowedHosts.of(config.allowed_hosts, config.host, is_loopback=is_loopback)
+        if self._unix_file is not None:
+            return config.host
+        host, port = names[0][:2]
+        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def listen(self) -> None:
         """Begins to accept connections."""
         for sock in self._sockets:
             self._listen(sock)
-
-    async def _open_tcp(self) -> str:
-        host, port = self._config.host, self._config.port
-        found = await self._loop.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, _, _, _, address in dict.fromkeys(found):
-            sock = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-            sock.setblocking(False)
-            self._sockets.append(sock)
-        host, port = self._sockets[0].getsockname()[:2]
-        return f"{'https' if self._tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-    async def _open_unix(self, path: Path) -> str:
-        sock, inode = await asyncio.to_thread(_bind_unix, path)
-        self._sockets.append(sock)
-        self._unix_file = path, inode
-        return f"unix:{path}"
 
     async def stop(self) -> None:
         """Stops listening, before anything else happens; connections that were accepted stay."""
@@ -129,14 +122,6 @@ class Listener:
 
     # ---------------------------------------------------------------- connections
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect, by TCP."""
-        return bool(self._sockets) and all(
-            sock.family != socket.AF_UNIX and ip_address(sock.getsockname()[0]).is_loopback
-            for sock in self._sockets
-        )
-
     def _listen(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:  # `stop` may have come during a pause
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -156,24 +141,17 @@ class Listener:
                 self._loop.call_later(_PAUSE_S, self._listen, sock)
                 return
             connection.setblocking(False)
-            if self._has_room():
-                self._spawn(self._open(connection))
+            if len(self._server.open) < self._max_connections or self._server.make_room():
+                protocol = self._server()  # it counts from now on
+                protocol.socket = connection
+                self._spawn(self._set_up(connection, protocol))
             else:
                 self._reject(connection)
 
-    def _has_room(self) -> bool:
-        return len(self._server.open) < self._max_connections or self._server.make_room()
-
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def _open(self, connection: socket.socket) -> Any:
-        """Counts a connection at once and returns the coroutine that sets it up."""
-        protocol = self._server()
-        protocol.socket = connection
-        return self._set_up(connection, protocol)
 
     async def _set_up(self, connection: socket.socket, protocol: Connection) -> None:
         timeout = _HANDSHAKE_TIMEOUT_S if self._tls else None
@@ -215,23 +193,11 @@ def check_address(config: ServerConfig) -> None:
 
     Raises `ConfigError` if the address cannot be bound.
     """
-    try:
-        if config.unix_socket is not None:
-            path = Path(config.unix_socket)
-            sock, inode = _bind_unix(path)
-            sock.close()
-            _remove(path, inode)
-            return
-        found = socket.getaddrinfo(
-            config.host or None,
-            config.port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        for family, _, _, _, address in dict.fromkeys(found):
-            socket.create_server(address[:2], family=family).close()
-    except OSError as error:
-        raise _cannot_listen(config, error) from error
+    sockets, unix_file = _bind(config)
+    for sock in sockets:
+        sock.close()
+    if unix_file is not None:
+        _remove(*unix_file)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -253,13 +219,31 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
-    place, remedy = f"server.host = {config.host!r}", ""
-    if config.unix_socket is None:
-        place += f", server.port = {config.port}"
-        if error.errno == errno.EADDRINUSE:
-            remedy = "; end the program that listens there, or set another server.port"
-    return ConfigError(f"cannot listen at {place}: {error}{remedy}")
+def _bind(config: ServerConfig) -> tuple[list[socket.socket], tuple[Path, int] | None]:
+    """Returns the listening sockets of the configured address, and of a Unix socket the file and
+    its inode. Raises `ConfigError`."""
+    sockets: list[socket.socket] = []
+    try:
+        if config.unix_socket is not None:
+            path = Path(config.unix_socket)
+            sock, inode = _bind_unix(path)
+            return [sock], (path, inode)
+        found = socket.getaddrinfo(
+            config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            sockets.append(socket.create_server(address[:2], family=family, backlog=_BACKLOG))
+            sockets[-1].setblocking(False)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        place, remedy = f"server.host = {config.host!r}", ""
+        if config.unix_socket is None:
+            place += f", server.port = {config.port}"
+            if error.errno == errno.EADDRINUSE:
+                remedy = "; end the program that listens there, or set another server.port"
+        raise ConfigError(f"cannot listen at {place}: {error}{remedy}") from error
+    return sockets, None
 
 
 def _bind_unix(path: Path) -> tuple[socket.socket, int]:
