@@ -249,24 +249,26 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         )
     with request.app[REQUEST_BODIES].hold() as held:
         parts = request.get(RECEIVED) or await held.receive(request)
-        size = sum(map(len, parts))
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
-        ignores = config.server.unknown_fields == "ignore"
-        body = (
-            decode(b"".join(parts), kind, ignores_unknown=ignores)
-            if size <= _SMALL_BODY
-            else await asyncio.to_thread(_join_and_decode, parts, kind, ignores)
-        )
+        ignores_unknown = config.server.unknown_fields == "ignore"
+        body = await decode_body(parts, kind, ignores_unknown=ignores_unknown)
     check_model(config, body.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), body.model
     return body
 
 
-def _join_and_decode(parts: list[bytes], kind: type[B], ignores_unknown: bool) -> B:
-    raw = b"".join(parts)  # lets other threads run while it copies
-    parts.clear()
-    return decode_large(raw, kind, ignores_unknown=ignores_unknown)
+async def decode_body(parts: list[bytes], kind: type[B], *, ignores_unknown: bool) -> B:
+    """Decodes and checks the parts of a body, a large one in a thread. Raises `RequestError`."""
+    if sum(map(len, parts)) <= _SMALL_BODY:
+        return decode(b"".join(parts), kind, ignores_unknown=ignores_unknown)
+
+    def join_and_decode() -> B:
+        raw = b"".join(parts)  # lets other threads run while it copies
+        parts.clear()
+        return decode_large(raw, kind, ignores_unknown=ignores_unknown)
+
+    return await asyncio.to_thread(join_and_decode)
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from aioinfer.api.anthropic import AnthropicDialect
-from aioinfer.api.decoding import Body, decode, decode_large
+from aioinfer.api.context import decode_body
 from aioinfer.api.generation import Dialect
 from aioinfer.api.openai.chat import ChatDialect
 from aioinfer.api.openai.completions import CompletionDialect
@@ -25,11 +25,8 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model
 from aioinfer.errors import RequestError
 
-B = TypeVar("B", bound=Body)
 #: Bytes of text a token, where nothing was encoded.
 _BYTES_PER_TOKEN = 4
-#: Larger bodies are decoded in a thread.
-_SMALL_BODY = 64 * 1024
 #: Longer prompts than any model's are not cut: a replica refuses them.
 _MAX_LEN = 2**22
 #: By path: the APIs whose prompts are read.
@@ -86,14 +83,11 @@ class PromptReader:
     async def _encode(self, path: str, raw: bytes) -> Prompt | None:
         if (dialect := _DIALECTS.get(path)) is None:
             return None
-        frontend, body = self._frontend, await _decode(raw, dialect.body_type)
+        frontend, body = (
+            self._frontend,
+            await decode_body([raw], dialect.body_type, ignores_unknown=True),
+        )
         prompts = await dialect.encode(frontend, body, body.tool_use())
         # the blocks of the first prompt stand for all: most requests have one
         prepared = await frontend.prepare(prompts[0], cache_salt=body.cache_salt or "")
         return Prompt(sum(map(len, prompts)), prepared.hashes)
-
-
-async def _decode(raw: bytes, kind: type[B]) -> B:
-    if len(raw) <= _SMALL_BODY:
-        return decode(raw, kind, ignores_unknown=True)
-    return await asyncio.to_thread(decode_large, raw, kind, ignores_unknown=True)

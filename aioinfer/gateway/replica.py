@@ -35,11 +35,18 @@ class Address(NamedTuple):
 class ReplicaServer:
     """One replica: engines, HTTP server and reports."""
 
-    def __init__(self, config: Config, frontend: Frontend, server: HttpServer, address: Address):
+    def __init__(
+        self,
+        config: Config,
+        frontend: Frontend,
+        server: HttpServer,
+        reports: ReportServer,
+        address: Address,
+    ):
         """Made by `start`."""
         self.address = address
-        self._config, self._frontend, self._server = config, frontend, server
-        self._reporter = Reporter(frontend)
+        self._config, self._frontend, self._server = config.server, frontend, server
+        self._reports, self._reporter = reports, reports.reporter
 
     @classmethod
     async def start(cls, config: Config, host: str, name: str, token: str) -> ReplicaServer:
@@ -50,20 +57,15 @@ class ReplicaServer:
         config = replica_config(config, host)
         frontend = await Frontend.launch(config)
         server = HttpServer(config, frontend, GatewayAccess(token))
+        reports = ReportServer(Reporter(frontend), token)
         try:
-            url = await server.start()
-            replica = cls(config, frontend, server, Address(name, url, ""))
-            replica._reports = ReportServer(replica._reporter, token)
-            reports_url = await replica._reports.start(host)
+            address = Address(name, await server.start(), await reports.start(host))
         except BaseException:
             await frontend.close()
             await server.close()
             raise
-        replica.address = Address(name, url, reports_url)
         settle_process()
-        return replica
-
-    _reports: ReportServer
+        return cls(config, frontend, server, reports, address)
 
     def load(self) -> ReplicaLoad:
         """Returns the current load."""
@@ -80,11 +82,10 @@ class ReplicaServer:
         self._reporter.leave()
         self._server.leave()
         if self._frontend.is_healthy():
-            await asyncio.sleep(max(_LEAVING_S, self._config.server.shutdown_delay_s))
+            await asyncio.sleep(max(_LEAVING_S, self._config.shutdown_delay_s))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._server.drain(), self._config.server.shutdown_timeout_s)
+                await asyncio.wait_for(self._server.drain(), self._config.shutdown_timeout_s)
         await self._frontend.close()
-        await self._reporter.close()
         await self._reports.close()
         await self._server.close()
 

@@ -157,7 +157,7 @@ class ReportServer:
     """The port at which gateways that have its token get reports."""
 
     def __init__(self, reporter: Reporter, token: str):
-        self._reporter, self._token = reporter, token
+        self.reporter, self._token = reporter, token
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str) -> str:
@@ -174,7 +174,8 @@ class ReportServer:
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/reports"
 
     async def close(self) -> None:
-        """Ends the streams."""
+        """Ends the reports and their streams."""
+        await self.reporter.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -184,14 +185,14 @@ class ReportServer:
             raise web.HTTPUnauthorized
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await response.prepare(request)
-        queue = self._reporter.subscribe()
+        queue = self.reporter.subscribe()
         try:
             while data := await queue.get():
                 await response.write(data)
         except ConnectionError:
             pass  # the gateway is gone
         finally:
-            self._reporter.unsubscribe(queue)
+            self.reporter.unsubscribe(queue)
         return response
 
 
