@@ -81,6 +81,8 @@ class RateLimitError(RequestError):
 class EngineDeadError(AioinferError):
     """A worker died or hung, or the engine was closed: no request can be served any more."""
 
+    status, code = 503, "engine_dead"  # of the reply
+
 
 class IntegrityError(AioinferError, AssertionError):
     """Records of the scheduler or the engine contradict each other: a fault of aioinfer itself."""
@@ -89,9 +91,13 @@ class IntegrityError(AioinferError, AssertionError):
 class GenerationError(AioinferError):
     """One request failed while it ran (its logits held NaN, say); the others go on."""
 
+    status, code = 500, "generation_failed"  # of the reply
+
 
 class NoTokenError(GenerationError):
     """The restrictions of a request excluded every token at some place of its output."""
+
+    status, code = 400, "no_token_allowed"
 
 
 def no_answer(url: str, error: Exception) -> str:

@@ -66,10 +66,10 @@ async def until_there_are(server: HttpServer, **numbers: int) -> None:
 
 async def begin_request(server: HttpServer, url: str) -> Connection:
     """Returns a connection whose request is being handled: its body is awaited."""
-    before = server._num_handling
+    before = server._handling.number
     connection = await connect(url)
     connection[1].write(POST)
-    await until(lambda: server._num_handling != before)
+    await until(lambda: server._handling.number != before)
     return connection
 
 
@@ -152,7 +152,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             connection[1].write(get * 10)
             await until_there_are(server, stalled=1)
             await until_there_are(server, open=0, stalled=0)
-            await until(lambda: not server._num_handling)
+            await until(lambda: not server._handling.number)
             assert connections_of(server).counts.timeouts["send"] == 1
             await close(connection)
 
@@ -437,7 +437,7 @@ async def test_a_body_whose_chunks_are_malformed_is_answered() -> None:
         connection[1].write(
             POST.replace(b"Content-Length: 100000", b"Transfer-Encoding: chunked") + b"2\r\n{}\r\n"
         )
-        await until(lambda: server._num_handling)
+        await until(lambda: server._handling.number)
         connection[1].write(b"nonsense\r\n")
         assert (await read_reply(connection))[0] == 400
         await close(connection)

@@ -112,7 +112,7 @@ async def test_drain_refuses_connections_and_waits_for_handlers() -> None:
         posting = asyncio.ensure_future(
             busy.post("/tokenize", data=held_back(), headers={"Content-Type": "application/json"})
         )
-        await until(lambda: server._num_handling)
+        await until(lambda: server._handling.number)
         draining = asyncio.ensure_future(server.drain())
         await asyncio.sleep(0)
         with pytest.raises(aiohttp.ClientConnectionError):

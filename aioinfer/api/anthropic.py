@@ -15,8 +15,8 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.errors import AnthropicError, describe, json_response
-from aioinfer.api.generation import data_event, named_event
+from aioinfer.api.errors import json_response
+from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
@@ -72,21 +72,22 @@ class AnthropicTool(Struct, kw_only=True):
     defer_loading: bool | None = None
     input_examples: list[Any] | None = None
 
-    def check(self, place: str) -> None:
-        """Raises `RequestError` for fields that would change how the tool is called; `place` is the
-        tool's in the body."""
+    def as_function(self, place: str) -> dict[str, Any]:
+        """Returns the function, as `make_use` reads it; `place` is the tool's in the body. Raises
+        `RequestError` for fields that would change how it is called."""
         if self.type not in (None, "custom"):
             raise FieldError(f"{place}.type", f"{self.type[:40]!r} is not supported, only 'custom'")
-        refused = {
-            "allowed_callers": self.allowed_callers not in (None, [], ["direct"]),
-            "defer_loading": self.defer_loading,
-            "input_examples": self.input_examples,
+        for name in ("allowed_callers", "defer_loading", "input_examples"):
+            if getattr(self, name) not in (None, False, [], ["direct"]):
+                text, code = "is not supported here", "unsupported_parameter"
+                raise FieldError(f"{place}.{name}", text, code)
+        return {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+            "place": f"{place}.input_schema",
         }
-        for name, is_given in refused.items():
-            if is_given:
-                raise FieldError(
-                    f"{place}.{name}", "is not supported here", "unsupported_parameter"
-                )
 
 
 class ToolChoice(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -140,39 +141,23 @@ class CountTokensRequest(GenerationBody, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
-        functions = []
-        for index, tool in enumerate(self.tools or ()):
-            place = f"tools[{index}]"
-            tool.check(place)
-            functions.append(
-                {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.input_schema,
-                    "strict": tool.strict,
-                    "place": f"{place}.input_schema",
-                }
-            )
-        given = self.tool_choice
-        return make_use(
-            functions,
-            "auto" if given is None else _CHOICES[given.type],
-            None if given is None else given.name,
-            parallel=given is None or not given.disable_parallel_tool_use,
-        )
+        functions = [
+            tool.as_function(f"tools[{index}]") for index, tool in enumerate(self.tools or ())
+        ]
+        given = self.tool_choice or ToolChoice(type="auto")
+        parallel = not given.disable_parallel_tool_use
+        return make_use(functions, _CHOICES[given.type], given.name, parallel=parallel)
 
     def answer_grammar(self) -> GrammarSpec | None:
         """Returns the grammar of the answer; `output_format` is the older place of its schema.
         Raises `RequestError`."""
-        given = self.output_config.format if self.output_config is not None else None
-        if given is not None and self.output_format is not None:
-            raise FieldError(
-                "output_format", "and output_config.format are the same: give one of them"
-            )
-        place = "output_format.schema" if given is None else "output_config.format.schema"
-        if (format := given or self.output_format) is None:
-            return None
-        return schema_grammar(format.schema, place)
+        newer = self.output_config.format if self.output_config is not None else None
+        found = {"output_config.format": newer, "output_format": self.output_format}
+        given = [(place, format) for place, format in found.items() if format is not None]
+        if len(given) > 1:
+            text = "and output_config.format are the same: give one of them"
+            raise FieldError("output_format", text)
+        return schema_grammar(given[0][1].schema, f"{given[0][0]}.schema") if given else None
 
     def conversation(self) -> Iterator[dict[str, Any]]:
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
@@ -405,15 +390,9 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
         ended, sequence = self._stop(reason, stop_reason)
-        delta = BlockDelta(stop_reason=ended, stop_sequence=sequence)
-        usage = self._usage(num_tokens)
-        return named_event(
-            MessageEvent(type="message_delta", delta=delta, usage=usage)
-        ) + named_event(MessageEvent(type="message_stop"))
-
-    def failure(self, error: Exception) -> bytes:
-        """See `Dialect.failure`."""
-        return b"event: error\n" + data_event(AnthropicError.of(*describe(error)))
+        last = MessageEvent(type="message_delta", usage=self._usage(num_tokens))
+        last.delta = BlockDelta(stop_reason=ended, stop_sequence=sequence)
+        return named_event(last) + named_event(MessageEvent(type="message_stop"))
 
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> MessageReply:
         """See `MessageDialect.message`."""

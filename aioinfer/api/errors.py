@@ -1,7 +1,7 @@
 """Error replies in OpenAI's JSON shape, or in the shape of the API that the path belongs to.
 
-`json_errors` is the application's outermost middleware. `delivery` uses `describe` for errors in a
-stream, whose status line has been sent.
+`json_errors` is the application's outermost middleware. `error_event` is for errors in a stream,
+whose status line has been sent.
 
 `PREFIX` is the path below which the application may be mounted in another one.
 """
@@ -22,7 +22,6 @@ from msgspec import Struct
 from aioinfer.errors import (
     EngineDeadError,
     GenerationError,
-    NoTokenError,
     NotReadyError,
     OverloadedError,
     RateLimitError,
@@ -63,6 +62,11 @@ class ErrorReply(Struct, kw_only=True):
         """Returns the body of an error (see `describe`) in the shape of this API."""
         return body
 
+    def event(self) -> bytes:
+        """Returns the events that end a stream in which something failed, `[DONE]` among them, for
+        which some clients wait."""
+        return b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode(self)
+
 
 class AnthropicDetail(Struct, kw_only=True):
     """The details of an error, in the terms of Anthropic's API."""
@@ -86,6 +90,10 @@ class AnthropicError(Struct, kw_only=True):
         kind = "invalid_request_error" if status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(status, kind)
         return cls(error=AnthropicDetail(type=kind, message=message))
+
+    def event(self) -> bytes:
+        """See `ErrorReply.event`."""
+        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(self)
 
 
 class LlamaDetail(Struct, kw_only=True):
@@ -114,6 +122,10 @@ class LlamaError(Struct, kw_only=True):
             message += " The request exceeds the available context size."
         return cls(error=LlamaDetail(code=status, message=message, type=kind, param=error.param))
 
+    def event(self) -> bytes:
+        """See `ErrorReply.event`."""
+        return b"data: %b\n\n" % msgspec.json.encode(self)
+
 
 class OllamaError(Struct, kw_only=True):
     """The body of an error below `/api`."""
@@ -124,6 +136,10 @@ class OllamaError(Struct, kw_only=True):
     def of(cls, status: int, body: ErrorReply) -> OllamaError:
         """See `ErrorReply.of`."""
         return cls(error=body.error.message)
+
+    def event(self) -> bytes:
+        """See `ErrorReply.event`."""
+        return msgspec.json.encode(self) + b"\n"
 
 
 ErrorShape = type[ErrorReply] | type[AnthropicError] | type[LlamaError] | type[OllamaError]
@@ -165,19 +181,12 @@ def error_body(
     is missing. Of a long message only the beginning and the end are kept."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     if code is None:
-        code = "invalid_value" if status == 400 and param else _code_of(status)
+        phrase = HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
+        code = "invalid_value" if status == 400 and param else phrase
     param = None if param is None else shorten(param)
     return ErrorReply(
         error=ErrorDetail(message=shorten(message), type=kind, param=param, code=code)
     )
-
-
-def _code_of(status: int) -> str:
-    """Returns the code of an error that has none of its own, such as "bad_request"."""
-    try:
-        return HTTPStatus(status).phrase.lower().replace(" ", "_").replace("-", "_")
-    except ValueError:  # a status that has no name
-        return "error"
 
 
 @contextmanager
@@ -210,24 +219,15 @@ def describe(error: Exception) -> tuple[int, ErrorReply]:
     neither logged nor shown.
     """
     match error:
-        case RateLimitError():
-            body = error_body(error.status, error.message, code=error.code)
-            body.error.type = error.kind  # as OpenAI has it
-            return error.status, body
         case RequestError():
-            return error.status, error_body(
-                error.status, error.message, param=error.param, code=error.code
-            )
-        case EngineDeadError():
-            return 503, error_body(503, str(error), code="engine_dead")
-        case NoTokenError():
-            return 400, error_body(400, str(error), code="no_token_allowed")
-        case GenerationError():
-            return 500, error_body(500, str(error), code="generation_failed")
+            body = error_body(error.status, error.message, param=error.param, code=error.code)
+            if isinstance(error, RateLimitError):
+                body.error.type = error.kind  # as OpenAI has it
+            return error.status, body
+        case EngineDeadError() | GenerationError():
+            return error.status, error_body(error.status, str(error), code=error.code)
         case web.HTTPRequestEntityTooLarge():
             return 413, error_body(413, "the body is too large", code="request_too_large")
-        case web.HTTPNotFound():
-            return 404, error_body(404, "there is nothing at this path", code="not_found")
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             return 405, error_body(
@@ -248,6 +248,11 @@ def _trace(error: BaseException | None) -> str:
         parts += [f"{type(error).__name__}\n", *reversed(traceback.format_tb(error.__traceback__))]
         error = error.__cause__ or error.__context__
     return "".join(reversed(parts)).rstrip()
+
+
+def error_event(error: Exception, path: str) -> bytes:
+    """Returns what ends a stream of the path's API in which something failed."""
+    return error_shape(path).of(*describe(error)).event()
 
 
 @web.middleware

@@ -22,6 +22,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.api.errors import error_event, local_path
 from aioinfer.api.http.logs import request_id
 from aioinfer.api.prompts import with_token_ids
 from aioinfer.api.protocol import GenerationBody
@@ -182,7 +183,7 @@ class Dialect(Generic[B]):
 
     def failure(self, error: Exception) -> bytes:
         """Returns the events that end a stream in which something failed."""
-        raise NotImplementedError
+        return error_event(error, local_path(self.request))
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """Returns the reply in one piece: `choices` has all of each choice in one delta."""

@@ -19,7 +19,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, encode, read_body
-from aioinfer.api.errors import LlamaError, describe, json_response
+from aioinfer.api.errors import json_response
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
@@ -421,10 +421,6 @@ class LlamaDialect(Dialect[LlamaCompletion]):
     def choice(self, output: RequestOutput, sequence: int, index: int) -> LlamaWriter:
         """See `Dialect.choice`."""
         return LlamaWriter(self, output, index)
-
-    def failure(self, error: Exception) -> bytes:
-        """See `Dialect.failure`."""
-        return data_event(LlamaError.of(*describe(error)))
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """See `Dialect.whole`."""

@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
 from aioinfer.api.decoding import Body
-from aioinfer.api.errors import OllamaError, describe, json_response
+from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
@@ -385,9 +385,27 @@ class OllamaDialect(MessageDialect[OB]):
         super().__init__(request, body)
         self._arrived = request[RECORD].arrived
 
-    def loaded(self) -> web.Response:
-        """Answers a request for nothing, by which clients have a model loaded."""
-        return json_response(self._line(done=True, done_reason="load"))
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: OB, use: ToolUse) -> list[list[int]]:
+        """See `Dialect.encode`."""
+        if isinstance(body, OllamaGenerate) and body.raw:
+            return [await frontend.encode(body.prompt)]
+        tools = body.tools if isinstance(body, OllamaChat) else None
+        variables = body.template_kwargs()
+        return [
+            await encode_turn(frontend, body.conversation(), use, tools, template_kwargs=variables)
+        ]
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`. Clients send a request for nothing to have a model loaded."""
+        body = self.body
+        if not (body.messages if isinstance(body, OllamaChat) else body.prompt):
+            return json_response(self._line(done=True, done_reason="load"))
+        if isinstance(body, OllamaChat) or not body.raw:
+            return await super().decode()
+        params = self.frontend.defaults.sampling_params(**body.sampling_fields())
+        self.turn = Turn(await self.prompt(NO_TOOLS), params, NO_TOOLS, parses=False)
+        return self.generation([self.turn.prompt], params)
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`."""
@@ -410,10 +428,6 @@ class OllamaDialect(MessageDialect[OB]):
         """See `MessageDialect.closing`."""
         return self._event(self._line(**self._end(reason, num_tokens)))
 
-    def failure(self, error: Exception) -> bytes:
-        """See `Dialect.failure`."""
-        return self._event(OllamaError.of(*describe(error)))
-
     def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Line:
         """See `MessageDialect.message`."""
         blocks = self.blocks.all
@@ -423,7 +437,7 @@ class OllamaDialect(MessageDialect[OB]):
         return self._line(texts, thoughts or UNSET, calls, **self._end(reason, num_tokens))
 
     @staticmethod
-    def _event(line: Line | OllamaError) -> bytes:
+    def _event(line: Line) -> bytes:
         return encode(line) + b"\n"
 
     def _line(
@@ -468,46 +482,12 @@ class ChatDialect(OllamaDialect[OllamaChat]):
 
     body_type = OllamaChat
 
-    @classmethod
-    async def encode(cls, frontend: Frontend, body: OllamaChat, use: ToolUse) -> list[list[int]]:
-        """See `Dialect.encode`."""
-        variables = body.template_kwargs()
-        return [
-            await encode_turn(
-                frontend, body.conversation(), use, body.tools, template_kwargs=variables
-            )
-        ]
-
-    async def decode(self) -> Generation | web.StreamResponse:
-        """See `Dialect.decode`."""
-        return await super().decode() if self.body.messages else self.loaded()
-
 
 class GenerateDialect(OllamaDialect[OllamaGenerate]):
     """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
 
     body_type = OllamaGenerate
     text_field = "prompt"
-
-    @classmethod
-    async def encode(
-        cls, frontend: Frontend, body: OllamaGenerate, use: ToolUse
-    ) -> list[list[int]]:
-        """See `Dialect.encode`."""
-        if body.raw:
-            return [await frontend.encode(body.prompt)]
-        variables = body.template_kwargs()
-        return [await encode_turn(frontend, body.conversation(), use, template_kwargs=variables)]
-
-    async def decode(self) -> Generation | web.StreamResponse:
-        """See `Dialect.decode`."""
-        if not self.body.prompt:
-            return self.loaded()
-        if not self.body.raw:
-            return await super().decode()
-        params = self.frontend.defaults.sampling_params(**self.body.sampling_fields())
-        self.turn = Turn(await self.prompt(NO_TOOLS), params, NO_TOOLS, parses=False)
-        return self.generation([self.turn.prompt], params)
 
 
 def _nanoseconds(milliseconds: float) -> int:

@@ -34,7 +34,7 @@ from aioinfer.api.context import (
 from aioinfer.api.errors import Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.http.access import Cors, mark_response, require_key
-from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer
+from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
 from aioinfer.api.http.listener import Listener
@@ -82,9 +82,7 @@ class HttpServer:
         self._handler: web.Server | None = None
         self._files: FileStore | None = None
         self._draining = False
-        self._num_handling = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._handling = RequestCount()
 
     def make_app(self, frontend: Frontend) -> web.Application:
         """Returns the application that answers requests, after `open_files`."""
@@ -187,10 +185,8 @@ class HttpServer:
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Counts the requests that are being handled, for `drain`; while that waits, new requests
         on connections that are open still are refused."""
-        self._num_handling += 1
-        self._idle.clear()
-        try:
-            response: web.StreamResponse
+        response: web.StreamResponse
+        with self._handling:
             if self._draining and request.path != "/health/live":
                 response = error_response(NotReadyError("the server is shutting down"))
             else:
@@ -198,10 +194,6 @@ class HttpServer:
             if self._draining:
                 response.force_close()
             return response
-        finally:
-            self._num_handling -= 1
-            if not self._num_handling:
-                self._idle.set()
 
     # ---------------------------------------------------------------- life
 
@@ -280,7 +272,7 @@ class HttpServer:
         # not aiohttp's pre_shutdown: it would drop the part of a body that is still to come
         if self._connections is not None:
             await self._connections.wait_closed(_LAST_REQUESTS_S)
-        await self._idle.wait()
+        await self._handling.wait_for_none()
 
     async def close(self) -> None:
         """Closes all connections, after half a second for handlers that are about to end."""

@@ -31,7 +31,7 @@ from yarl import URL
 from aioinfer.api.context import MAX_BYTES, RequestBodies
 from aioinfer.api.errors import error_response, json_response
 from aioinfer.api.http.access import ADMIN_PATHS, authorizations
-from aioinfer.api.http.connections import ConnectionServer
+from aioinfer.api.http.connections import ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.listener import Listener
 from aioinfer.cluster.router import Choice, ClusterRouter
@@ -125,9 +125,7 @@ class Gateway:
         self._root = config.server.path_prefix
         # what ends the requests that are under way, by replica
         self._open: dict[str, set[Callable[[], object]]] = defaultdict(set)
-        self._num_handling = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._handling = RequestCount()
         self._obstacle: str | None = None
 
     # ---------------------------------------------------------------- life
@@ -165,7 +163,9 @@ class Gateway:
         await asyncio.sleep(self._settings.shutdown_delay_s)
         await self._listener.stop()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self._settings.shutdown_timeout_s)
+            await asyncio.wait_for(
+                self._handling.wait_for_none(), self._settings.shutdown_timeout_s
+            )
         await self._members.close()
         await self._listener.close()
         self._connections.pre_shutdown()
@@ -183,19 +183,14 @@ class Gateway:
         return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._num_handling += 1
-        self._idle.clear()
         path = self._path(request)
-        try:
-            return await self._answer(request, path)
-        except ConnectionError:
-            raise  # the client is gone
-        except Exception as error:
-            return error_response(error, path.partition("?")[0])
-        finally:
-            self._num_handling -= 1
-            if not self._num_handling:
-                self._idle.set()
+        with self._handling:
+            try:
+                return await self._answer(request, path)
+            except ConnectionError:
+                raise  # the client is gone
+            except Exception as error:
+                return error_response(error, path.partition("?")[0])
 
     def _path(self, request: web.BaseRequest) -> str:
         """Returns path and query below `server.root_path`."""

@@ -14,10 +14,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from aioinfer.api.context import encode
-from aioinfer.api.errors import AnthropicError, OllamaError, describe
+from aioinfer.api.errors import error_event
 from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
-from aioinfer.api.generation import DONE, data_event
 from aioinfer.api.http.logs import REQUEST_ID_HEADER
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
@@ -142,7 +140,7 @@ class Relay:
             raise ReplicaLostError
         if self._rest and self._began is None:  # in the midst of an event: nothing can follow it
             raise ConnectionAbortedError("the replica was lost")
-        await self._response.write(_lost_event(self.target))
+        await self._response.write(error_event(ReplicaLostError(), self.target.partition("?")[0]))
         return self._response
 
     async def _pass_whole(self, reply: aiohttp.ClientResponse, replica: str) -> web.StreamResponse:
@@ -207,14 +205,3 @@ def _kept(reply: aiohttp.ClientResponse, replica: str) -> list[tuple[str, str]]:
     """Returns the headers of a reply that its client gets."""
     found = [(k, v) for k, v in reply.headers.items() if k.lower() not in _HOP and k != "Date"]
     return [*found, (REPLICA_HEADER, replica)]
-
-
-def _lost_event(target: str) -> bytes:
-    """Returns the error event that ends a stream whose replica is lost, in the shape of the path's
-    API."""
-    status, body = describe(ReplicaLostError())
-    if target.startswith("/v1/messages"):
-        return b"event: error\n" + data_event(AnthropicError.of(status, body))
-    if target.startswith("/api/"):
-        return encode(OllamaError.of(status, body)) + b"\n"
-    return data_event(body) + DONE

@@ -272,7 +272,7 @@ async def test_a_body_that_never_ends(served: Served) -> None:
     )
     await writer.drain()
     async with asyncio.timeout(10):
-        await until(lambda: served.server._num_handling)
+        await until(lambda: served.server._handling.number)
         writer.close()
         await writer.wait_closed()
-        await until(lambda: not served.server._num_handling)
+        await until(lambda: not served.server._handling.number)

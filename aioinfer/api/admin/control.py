@@ -14,7 +14,7 @@ import numpy as np
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.admin.info import READINESS, Status
+from aioinfer.api.admin.info import Status
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
@@ -23,7 +23,6 @@ from aioinfer.errors import RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
-_PAUSED = "the server is paused"
 #: More copies or ranks than any server has: they bound the time that a reply takes.
 MAX_COPIES, MAX_RANKS = 4096, 1024
 
@@ -74,18 +73,12 @@ async def pause(request: web.Request) -> web.Response:
     """Lets all requests wait until `/resume`: no further step is planned. New requests are taken,
     and `/health/ready` is 503 meanwhile."""
     request.app[FRONTEND].pause()
-    readiness = request.app[READINESS]
-    if readiness.obstacle is None:
-        readiness.obstacle = _PAUSED
     return json_response(Status(status="paused"))
 
 
 async def resume(request: web.Request) -> web.Response:
     """Goes on with all requests after `/pause`."""
     request.app[FRONTEND].resume()
-    readiness = request.app[READINESS]
-    if readiness.obstacle == _PAUSED:
-        readiness.obstacle = None
     return json_response(Status(status="running"))
 
 

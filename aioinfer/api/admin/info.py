@@ -198,9 +198,11 @@ async def live(request: web.BaseRequest) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """Answers 200 while requests should be sent to this server, and 503 with the reason before and
     after that, and while no engine serves."""
+    frontend = request.app[FRONTEND]
     if (obstacle := request.app[READINESS].obstacle) is not None:
         raise NotReadyError(obstacle)
-    frontend = request.app[FRONTEND]
+    if frontend.is_paused:
+        raise NotReadyError("the server is paused")
     if frontend.is_healthy() and not frontend.is_ready():
         raise NotReadyError("the workers of all engines are being restarted")
     return await health(request)

@@ -357,6 +357,32 @@ class WaitingConnections:
             self._expire(connection)
 
 
+class RequestCount:
+    """Counts the requests that are being handled, each within a `with` block.
+
+    Attributes:
+        number: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self.number += 1
+        self._none.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self.number -= 1
+        if not self.number:
+            self._none.set()
+
+    async def wait_for_none(self) -> None:
+        """Returns when no request is being handled."""
+        await self._none.wait()
+
+
 CONNECTIONS = web.AppKey("connections", ConnectionServer)
 
 

@@ -16,7 +16,6 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from aioinfer.api.context import FINGERPRINT, encode
-from aioinfer.api.errors import describe
 from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
     DONE,
@@ -24,7 +23,6 @@ from aioinfer.api.generation import (
     Dialect,
     PromptProgress,
     Timings,
-    data_event,
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
@@ -139,10 +137,6 @@ class ChunkDialect(Dialect[S]):
         whole = usage(outputs, num_tokens, self._count_thought)
         times = timings(outputs[0], 0, num_tokens) if self._with_timings else UNSET
         return data_event(replace(self.chunk, usage=whole, timings=times)) + DONE
-
-    def failure(self, error: Exception) -> bytes:
-        """Returns an error event and `[DONE]`, for which some clients wait."""
-        return data_event(describe(error)[1]) + DONE
 
 
 class ChunkWriter(ChoiceWriter):
