@@ -15,7 +15,7 @@ from multidict import CIMultiDictProxy
 from yarl import URL
 
 from aioinfer.api.admin.page import PAGE_PATHS
-from aioinfer.api.http.access import AllowedHosts
+from aioinfer.api.http.listener import AllowedHosts
 from tests.test_server import make_server
 
 PAGE = "https://page.example"

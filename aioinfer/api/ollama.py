@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -371,22 +371,21 @@ async def show(request: web.Request) -> web.Response:
     return json_response(reply)
 
 
-OB = TypeVar("OB", bound=OllamaBody)
-
-
-class OllamaDialect(MessageDialect[OB]):
+class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
     """Ollama's words: lines of JSON. A call is one line: its arguments are an object."""
 
     content_type = "application/x-ndjson"
     reply_type = Line
     id_prefix = "ollama-"
 
-    def __init__(self, request: web.Request, body: OB):
+    def __init__(self, request: web.Request, body: OllamaChat | OllamaGenerate):
         super().__init__(request, body)
         self._arrived = request[RECORD].arrived
 
     @classmethod
-    async def encode(cls, frontend: Frontend, body: OB, use: ToolUse) -> list[list[int]]:
+    async def encode(
+        cls, frontend: Frontend, body: OllamaChat | OllamaGenerate, use: ToolUse
+    ) -> list[list[int]]:
         """See `Dialect.encode`."""
         if isinstance(body, OllamaGenerate) and body.raw:
             return [await frontend.encode(body.prompt)]
@@ -477,13 +476,13 @@ class OllamaDialect(MessageDialect[OB]):
         }
 
 
-class ChatDialect(OllamaDialect[OllamaChat]):
+class ChatDialect(OllamaDialect):
     """Answers a conversation."""
 
     body_type = OllamaChat
 
 
-class GenerateDialect(OllamaDialect[OllamaGenerate]):
+class GenerateDialect(OllamaDialect):
     """Answers a prompt as a conversation of one message, or completes it if it is `raw`."""
 
     body_type = OllamaGenerate

@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -31,14 +32,22 @@ from aioinfer.api.context import (
     RequestBodies,
     largest_body,
 )
-from aioinfer.api.errors import Handler, error_response, json_errors
+from aioinfer.api.errors import SERVER_NAME, Handler, error_response, json_errors
 from aioinfer.api.event_stream import GatewayAccess
-from aioinfer.api.http.access import Cors, mark_response, require_key
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
-from aioinfer.api.http.limits import ACCOUNTS, RATE_LIMITER, Accounts, RateLimiter
+from aioinfer.api.http.limits import (
+    ACCOUNT,
+    ACCOUNTS,
+    MONITORING_PATHS,
+    OPEN_PATHS,
+    RATE_HEADERS,
+    RATE_LIMITER,
+    Accounts,
+    RateLimiter,
+    require_key,
+)
 from aioinfer.api.http.listener import Listener
-from aioinfer.api.http.logs import RequestLog
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
@@ -54,6 +63,10 @@ _LAST_EVENTS_S = 0.5
 #: Connections that are kept alive stay open for this long when the server drains, at most: requests
 #: that come over them are answered 503, where a closed connection would be reset.
 _LAST_REQUESTS_S = 1.0
+#: Response headers that a script of another origin may read.
+_EXPOSED = ", ".join((REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS))
+#: Seconds for which a browser may remember the answer to a preflight.
+_PREFLIGHT_AGE_S = 600
 
 
 class HttpServer:
@@ -107,6 +120,7 @@ class HttpServer:
         app.on_response_prepare.append(cors.mark_response)
         app[FRONTEND] = frontend
         app[ACCOUNTS] = self._accounts
+        app[OPEN_PATHS] = MONITORING_PATHS | page.PAGE_PATHS
         app[ADMISSION] = AdmissionControl(frontend)
         app[RATE_LIMITER] = RateLimiter()
         app[OBJECT_STORE] = ObjectStore()
@@ -290,6 +304,62 @@ class HttpServer:
             self._files.close()
         if self._tracing is not None:  # last: requests have ended until here
             await self._tracing.close()
+
+
+class Cors:
+    """Lets the pages of some origins read replies (the CORS protocol of the Fetch standard); `*`
+    stands for all origins."""
+
+    def __init__(self, origins: Iterable[str]):
+        self._origins = frozenset(origins)
+
+    def _allowed(self, request: web.Request) -> str | None:
+        """Returns the value of `Access-Control-Allow-Origin` if the request's origin may have
+        one."""
+        if "*" in self._origins:
+            return "*"
+        origin = request.headers.get("Origin")
+        return origin if origin in self._origins else None
+
+    @web.middleware
+    async def answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers the preflight request that a browser sends before another site's request; it
+        carries no key."""
+        is_preflight = (
+            request.method == "OPTIONS"
+            and "Origin" in request.headers
+            and "Access-Control-Request-Method" in request.headers
+        )
+        if not is_preflight or self._allowed(request) is None:
+            return await handler(request)
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, DELETE",
+            "Access-Control-Allow-Headers": request.headers.get(
+                "Access-Control-Request-Headers", "Authorization, Content-Type"
+            ),
+            "Access-Control-Max-Age": str(_PREFLIGHT_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def mark_response(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Sets the headers of a response that name whose pages may read it."""
+        if not self._origins:
+            return
+        if (origin := self._allowed(request)) is not None:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        if origin != "*":
+            response.headers.add("Vary", "Origin")
+
+
+async def mark_response(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Sends the request's id back with a response, the server's name, and the state of the key's
+    limits with a response to a POST request."""
+    response.headers[REQUEST_ID_HEADER] = request_id(request)
+    response.headers["Server"] = SERVER_NAME  # instead of aiohttp's and Python's versions
+    account = request.get(ACCOUNT)
+    if account is not None and request.method == "POST":
+        response.headers.update(account.headers())
 
 
 async def _start_tracing(config: Config) -> Tracing | None:

@@ -30,9 +30,9 @@ from yarl import URL
 
 from aioinfer.api.context import MAX_BYTES, RequestBodies
 from aioinfer.api.errors import error_response, json_response
-from aioinfer.api.http.access import ADMIN_PATHS, authorizations
 from aioinfer.api.http.connections import ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
+from aioinfer.api.http.limits import ADMIN_PATHS, authorizations
 from aioinfer.api.http.listener import Listener
 from aioinfer.cluster.router import Choice, ClusterRouter
 from aioinfer.config import Config

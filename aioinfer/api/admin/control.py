@@ -2,7 +2,7 @@
 and `/reset_prefix_cache`), and the load of a mixture's experts (`GET /experts`, and `GET
 /experts/placement`, which makes a file for `parallel.expert_placement` of it).
 
-`access` checks the key before a handler sees the request.
+`limits` checks the key before a handler sees the request.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from aioinfer.api.errors import (
     error_shape,
 )
 from aioinfer.api.fields import NO_EFFECT
-from aioinfer.api.http.access import ADMIN_PATHS, OPEN_PATHS
+from aioinfer.api.http.limits import MONITORING_PATHS
 from aioinfer.api.protocol import NO_EFFECT_TEXT, AnyObject
 
 
@@ -171,7 +171,7 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
     }
     if rest:
         found["description"] = " ".join(rest.split())
-    if path in ADMIN_PATHS or path not in OPEN_PATHS:
+    if path not in MONITORING_PATHS:
         found["security"] = [{"key": []}]
     if parameters := _parameters(route, path):
         found["parameters"] = parameters

@@ -5,7 +5,7 @@ Its files are in `aioinfer/page` and are sent as they are, but for the common he
 which is put before each; `aioinfer/page/vendor` holds code of others, with its licences. All their
 URLs are relative, so they work below any path. `GET /page/info` returns the data that the page
 needs for a chat, and `GET /page/live` streams the state of the engines for as long as the page is
-visible. `server` adds the routes and ends the streams; `access` serves the files without a key,
+visible. `server` adds the routes and ends the streams; `limits` asks no key for the files,
 since a browser has none before the page has asked the user for it.
 """
 

@@ -1,7 +1,9 @@
-"""Usage and limits of API keys: requests and tokens a minute, and concurrent requests.
+"""What a request may do: its API key, and the limits of each key: requests and tokens a minute, and
+concurrent requests.
 
-`access` finds the account of a request and charges it the request, and `delivery` the tokens. Only
-POST requests count: the others cost next to nothing. Charges, and when they are made:
+`server` installs `require_key` as middleware. It finds the account of a request and charges it the
+request; `delivery` charges it the tokens. Only POST requests count: the others cost next to
+nothing. Charges, and when they are made:
 
 - a request, when it arrives; one that is answered 429 is not charged;
 - its prompt tokens and its `max_tokens` (times n) when it is queued, so that requests that run at
@@ -36,6 +38,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from aioinfer.api.errors import Handler, local_path
 from aioinfer.api.http.keys import ApiKey, ApiKeys
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RateLimitError, RequestError
@@ -46,6 +49,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Headers that hold an API key as it is: Anthropic's and Azure's.
+_KEY_HEADERS = ("X-Api-Key", "api-key")
+#: Paths of monitoring, which need no key.
+MONITORING_PATHS = frozenset(
+    ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json")
+)
+#: Paths that act on the whole server: they need an admin key.
+ADMIN_PATHS = frozenset(
+    ("/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume")
+)
 _PERIOD_S = 60.0
 #: When a key with as many requests as it may have at a time should try again: how long the others
 #: take is unknown.
@@ -304,6 +317,45 @@ class Accounts:
 
 ACCOUNTS = web.AppKey("accounts", Accounts)
 ACCOUNT = web.RequestKey("account", Account)
+
+
+#: The paths that need no key: `MONITORING_PATHS`, and the page, which asks the user for one.
+OPEN_PATHS = web.AppKey("open_paths", frozenset[str])
+
+
+@web.middleware
+async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers 401 to a request without a right key, whatever its path, but for the open ones, and
+    429 to a POST request beyond a limit of its key; the others get their key's account. Requests
+    for `ADMIN_PATHS` need an admin key."""
+    app, path = request.app, local_path(request)
+    if path in ADMIN_PATHS:
+        app[ACCOUNTS].check_admin(authorizations(request))
+    elif path not in app[OPEN_PATHS]:
+        if ACCOUNT not in request:  # else it is the server's own
+            found = map(app[ACCOUNTS].find, authorizations(request))
+            account = next((account for account in found if account is not None), None)
+            if account is None:
+                raise RequestError(
+                    "a valid API key is needed, as in 'Authorization: Bearer KEY' or 'X-Api-Key: "
+                    "KEY'",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            request[ACCOUNT] = account
+        if request.method == "POST":
+            with request[ACCOUNT].request():
+                return await handler(request)
+    return await handler(request)
+
+
+def authorizations(request: web.BaseRequest) -> Iterator[str | None]:
+    """Yields the API keys that a request brings: its `Authorization` header, and the headers that
+    clients of other APIs send instead, in the form of the former."""
+    yield request.headers.get("Authorization")
+    for name in _KEY_HEADERS:
+        if (key := request.headers.get(name)) is not None:
+            yield f"Bearer {key}"
 
 
 #: Requests that begin in one iteration of the event loop: some 4 ms of work.

@@ -5,6 +5,10 @@ Connections are accepted here and not by the event loop's own server, which sets
 connection counts from the moment it is accepted, be it in a TLS handshake, idle or at work. File
 descriptors are the process's scarcest resource; without any left, it could not even reject. When
 there is no room, connections that wait for a request are closed first (`connections`).
+
+`AllowedHosts` has the names that the `Host` header of a request may have, which is checked before
+anything else: a web page of another site can let its own name resolve to 127.0.0.1 (DNS rebinding),
+and for the browser the local server then belongs to that site. The request still has that name.
 """
 
 from __future__ import annotations
@@ -16,17 +20,18 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
+
 from aioinfer.api.errors import error_body, raw_response
-from aioinfer.api.http.access import AllowedHosts
 from aioinfer.api.http.connections import Connection, ConnectionServer
 from aioinfer.config import ServerConfig
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, RequestError
 
 #: Connections that may wait to be accepted: clients that arrive together must not be rejected.
 _BACKLOG = 1024
@@ -292,3 +297,63 @@ def _allow_descriptors(connections: int) -> int:
         if soft == resource.RLIM_INFINITY
         else max(1, min(connections, soft - _OTHER_DESCRIPTORS))
     )
+
+
+#: Names of this machine itself, for a server that only this machine can reach.
+_LOCAL_NAMES = ("localhost", "*.localhost", "127.0.0.1", "[::1]")
+
+
+class AllowedHosts:
+    """The names under which the server may be addressed."""
+
+    def __init__(self, names: Iterable[str]):
+        """`names` are exact names, `*.example.org` for all below a domain, or `*` for any name; an
+        IPv6 address may stand in brackets."""
+        lowered = {name.lower().rstrip(".") for name in names}
+        self._any = "*" in lowered
+        self._suffixes = tuple(name[1:] for name in lowered if name.startswith("*."))
+        self._exact = {_without_brackets(name) for name in lowered}
+
+    @classmethod
+    def of(cls, configured: list[str], host: str, *, is_loopback: bool) -> AllowedHosts:
+        """Returns the configured names or, without any, localhost's and the name of `server.host`
+        where the server listens on loopback, and any elsewhere."""
+        if configured:
+            return cls(configured)
+        return cls([*_LOCAL_NAMES, host]) if is_loopback else cls("*")
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raises `RequestError` (421) for a request to another name."""
+        if not self.admits(request.headers.get("Host")):
+            raise RequestError(
+                "the Host header names another server; server.allowed_hosts lists the names that "
+                "are answered",
+                status=421,
+                code="host_not_allowed",
+            )
+
+    def admits(self, header: str | None) -> bool:
+        """Whether a request with this `Host` header may be answered. Without one there is no web
+        page behind it: browsers always send it."""
+        if self._any or header is None:
+            return True
+        name = _name_of(header)
+        return name in self._exact or name.endswith(self._suffixes)
+
+
+def _name_of(header: str) -> str:
+    """Returns the name in a `Host` header, in lower case: without port, brackets and final dot."""
+    name, colon, port = header.rpartition(":")
+    if not colon or not port.isdecimal() or (":" in name and not name.endswith("]")):
+        name = header if port or not colon else name
+    return _without_brackets(name.lower().rstrip("."))
+
+
+def _without_brackets(name: str) -> str:
+    """Returns an IPv6 address in its canonical form and without brackets, another name as it is."""
+    if not (name.startswith("[") and name.endswith("]")):
+        return name
+    try:
+        return str(ip_address(name[1:-1]))
+    except ValueError:
+        return name
