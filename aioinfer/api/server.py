@@ -48,6 +48,7 @@ from aioinfer.api.http.limits import (
     require_key,
 )
 from aioinfer.api.http.listener import Listener
+from aioinfer.api.http.logs import REQUEST_ID_HEADER, RequestLog, request_id
 from aioinfer.api.openai.responses import add_responses
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend

@@ -23,6 +23,7 @@ from aioinfer.api.generation import (
     Dialect,
     PromptProgress,
     Timings,
+    data_event,
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
