@@ -18,6 +18,7 @@ def eagle_head(
     folder: Path, layout: str, *, hidden_size: int = 64, vocab_size: int = 200,
     draft_size: int = 80, target_size: int | None = None, taps: tuple[int, ...] | None = None,
     norms_residual: bool = False, has_embedding: bool = False, deviation: float = 0.2,
+    head_size: int = HEAD_SIZE,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Saves a random head into `folder`, and returns its tensors.
 
@@ -33,10 +34,10 @@ def eagle_head(
     shapes = {
         "fc": (size, 3 * (target_size or size)),
         "lm_head": (draft_size, size),
-        f"{layout}.self_attn.q_proj": (HEADS * HEAD_SIZE, 2 * size),
-        f"{layout}.self_attn.k_proj": (KV_HEADS * HEAD_SIZE, 2 * size),
-        f"{layout}.self_attn.v_proj": (KV_HEADS * HEAD_SIZE, 2 * size),
-        f"{layout}.self_attn.o_proj": (size, HEADS * HEAD_SIZE),
+        f"{layout}.self_attn.q_proj": (HEADS * head_size, 2 * size),
+        f"{layout}.self_attn.k_proj": (KV_HEADS * head_size, 2 * size),
+        f"{layout}.self_attn.v_proj": (KV_HEADS * head_size, 2 * size),
+        f"{layout}.self_attn.o_proj": (size, HEADS * head_size),
         f"{layout}.mlp.gate_proj": (middle, size),
         f"{layout}.mlp.up_proj": (middle, size),
         f"{layout}.mlp.down_proj": (size, middle),
@@ -57,7 +58,7 @@ def eagle_head(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     layer: dict[str, Any] = {
         "model_type": "llama", "hidden_size": size, "intermediate_size": middle,
-        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_SIZE,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": head_size,
         "num_hidden_layers": 1, "vocab_size": vocab_size, "rms_norm_eps": EPS,
         "rope_theta": THETA, "max_position_embeddings": 64, "hidden_act": "silu",
     }  # fmt: skip

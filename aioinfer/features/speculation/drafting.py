@@ -72,7 +72,10 @@ class Drafting:
         assert given.num_decodes is not None
         step = sampled.prepare(sampled.rows, num_tokens, given.num_decodes, sampled.longest)
         step.host = step.host or given.host
-        step.sampled = SampledRows.of(step.inputs, rows.numbers, rows.last)
+        # layers take as many sampled rows as tokens for all tokens in order
+        is_part = len(rows.slots) < num_tokens
+        if is_part:
+            step.sampled = SampledRows.of(step.inputs, rows.numbers, rows.last)
         drafter.plan(step)
         if drafter.tapped_layers:
             assert given.taps is not None
@@ -80,6 +83,8 @@ class Drafting:
         elif drafter.reads_hidden:
             hidden = drafter.combine(sampled.hidden)
         hidden = drafter.forward(hidden, step)
+        if not is_part:
+            hidden = hidden.index_select(0, rows.last)
         for number in range(self._num_drafts):
             count = len(rows.slots)
             if not count:
