@@ -91,8 +91,9 @@ class PlanBuilder:
 
     @property
     def has_lookahead(self) -> bool:
-        """Whether a request has several rows, or a row whose position only the workers know."""
-        return bool(self._lookahead)
+        """Whether the plan describes lookahead: a request has several rows, or a row whose position
+        only the workers know, or the step drafts tokens."""
+        return self.looks_ahead or bool(self._lookahead)
 
     @property
     def num_decodes(self) -> int:
@@ -266,7 +267,7 @@ class PlanBuilder:
             core.append(self._packer.pack())
         if self._appended:
             core.append(AppendedTokens(*_columns(self._appended, 4)))
-        if self._lookahead or self.looks_ahead:
+        if self.has_lookahead:
             core.append(self._lookahead_rows())
         return StepPlan(
             self.step_id, rows[0], rows[1], rows[2], rows[3], table_rows, table_indices,

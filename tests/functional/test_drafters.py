@@ -1,0 +1,124 @@
+"""Drafters change no text: draft models and EAGLE-3 heads, beside every way of sampling, under
+preemption, chunks, aborts, lost workers, and with two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer import LLM
+from aioinfer.engine import recovery
+from aioinfer.errors import ConfigError
+from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
+from aioinfer.llm import CompletionOutput
+from tests.eagle_models import eagle_head
+from tests.functional.test_speculation import (
+    VOCAB_SIZE,
+    abort_some,
+    check,
+    requests,
+    run_with_loss,
+    running,
+)
+
+# fixtures
+from tests.functional.test_speculation import expected as expected
+from tests.functional.test_speculation import folder as folder
+from tests.functional.test_speculation import plain as plain
+from tests.functional.test_speculation import rows_cost_nothing as rows_cost_nothing
+from tests.functional.test_speculation import stop as stop
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.extended
+
+Expected = list[list[CompletionOutput]]
+
+
+@pytest.fixture(scope="module")
+def drafters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Settings of drafters by name."""
+    small, head = (tmp_path_factory.mktemp(name) for name in ("small", "head"))
+    tiny_model(
+        "qwen3", small, vocab_size=VOCAB_SIZE - 8, num_hidden_layers=1, head_dim=8, seed=3,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    eagle_head(head, "midlayer", vocab_size=VOCAB_SIZE, draft_size=60, taps=(0, 1, 1))
+    models = {"the target": ("draft", folder), "small": ("draft", small), "head": ("eagle3", head)}
+    return {
+        name: {"speculation__method": method, "speculation__model": str(model)}
+        for name, (method, model) in models.items()
+    }
+
+
+@contextmanager
+def drafting(folder: Path, **settings: Any) -> Iterator[LLM]:
+    with running(folder, **settings) as llm:
+        yield llm
+        counts = llm.frontend.engines[0].metrics.counts
+        assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 0
+        if settings["speculation__model"] == str(folder):
+            assert counts[ACCEPTED] > 60
+
+
+TWO_RANKS = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("the target", {}),
+        ("small", {"speculation__max_draft_tokens": 3}),
+        ("head", {}),
+        ("the target", {"scheduler__plan_ahead": False}),
+        ("head", {"scheduler__max_num_batched_tokens": 9}),
+        ("the target", {"speculation__max_draft_tokens": 15, "cache__block_size": 2}),
+        ("small", TWO_RANKS),
+        ("head", TWO_RANKS),
+    ],
+    ids=str,
+)
+def test_the_text_is_the_plain_one(
+    folder: Path, drafters: Any, name: str, settings: Any, expected: Expected, stop: str
+) -> None:
+    prompts, params = requests(stop)
+    with drafting(folder, **drafters[name], **settings) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            outputs = llm.generate(prompts, params)
+            for found, wanted in zip(outputs, expected, strict=True):
+                check(found.completions, wanted)
+        assert any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["the target", "small"])
+def test_preempted_requests(
+    folder: Path, drafters: Any, name: str, expected: Expected, stop: str
+) -> None:
+    with drafting(folder, cache__num_blocks=40, **drafters[name]) as llm:
+        for found, wanted in zip(llm.generate(*requests(stop)), expected, strict=True):
+            check(found.completions, wanted)
+        assert llm.frontend.stats()["preemptions"] > 5
+
+
+def test_aborts_and_lost_workers(
+    folder: Path, drafters: Any, expected: Expected, stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
+    with drafting(folder, **drafters["the target"]) as llm:
+        for index, text in llm.run(abort_some(llm, stop)).items():
+            assert text == expected[index][0].text
+        found = llm.run(run_with_loss(llm, stop))
+        assert found == [completions[0].token_ids for completions in expected]
+
+
+def test_wrong_settings_are_refused(folder: Path, drafters: Any, tmp_path: Path) -> None:
+    for settings, message in (
+        ({"speculation__method": "draft"}, "needs speculation.model"),
+        ({"speculation__method": "eagle3", "speculation__model": "./none"}, "speculation.model = "),
+        ({**drafters["small"], "model__max_model_len": 400}, "to at most that"),
+    ):
+        with pytest.raises(ConfigError, match=message), running(folder, **settings):
+            pass
