@@ -8,6 +8,8 @@ figures of vLLM on H200s.
     python scripts/bench_gpu.py --model FOLDER --set model.quantization=fp8 --cases d1,d32,d256,p16
     python scripts/bench_gpu.py --model FOLDER --set model.load_format=dummy_skewed
     python scripts/bench_gpu.py --model FOLDER --cases d1,d8,d32,d128 --acceptance 0.80,0.62,0.48
+    python scripts/bench_gpu.py --model FOLDER --cases d1,d8,d32 --acceptance 0.80,0.62,0.48 \
+        --set speculation.method=eagle3 --set speculation.model=HEAD
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
         --set scheduler.max_num_batched_tokens=4096
 
@@ -31,9 +33,10 @@ k8x8000x192.
 With --acceptance the offline cases run twice, at last with speculation: drafts are the texts of the
 first run (`benchlib/recording.py`), of which the given parts are kept: 0.80,0.62,0.48 means 80 % of
 all first drafts, 62 % of all second ones, 48 % of all third ones; 0: none. How many drafts there
-are is the engine's choice. The rows of the second run are called CASE+drafts; they have the drafts
-that were verified and kept, and the part of the texts that are those of the first run. All requests
-are sampled.
+are is the engine's choice. With a `--set speculation.method` that has a model which drafts, this
+model is computed as well, and its drafts are replaced: so its cost counts. The rows of the second
+run are called CASE+drafts; they have the drafts that were verified and kept, and the part of the
+texts that are those of the first run. All requests are sampled.
 
 HTTP cases, streamed completions from `python -m aioinfer` on a free port of 127.0.0.1, from several
 client processes:
@@ -180,10 +183,14 @@ def run_offline(options: argparse.Namespace, model: Model, rows: Rows) -> None:
     """Measures the offline cases in one engine, and with a recording in a second one. Raises
     `AioinferError` if one does not start."""
     recording, settings = options.recording, make_settings(options, model)
-    run_engine(options, model, load_config(None, settings), rows)
-    if recording is not None:
-        with recording.replayed() as more:
-            run_engine(options, model, load_config(None, [*settings, *more]), rows, "+drafts")
+    if recording is None:
+        run_engine(options, model, load_config(None, settings), rows)
+        return
+    plain = load_config(None, [*settings, "speculation.method=none"])
+    run_engine(options, model, plain, rows)
+    method = load_config(None, settings).speculation.method
+    with recording.replayed("ngram" if method == "none" else method) as more:
+        run_engine(options, model, load_config(None, [*settings, *more]), rows, "+drafts")
 
 
 def run_engine(

@@ -66,9 +66,10 @@ class Recording:
         return same / len(prompts)
 
     @contextmanager
-    def replayed(self) -> Iterator[list[str]]:
+    def replayed(self, method: str = "ngram") -> Iterator[list[str]]:
         """Context in which engines find the feature and the texts so far. Gives the configuration
-        of a run with drafts as `section.key=value`, beside the plain run's."""
+        of a run with drafts as `section.key=value`, beside the plain run's; `method`: of
+        `speculation`, whose drafts are replaced."""
         sys.path.append(str(_PACKAGE))
         from bench_features.recorded_drafts import FILE_VARIABLE
 
@@ -83,7 +84,7 @@ class Recording:
             os.environ[FILE_VARIABLE] = str(file)
             try:
                 yield [
-                    "speculation.method=ngram",
+                    f"speculation.method={method}",
                     f"speculation.max_draft_tokens={len(self.acceptance)}",
                     'model.features=["recorded_drafts"]',
                 ]

@@ -1,0 +1,128 @@
+"""Drafters on a GPU: the text of a plain run, in graphs and without; a draft model that is the
+target is nearly always right; and nothing is compiled while serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import random_model, random_prompts
+from test_speculation import (
+    PARAMS,
+    PROMPTS,
+    TOKENS,
+    VOCAB_SIZE,
+    check,
+    equal_texts,
+    look_always_ahead,
+    running,
+    worker_of,
+)
+
+# fixtures
+from test_speculation import expected as expected
+from test_speculation import folder as folder
+
+from aioinfer import SamplingParams
+from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
+from aioinfer.llm import Output
+from aioinfer.worker.gpu_device import GpuDevice
+from tests.eagle_models import eagle_head
+
+
+@pytest.fixture(scope="module")
+def drafters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Settings of drafters by name."""
+    small = random_model(
+        tmp_path_factory.mktemp("small"), vocab_size=VOCAB_SIZE - 8, family="llama", head_dim=64,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    head = tmp_path_factory.mktemp("head")
+    eagle_head(
+        head, "midlayer", hidden_size=256, vocab_size=VOCAB_SIZE, draft_size=1000, taps=(0, 2, 3),
+        head_size=64, deviation=0.05,
+    )  # fmt: skip
+    models = {"the target": ("draft", folder), "small": ("draft", small), "head": ("eagle3", head)}
+    return {
+        name: {"speculation__method": method, "speculation__model": str(model)}
+        for name, (method, model) in models.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("the target", {}),
+        ("small", {}),
+        ("head", {}),
+        ("head", {"parallel__cuda_graphs": False}),
+        ("the target", {"cache__num_blocks": 24}),
+        ("small", {"scheduler__max_num_seqs": 3}),
+        ("head", {"scheduler__max_num_batched_tokens": 64}),
+        ("the target", {"cache__enable_prefix_caching": True}),
+    ],
+    ids=str,
+)
+def test_text_is_that_of_a_plain_run(
+    folder: Path, drafters: Any, expected: list[Output], name: str, settings: dict[str, Any]
+) -> None:
+    with running(folder, **drafters[name], **settings) as llm:
+        look_always_ahead(llm)
+        check(llm.generate(PROMPTS, PARAMS), expected)
+        counts = llm.frontend.engines[0].metrics.counts
+        assert counts[DRAFT_TOKENS] > 500
+        device = worker_of(llm).runner.device
+        assert isinstance(device, GpuDevice)
+        graphs = settings.get("parallel__cuda_graphs", True)
+        assert bool(device.graphs.lookahead.graphs) == graphs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_nearly_always_right(
+    temperature: float, tmp_path: Path
+) -> None:
+    """Its text lacks the first token, which windows of 24 tokens leave behind."""
+    random_model(
+        tmp_path, family="mistral", vocab_size=VOCAB_SIZE, head_dim=64, sliding_window=24,
+        eos_token_id=None, max_position_embeddings=1024,
+    )  # fmt: skip
+    prompts = random_prompts([100 + 7 * i for i in range(8)], VOCAB_SIZE)
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=TOKENS, ignore_eos=True)
+    with running(tmp_path) as llm:
+        expected = llm.generate(prompts, params)
+    settings = {"speculation__method": "draft", "speculation__model": str(tmp_path)}
+    with running(tmp_path, **settings) as llm:
+        look_always_ahead(llm)
+        outputs = llm.generate(prompts, params)
+        counts = llm.frontend.engines[0].metrics.counts
+    assert equal_texts(outputs, expected) >= len(prompts) - 1
+    # every seventh step is plain, and leaves the next one without drafts
+    assert counts[ACCEPTED] > 0.75 * counts[DRAFT_TOKENS] > 100
+
+
+@pytest.mark.parametrize("name", ["small", "head"])
+def test_nothing_is_compiled_while_serving(folder: Path, drafters: Any, name: str) -> None:
+    with running(folder, model__dtype="bfloat16", **drafters[name]) as llm:
+        look_always_ahead(llm)
+        llm.generate(PROMPTS, PARAMS)
+        llm.generate(PROMPTS[:1], PARAMS[:1])
+        watch = worker_of(llm).compilations
+        assert watch is not None
+        assert watch.names == [], watch.names
+        watch.stop()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["small", "head"])
+def test_two_ranks_draft_the_same(
+    folder: Path, drafters: Any, expected: list[Output], name: str
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
+    with running(folder, **settings, **drafters[name]) as llm:
+        look_always_ahead(llm)
+        check(llm.generate(PROMPTS, PARAMS), expected)
