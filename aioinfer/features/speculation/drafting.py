@@ -110,6 +110,9 @@ class Drafting:
         slots, positions, numbers, last = (
             each[is_last] for each in (there.slots, there.positions, *sampled.places)
         )
+        for number in range(1, self._num_drafts + 1):
+            at = (positions + number).clamp(max=self._slots.tokens.shape[1] - 1)
+            self._slots.tokens[slots.long(), at.long()] = 0  # of an earlier request
         ones = torch.ones_like(slots)
         return DraftRows(slots, positions - 1, ones, limits[numbers], positions + 1, numbers, last)
 
