@@ -1,7 +1,8 @@
 """GPU workers that are lost while a server process serves: new ones take their place, and streams
 go on with the text of an undisturbed run.
 
-In float32, so that tokens that are computed anew, in other steps, are the same.
+In float32, so that tokens that are computed anew, in other steps, are the same. States are computed
+anew from the tokens, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,16 +39,29 @@ SIZES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+#: Families and fields of their configurations: attention alone, and beside states.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_5_text": {
+        "head_dim": 256,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(
         tmp_path_factory.mktemp("model"),
+        family=request.param,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=4096,
         hidden_size=512,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=64,
+        **MODELS[request.param],
     )
 
 

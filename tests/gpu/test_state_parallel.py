@@ -1,0 +1,128 @@
+"""Models with states on two GPUs, whose heads or layers are shared out: the tokens of one GPU, in
+float32, with chunks, prefix hits, preemption and forks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from aioinfer import LLM, SamplingParams
+from tests.gpu.engine_settings import engine_settings
+from tests.gpu.random_models import random_model, random_prompts
+
+pytestmark = [
+    pytest.mark.timeout(300),  # kernels are compiled
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+VOCAB_SIZE = 4096
+#: Around blocks of 64 tokens and chunks of 200.
+LENGTHS = (1, 17, 63, 64, 65, 129, 199, 200, 201, 300, 500)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.05,
+    "eos_token_id": None,
+}
+DELTA_NET = {
+    "head_dim": 256,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5 experts": (
+        "qwen3_5_moe_text",
+        {**DELTA_NET, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    ),
+    "granite": (
+        "granitemoehybrid",
+        {
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+        },
+    ),
+}
+KINDS = ["tensor_parallel_size", "pipeline_parallel_size"]
+
+
+class Case(NamedTuple):
+    """A model, prompts of which each begins the next, and their tokens on one GPU."""
+
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[LLM]:
+    merged = engine_settings(
+        **{
+            "parallel__executor": "multiprocess",
+            "model__skip_tokenizer": True,
+            "cache__block_size": 64,
+            "scheduler__max_num_seqs": 8,
+            "scheduler__max_num_batched_tokens": 200,
+        }
+        | settings
+    )
+    with LLM(str(folder), settings=merged, progress=False) as llm:
+        (engine,) = llm.frontend.engines
+        assert engine.report.graph_bytes != 0
+        yield llm
+        engine.scheduler.check_integrity()
+
+
+def tokens_of(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int]]:
+    return [output.token_ids for output in llm.generate(list(prompts), GREEDY)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, fields = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("model")
+    random_model(folder, family=family, vocab_size=VOCAB_SIZE, **{**SIZES, **fields})
+    (text,) = random_prompts([max(LENGTHS)], VOCAB_SIZE)
+    prompts = [text[:length] for length in LENGTHS]
+    with running(folder) as llm:
+        expected = tokens_of(llm, prompts)
+    assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    return Case(folder, prompts, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_hits_and_forks(case: Case, kind: str) -> None:
+    ranks = {f"parallel__{kind}": 2}
+    with running(case.folder, cache__enable_prefix_caching=True, **ranks) as llm:
+        for turn in range(2):
+            outputs = llm.generate(case.prompts, GREEDY)
+            assert [output.token_ids for output in outputs] == case.expected
+            if turn:
+                found = sum(output.num_cached_tokens for output in outputs)
+                assert found > 0.4 * sum(LENGTHS)
+        four = llm.generate([case.prompts[-1]], replace(GREEDY, n=4))[0]
+        assert [list(one.token_ids) for one in four.completions] == [case.expected[-1]] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_preemption(case: Case, kind: str) -> None:
+    """Blocks for the prompts of all requests, but not for their texts."""
+    ranks = {f"parallel__{kind}": 2}
+    few = {"cache__num_blocks": 8, "model__max_model_len": 128}
+    prompts, expected = case.prompts[2:4] * 3, case.expected[2:4] * 3
+    with running(case.folder, **few, **ranks) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert llm.frontend.engines[0].scheduler.stats.preemptions > 0
