@@ -44,6 +44,7 @@ client processes:
     sN      N streams, 128 / 256, three requests a stream
     mixN    N streams, two requests a stream, 100-1024 / 100-1024; mix: mix256
     h1      one request, 128 / 512
+    kNxIxO  N streams, I / O, one request a stream
 
 Each case warms up with prompts of its own lengths, then runs `--rounds` times with fresh prompts;
 medians are reported. Prompts are token ids, end tokens are ignored, the prefix cache is off, 512
@@ -337,11 +338,14 @@ class HttpLoader:
         return self._send(case, round_number, [output for _, output in case.lengths()])
 
     def warm_up(self, case: Case) -> None:
-        """Sends a request for each stream. Raises as `send` does."""
+        """Sends a request for each stream, of long prompts fewer. Raises as `send` does."""
         self._send(
             case,
             0,
-            [min(output, WARMUP_OUTPUT_LEN) for _, output in case.lengths()[: case.streams]],
+            [
+                min(output, WARMUP_OUTPUT_LEN)
+                for _, output in case.lengths()[: case.num_warmup_requests]
+            ],
         )
 
     def _send(self, case: Case, round_number: int, max_tokens: Sequence[int]) -> Run:

@@ -197,6 +197,9 @@ def test_the_named_cases() -> None:
         (c.streams, len(c.lengths()), c.lengths()[0])
         for c in (http["h512"], http["s256"], http["h1"])
     ] == [(512, 1536, (512, 256)), (256, 768, (128, 256)), (1, 1, (128, 512))]
+    long = Case.parse("k256x8192x1024", http=True)
+    assert (long.streams, len(long.lengths()), long.lengths()[0]) == (256, 256, (8192, 1024))
+    assert (long.num_warmup_requests, http["h512"].num_warmup_requests) == (32, 512)
     for case, count in (
         (offline["nano"], 256),
         (http["mix"], 512),

@@ -33,7 +33,9 @@ SHAPES = {
     "delta": DeltaShape(16, 2, SIZE, SIZE, SIZE, SIZE, WIDTH, BLOCK),
     "kimi": DeltaShape(HEADS, 1, SIZE, SIZE, SIZE, SIZE, WIDTH, BLOCK, by_channel=True),
 }
-STATE_BYTES = HEADS * SIZE * SIZE * 4
+STATE_NUMBERS = HEADS * SIZE * SIZE
+#: Of the states of decodes.
+STATE_DTYPES = {"": torch.float32, " bf16": torch.bfloat16}
 
 
 def _channels(shape: DeltaShape) -> int:
@@ -52,7 +54,9 @@ class Layer:
     out: torch.Tensor
 
     @classmethod
-    def random(cls, shape: DeltaShape, tokens: int, blocks: int) -> Layer:
+    def random(
+        cls, shape: DeltaShape, tokens: int, blocks: int, state_dtype: torch.dtype = torch.float32
+    ) -> Layer:
         """Returns a layer of random numbers."""
         channels, decays = _channels(shape), HEADS * SIZE if shape.by_channel else HEADS
         wide = random_tensor(tokens, channels + HEADS * SIZE)
@@ -68,7 +72,7 @@ class Layer:
             ),
             weights,
             random_tensor(blocks, channels, WIDTH - 1),
-            torch.randn(blocks, HEADS, SIZE, SIZE, device=DEVICE) * 0.1,
+            (torch.randn(blocks, HEADS, SIZE, SIZE, device=DEVICE) * 0.1).to(state_dtype),
             random_tensor(tokens, HEADS * SIZE),
         )  # fmt: skip
 
@@ -76,15 +80,18 @@ class Layer:
 def delta_cases(tune: bool) -> Iterator[Case]:
     """Decodes of 1 to 256 rows, whose states do not fit the L2 cache, and prefill."""
     for name, shape in SHAPES.items():
-        for rows in (1, 8, 32, 128, 256):
-            yield from _decode_cases(name, shape, rows, tune)
+        for rows, states in itertools.product((1, 8, 32, 128, 256), STATE_DTYPES):
+            yield from _decode_cases(name, shape, rows, states, tune)
         for rows, tokens in ((1, 512), (1, 4096), (2, 4096), (4, 4096), (16, 4096), (64, 128)):
             yield from _prefill_cases(name, shape, rows, tokens, tune)
 
 
-def _decode_cases(name: str, shape: DeltaShape, rows: int, tune: bool) -> Iterator[Case]:
-    copies = max(1, 2**28 // (rows * STATE_BYTES))
-    layer = Layer.random(shape, rows, rows * copies)
+def _decode_cases(
+    name: str, shape: DeltaShape, rows: int, states: str, tune: bool
+) -> Iterator[Case]:
+    state_bytes = STATE_NUMBERS * STATE_DTYPES[states].itemsize
+    copies = max(1, 2**28 // (rows * state_bytes))
+    layer = Layer.random(shape, rows, rows * copies, STATE_DTYPES[states])
     tables = torch.randperm(rows * copies, device=DEVICE).int().view(copies, rows, 1)
     lens, tickets = (
         ints([BLOCK // 2] * rows),
@@ -107,9 +114,9 @@ def _decode_cases(name: str, shape: DeltaShape, rows: int, tune: bool) -> Iterat
             )  # fmt: skip
 
         channels = _channels(shape)
-        of_row = 2 * (STATE_BYTES + channels * (WIDTH - 1) * 2) + (channels + 2 * HEADS * SIZE) * 2
+        of_row = 2 * (state_bytes + channels * (WIDTH - 1) * 2) + (channels + 2 * HEADS * SIZE) * 2
         yield Case(
-            name, f"decode {rows}", f"w{config.num_warps} r{config.max_registers}",
+            name, f"decode {rows}{states}", f"w{config.num_warps} r{config.max_registers}",
             [lambda table=table, run=run: run(table) for table in tables], bytes=rows * of_row,
         )  # fmt: skip
 

@@ -33,6 +33,8 @@ HTTP_CASES = ["h256", "h512", "s256", "s512", "mix", "h1"]
 TOKEN_IDS = IntRange(100, 39_999)
 #: So many output tokens a warm-up requests, at the case's own prompt lengths.
 WARMUP_OUTPUT_LEN = 16
+#: So many prompt tokens a warm-up over HTTP sends at most.
+MAX_WARMUP_INPUT = 2**18
 
 _OFFLINE_LENGTHS = {"d": (128, 256), "p": (4096, 1), "l": (4096, 128)}
 _HTTP_LENGTHS = {"h": (512, 256), "s": (128, 256)}
@@ -140,12 +142,22 @@ class Case:
             return cls(
                 name, True, streams, 3 * streams, IntRange(prompt, prompt), IntRange(output, output)
             )
+        if match := re.fullmatch(r"k(\d+)x(\d+)x(\d+)", name):
+            streams, prompt, output = map(int, match.groups())
+            return cls(
+                name, True, streams, streams, IntRange(prompt, prompt), IntRange(output, output)
+            )
         return None
 
     @property
     def max_len(self) -> int:
         """The maximum tokens of a request, prompt and output together."""
         return self.input_len.high + self.output_len.high
+
+    @property
+    def num_warmup_requests(self) -> int:
+        """How many requests warm up over HTTP: one for each stream, where that is not too long."""
+        return max(1, min(self.streams, MAX_WARMUP_INPUT // self.input_len.high))
 
     def lengths(self) -> list[tuple[int, int]]:
         """Returns (prompt tokens, output tokens) of each request, the same in every round."""
