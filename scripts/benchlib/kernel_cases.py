@@ -114,60 +114,59 @@ def attention_check(
     return float((out[-take:].double() - expected).norm() / expected.norm())
 
 
+#: Query heads, KV heads, and channels of a head: Qwen3-8B's and Qwen3.5 35B-A3B's.
+DECODE_HEADS = {"": (32, 8, 128), " heads of 256": (16, 2, 256)}
+#: The keys of each row.
+DECODE_SHAPES = {
+    "256x1k": [1024] * 256,
+    "64x2k": [2048] * 64,
+    "8x8k": [8192] * 8,
+    "1x8k": [8192],
+    "1x32k": [32768],
+    "8x32k": [32768] * 8,
+    "1x512": [512],
+    "256x256": [256] * 256,
+    "1x32k+200x256": [32768] + [256] * 200,
+}
+
+
 def decode_cases(tune: bool) -> Iterator[Case]:
-    """Decode attention: Qwen3-8B's heads over 64-token blocks."""
-    shapes = {
-        "256x1k": [1024] * 256,
-        "64x2k": [2048] * 64,
-        "8x8k": [8192] * 8,
-        "1x32k": [32768],
-        "8x32k": [32768] * 8,
-        "1x512": [512],
-        "256x256": [256] * 256,
-        "1x32k+200x256": [32768] + [256] * 200,
-    }
-    configs = [decode_config(128, 2)]
-    if tune:
-        configs = [
-            DecodeConfig(*c)
-            for c in itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2,))
-        ]
-    for name, keys in shapes.items():
-        k, v, tables = paged(keys, 8, 128, 64)
-        q, lens = random_tensor(len(keys), 32, 128), ints(keys)
-        for config in configs:
-            workspace = DecodeWorkspace.create(32, k, config=config)
+    """Decode attention over 64-token blocks."""
+    for (kind, heads), (name, keys) in itertools.product(
+        DECODE_HEADS.items(), DECODE_SHAPES.items()
+    ):
+        q_heads, kv_heads, size = heads
+        k, v, tables = paged(keys, kv_heads, size, 64)
+        q, lens = random_tensor(len(keys), q_heads, size), ints(keys)
+        for config in _decode_configs(size, tune):
+            workspace = DecodeWorkspace.create(q_heads, k, config=config)
             plan_decode(workspace, lens)
             out = torch.full_like(q, float("nan"))
 
             def run(k=k, v=v, q=q, tables=tables, lens=lens, out=out, workspace=workspace) -> None:
-                launch_decode(
-                    q,
-                    k,
-                    v,
-                    tables,
-                    lens,
-                    out,
-                    workspace,
-                    scores=SCORES,
-                )
+                launch_decode(q, k, v, tables, lens, out, workspace, scores=SCORES)
 
             def check(q=q, out=out, k=k, v=v, tables=tables, keys=keys) -> float:
                 return attention_check(q, out, k, v, tables, [1] * len(keys), keys)
 
             variant = (
                 f"tile {config.tile} w{config.num_warps} s{config.num_stages} "
-                f"p{config.programs_per_sm}"
+                f"p{config.programs_per_sm} m{config.min_tiles}"
             )
             yield Case(
-                "decode",
-                name,
-                variant,
-                [run],
-                sum(keys) * 8 * 128 * 4,
-                4 * 128 * 32 * sum(keys),
-                check,
-            )
+                "decode", f"{name}{kind}", variant, [run], sum(keys) * kv_heads * size * 4,
+                4 * size * q_heads * sum(keys), check,
+            )  # fmt: skip
+
+
+def _decode_configs(head_size: int, tune: bool) -> list[DecodeConfig]:
+    if not tune:
+        return [decode_config(head_size, 2)]
+    if head_size == 128:
+        options = itertools.product((32, 64), (4, 8), (4, 5, 6, 7, 8), (1, 2, 3), (2,))
+    else:
+        options = itertools.product((16, 32), (2, 4), (4, 6), (2, 4), (4, 8, 16, 32))
+    return [DecodeConfig(*option) for option in options]
 
 
 #: (tokens, keys) of the rows.
