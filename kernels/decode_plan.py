@@ -66,8 +66,10 @@ def decode_config(head_size: int, element_size: int) -> DecodeConfig:
     if tile * bytes_a_token > 8192:
         return DecodeConfig(tile, 4, 2, 2, 1)
     narrow = element_size == 1
+    # the parts of wide heads are merged few at a time: fewer of them take less time together
+    min_tiles = 4 if head_size <= 128 else 256 // tile
     return DecodeConfig(
-        tile, 2, 6, 4, 4, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
+        tile, 2, 6, 4, min_tiles, fp16_operands=narrow, paired_channels=narrow, whole_tiles=12
     )
 
 
