@@ -20,6 +20,9 @@ from tests.tiny_models import tiny_model
 
 #: Families with a cache of keys and values, with sliding windows beside it, and with latents.
 FAMILIES = ("llama", "gemma3", "deepseek_v3")
+#: Families with a state: the gated delta rule, Kimi delta attention, Mamba-2 before and beside
+#: attention, and short convolutions alone.
+STATE_FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba", "falcon_h1", "lfm2")
 PARAMS = (
     GREEDY,
     SamplingParams(temperature=0.8),
@@ -30,7 +33,7 @@ PARAMS = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATE_FAMILIES])
 def test_drafts_do_not_change_the_text(family: str, tmp_path: Path) -> None:
     folder = tiny_model(family, tmp_path, vocab_size=200)
     prompts = prompts_that_begin_alike(12)
@@ -45,7 +48,7 @@ def test_drafts_do_not_change_the_text(family: str, tmp_path: Path) -> None:
         assert ahead.num_rows > ahead.num_kept > len(prompts) * NEW_TOKENS // 8
 
 
-@pytest.mark.parametrize("family", FAMILIES[:2])
+@pytest.mark.parametrize("family", [*FAMILIES[:2], *STATE_FAMILIES])
 def test_siblings_chunks_and_preemption(family: str, tmp_path: Path) -> None:
     """Several sequences a prompt, prompts in chunks beside lookahead rows, and too few blocks."""
     folder = tiny_model(family, tmp_path, vocab_size=200)

@@ -150,7 +150,6 @@ class Engine:
     def _limits(self, report: WorkerReport) -> SchedulerLimits:
         """Returns the scheduler's limits for workers of these sizes."""
         limits = self._config.scheduler
-        has_states = any(group.keeps_states for group in report.groups)
         return SchedulerLimits(
             groups=report.groups,
             num_blocks=report.num_blocks,
@@ -163,7 +162,7 @@ class Engine:
             prefix_caching=self._config.cache.enable_prefix_caching,
             by_priority=limits.policy == "priority",
             num_stages=self._config.parallel.pipeline_parallel_size,
-            max_lookahead=0 if has_states else self._config.max_lookahead,
+            max_lookahead=report.max_lookahead,
             row_seconds=report.row_seconds,
             plan_ahead=limits.plan_ahead,
         )

@@ -39,6 +39,7 @@ class WorkerReport:
             there is one stage.
         row_seconds: (rows, seconds) of decode steps that were measured at the start, ascending;
             empty if none were.
+        max_lookahead: the maximum of lookahead rows in a step, the same on every rank.
     """
 
     device: str
@@ -56,6 +57,7 @@ class WorkerReport:
     cache_dtype: str = ""
     stages: Sequence[tuple[range, int]] = ()
     row_seconds: Sequence[tuple[int, float]] = ()
+    max_lookahead: int = 0
 
 
 class StageTime(NamedTuple):

@@ -83,6 +83,7 @@ class InlineExecutor:
             report.implementation,
             report.cache_dtype,
             row_seconds=self._worker.row_seconds,
+            max_lookahead=report.max_lookahead,
         )
 
     def post(self, plan: StepPlan) -> None:

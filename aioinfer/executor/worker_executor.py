@@ -441,4 +441,5 @@ def _describe_workers(
         first.cache_dtype,
         stages,
         row_seconds,
+        min(report.max_lookahead for report in reports),
     )

@@ -3,6 +3,7 @@ are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.state_rows import SavedInputs
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
@@ -53,6 +55,9 @@ class Backend:
         has_kernels: whether the layers use the Triton kernels; plain torch otherwise.
         pdl: whether kernels are launched as programmatic dependents (Hopper and later).
         is_hopper: whether the kernels made for Hopper alone can run.
+        saved_rows: the number of slots, and of lookahead rows of each of which layers with a state
+            keep the inputs; (0, 0) where no row looks ahead. The worker sets it before layers are
+            bound.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         wants_mtp: whether the model is to have its head that predicts further tokens.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
@@ -72,6 +77,7 @@ class Backend:
     expert_placement: ExpertPlacement = field(default_factory=ExpertPlacement)
     pdl: bool = False
     is_hopper: bool = False
+    saved_rows: tuple[int, int] = (0, 0)
     cascade: bool = False
     wants_mtp: bool = False
     all_reduce: AllReduce | None = None
@@ -89,6 +95,10 @@ class Backend:
     def computes_alone(self) -> bool:
         """Whether no kernel of the layers waits for another rank."""
         return self.group.size == 1 and self.num_stages == 1 and self.expert_group is None
+
+    def saved_inputs(self, sizes: Sequence[int]) -> SavedInputs:
+        """Returns memory for the inputs of lookahead rows, of `sizes` channels each."""
+        return SavedInputs(*self.saved_rows, sizes, self.dtype, self.device)
 
     @classmethod
     def of(

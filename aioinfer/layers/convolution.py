@@ -72,20 +72,22 @@ class Convolution:
         self._taps = self.weight.float().t().contiguous()
 
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        """Returns the convolution of a step's tokens [T, channels], in float32, and writes the
-        windows after them.
+        """Returns the convolution of a step's tokens [T, channels], behind those that it replays,
+        in float32, and writes the windows after them.
 
         Args:
             x: [T, channels].
             cache: [num_blocks, channels, width - 1], the layer's windows.
             rows: of the step.
         """
-        decodes = rows.decodes
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        if decodes:
-            inputs = torch.cat((rows.read(cache), x[:decodes].unsqueeze(-1)), dim=-1)
-            torch.sum(inputs.float() * self.weight, dim=-1, out=out[:decodes])
-            rows.write(cache, inputs[..., 1:])
+
+        def slide(tokens: slice | torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+            inputs = torch.cat((windows, x[tokens].unsqueeze(-1)), dim=-1)
+            out[tokens] = torch.sum(inputs.float() * self.weight, dim=-1)
+            return inputs[..., 1:]
+
+        rows.advance(cache, slide, x.dtype)
         before = len(self._taps) - 1
         for row in rows.rows:
             inputs = torch.cat((row.initial(cache).t(), x[row.tokens]))
@@ -123,8 +125,9 @@ class ShortConvolution(Mixer):
     ):
         self.inputs, self.convolution, self.output = inputs, convolution, output
         self._norm = norm
-        self._pdl = backend.pdl
+        self._pdl, self._backend = backend.pdl, backend
         self._cache: LayerCache | None = None
+        self._saved = backend.saved_inputs(())
         self._kernel: KernelConvolution | None = None
 
     @property
@@ -152,12 +155,17 @@ class ShortConvolution(Mixer):
         """See `Mixer.bind`."""
         (self._cache,) = caches
         self._kernel = None
+        self._saved = self._backend.saved_inputs((len(self.convolution.weight),))
         if plans is not None:
             from aioinfer.layers.kernel_states import KernelConvolution
 
             self._kernel = KernelConvolution(
                 self.convolution.weight, self.convolution.bias, self._cache, plans, pdl=self._pdl
             )
+
+    def looks_ahead(self, *, on_kernels: bool) -> bool:
+        """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
+        return not on_kernels and self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
@@ -167,7 +175,9 @@ class ShortConvolution(Mixer):
             mixed = self._kernel(first * x, step)
         else:
             rows = StateRows.of_step(step, self._cache.group, self._cache.block_size)
-            mixed = self.convolution(first * x, self._cache.tensor, rows).to(x.dtype)
+            (mixed,) = self._saved.extend((first * x,), rows)
+            mixed = self.convolution(mixed, self._cache.tensor, rows)[rows.num_replayed :]
+            mixed = mixed.to(x.dtype)
         mixed = mixed * second
         mixed = select_sampled(stream, step, mixed, is_last=is_last)
         if len(stream):

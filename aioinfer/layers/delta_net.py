@@ -81,6 +81,7 @@ class GatedDeltaNet(Mixer):
         self.output_norm, self.output = output_norm, output
         self._norm = norm
         self._pdl, self._state_dtype = backend.pdl, backend.state_dtype
+        self._backend, self._saved = backend, backend.saved_inputs(())
         self._caches: Sequence[LayerCache] = ()
         self._kernel: KernelDeltaNet | None = None
 
@@ -121,14 +122,21 @@ class GatedDeltaNet(Mixer):
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
         self._caches, self._kernel = caches, None
+        shape = self.shape
+        decays = shape.num_heads * (shape.key_size if shape.by_channel else 1)
+        self._saved = self._backend.saved_inputs((sum(shape.mixed_sizes), shape.num_heads, decays))
         if plans is not None:
             from aioinfer.layers.kernel_states import KernelDeltaNet
 
             windows, matrices = caches
             self._kernel = KernelDeltaNet(
-                self.shape, self.convolution.weight, self.decay, self.output_norm, windows,
+                shape, self.convolution.weight, self.decay, self.output_norm, windows,
                 matrices, plans, pdl=self._pdl,
             )  # fmt: skip
+
+    def looks_ahead(self, *, on_kernels: bool) -> bool:
+        """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
+        return not on_kernels and self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
@@ -169,6 +177,7 @@ class GatedDeltaNet(Mixer):
         """Returns the heads' outputs [T, heads, value_size] in float32."""
         shape, (windows, matrices) = self.shape, self._caches
         rows = StateRows.of_step(step, windows.group, windows.block_size)
+        mixed, rates, decays = self._saved.extend((mixed, rates, decays), rows)
         mixed = F.silu(self.convolution(mixed, windows.tensor, rows), inplace=True)
         size, _, value_size = shape.mixed_sizes
         both, values = mixed.split((2 * size, value_size), dim=-1)
@@ -181,7 +190,7 @@ class GatedDeltaNet(Mixer):
             rates.float().sigmoid(),
         )
         rows = StateRows.of_step(step, matrices.group, matrices.block_size)
-        return recur(inputs, matrices.tensor, rows)
+        return recur(inputs, matrices.tensor, rows)[rows.num_replayed :]
 
     def _of_length_one(self, x: torch.Tensor) -> torch.Tensor:
         """Returns queries and keys [T, 2 * key heads * key_size] scaled to length one, for each

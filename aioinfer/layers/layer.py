@@ -105,6 +105,11 @@ class Mixer(Part):
         such as "head size 48"; None if nothing."""
         return None
 
+    def looks_ahead(self, *, on_kernels: bool) -> bool:
+        """Whether a step may have lookahead rows (see `ipc.lookahead`), with the kernels or in
+        plain torch."""
+        return True
+
     @abstractmethod
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """Adds the part's results for a step's tokens to the stream.

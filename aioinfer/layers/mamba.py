@@ -74,6 +74,7 @@ class Mamba2(Mixer):
         self.output_norm = output_norm
         self._norm, self._residual_scale = norm, residual_scale
         self._pdl, self._state_dtype = backend.pdl, backend.state_dtype
+        self._backend, self._saved = backend, backend.saved_inputs(())
         self._caches: Sequence[LayerCache] = ()
         self._kernel: KernelMamba2 | None = None
 
@@ -108,6 +109,9 @@ class Mamba2(Mixer):
     def bind(self, caches: Sequence[LayerCache], plans: AttentionPlans | None) -> None:
         """See `Mixer.bind`."""
         self._caches, self._kernel = caches, None
+        self._saved = self._backend.saved_inputs(
+            (sum(self.shape.mixed_sizes), self.shape.num_heads)
+        )
         if plans is not None:
             from aioinfer.layers.kernel_states import KernelMamba2
 
@@ -116,6 +120,10 @@ class Mamba2(Mixer):
                 self.shape, taps, self.convolution.bias, self.decay, self.skip, self.output_norm,
                 windows, matrices, plans, pdl=self._pdl,
             )  # fmt: skip
+
+    def looks_ahead(self, *, on_kernels: bool) -> bool:
+        """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
+        return not on_kernels and self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
@@ -147,6 +155,7 @@ class Mamba2(Mixer):
         channels] and the steps [T, heads]."""
         shape, (windows, matrices) = self.shape, self._caches
         rows = StateRows.of_step(step, windows.group, windows.block_size)
+        mixed, steps = self._saved.extend((mixed, steps), rows)
         mixed = F.silu(self.convolution(mixed, windows.tensor, rows), inplace=True)
         x, keys, queries = mixed.split(shape.mixed_sizes, dim=-1)
         x = x.unflatten(-1, (shape.num_heads, shape.head_size))
@@ -160,7 +169,8 @@ class Mamba2(Mixer):
         )
         rows = StateRows.of_step(step, matrices.group, matrices.block_size)
         outputs = recur(inputs, matrices.tensor, rows)
-        return outputs.addcmul_(x, self.skip.values.unsqueeze(-1)).flatten(1)
+        outputs.addcmul_(x, self.skip.values.unsqueeze(-1))
+        return outputs[rows.num_replayed :].flatten(1)
 
     def _of_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Returns B or C [T, groups * state_size] for each head: [T, heads, state_size]."""

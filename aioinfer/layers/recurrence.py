@@ -155,7 +155,7 @@ class HeadInputs(NamedTuple):
     decays: torch.Tensor
     rates: torch.Tensor | None
 
-    def of(self, tokens: slice) -> HeadInputs:
+    def of(self, tokens: slice | torch.Tensor) -> HeadInputs:
         """Returns the inputs of some of the tokens."""
         queries, keys, values, decays, rates = self
         rates = None if rates is None else rates[tokens]
@@ -204,18 +204,20 @@ class HeadDecay:
 
 
 def recur(inputs: HeadInputs, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """Returns the outputs of a step's tokens [T, heads, value channels], and writes the states.
+    """Returns the outputs of a step's tokens [T, heads, value channels], behind those of the tokens
+    that it replays, and writes the states.
 
     Args:
         cache: [num_blocks, heads, key channels, value channels], the layer's states.
         rows: of the step.
     """
-    decodes = rows.decodes
     out = torch.empty_like(inputs.values)
-    if decodes:
-        states = rows.read(cache).to(out.dtype)
-        out[:decodes] = _advance(inputs.of(slice(decodes)), states)
-        rows.write(cache, states.to(cache.dtype))
+
+    def advance(tokens: slice | torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        out[tokens] = _advance(inputs.of(tokens), states)
+        return states
+
+    rows.advance(cache, advance, out.dtype)
     chunk = rows.chunk
     if inputs.decays.shape[-1] > 1:
         chunk = math.gcd(chunk, _CHANNEL_CHUNK)

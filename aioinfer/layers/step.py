@@ -7,7 +7,7 @@ The worker's runner makes them from the slots. R rows (requests), T tokens, S sa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ class StepInputs:
         groups: one for each KV group.
         rotary: int32 [T], or [3, T] for tables with sections (see `rotary.Sections`): where rotary
             embeddings place each token; None: at its position.
+        replays: where layers with a state look ahead; else None.
     """
 
     input_ids: torch.Tensor
@@ -47,6 +48,7 @@ class StepInputs:
     seq_lens: torch.Tensor
     groups: tuple[GroupInputs, ...]
     rotary: torch.Tensor | None = None
+    replays: Replays | None = None
 
     @property
     def rotary_positions(self) -> torch.Tensor:
@@ -58,6 +60,27 @@ class StepInputs:
         """int64 [T], negative in padding: the slot mapping of any group, which tells both apart
         whatever the group keeps."""
         return self.groups[0].slot_mapping
+
+
+class Replays(NamedTuple):
+    """What layers with a state do beside a step's own tokens where rows may look ahead (see
+    `ipc.lookahead`). R rows, int32 [R] each.
+
+    The state of a sequence in memory is never behind a row that may be skipped: a step writes the
+    state behind the first of a slot's rows of one token, and keeps the inputs of the others. The
+    slot's next step begins with the inputs of those that were not skipped.
+
+    Attributes:
+        slots: the slot of each row.
+        pending: of how many tokens a row replays the inputs first. They are computed between the
+            state in memory and the row.
+        counts: of the first of adjacent rows of a slot, how many there are; 0 for the others and
+            for padding.
+    """
+
+    slots: torch.Tensor
+    pending: torch.Tensor
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

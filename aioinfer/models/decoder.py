@@ -120,6 +120,10 @@ class CausalLM(Protocol):
         """Whether `supports_graphs` holds for steps with prompts, too, not for decodes alone."""
         ...
 
+    def looks_ahead(self, block_size: int) -> bool:
+        """Whether steps with KV blocks of `block_size` tokens may have lookahead rows."""
+        ...
+
     def describe(self, block_size: int) -> str:
         """Returns the implementation that computes the model with KV blocks of `block_size` tokens,
         for the start-up table."""
@@ -384,6 +388,12 @@ class DecoderModel(BoundLayers):
             *(f"{self._layers_name}.{number}." for number in others),
         )
         return name in self._elsewhere or name.startswith(unused)
+
+    def looks_ahead(self, block_size: int) -> bool:
+        """See `CausalLM.looks_ahead`."""
+        on_kernels = self.backend.has_kernels and not self._lacking(block_size)
+        mixers = (mixer for layer in self._layers_with_cache for mixer in layer.mixers)
+        return all(mixer.looks_ahead(on_kernels=on_kernels) for mixer in mixers)
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""

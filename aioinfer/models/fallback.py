@@ -262,6 +262,10 @@ class FallbackModel:
         lacking = (shape.head_size for shape in shapes if not supports(shape, block_size))
         return [f"head size {size}" for size in sorted(set(lacking))]
 
+    def looks_ahead(self, block_size: int) -> bool:
+        """See `CausalLM.looks_ahead`."""
+        return True
+
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""
         modules = f"transformers' modules of {self._config.architecture}, step by step"

@@ -439,6 +439,8 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         computed = request.num_computed - request.num_lookahead  # `min_computed`, without a call
+        if self._states is not None:
+            computed = min(computed, request.num_settled)
         full = min(computed, len(request.tokens)) // self._block_size
         first = request.num_committed
         if full <= first:

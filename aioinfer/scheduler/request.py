@@ -133,6 +133,9 @@ class Request:
             if these keep all of their lookahead (see `ipc.lookahead`).
         num_lookahead: lookahead rows, beside the first, of posted steps whose results have not
             come; `total` and `num_computed` count each as kept.
+        num_settled: tokens after which the states in its blocks are once all posted steps have
+            run, at least: the inputs of lookahead rows that are kept enter the states one step
+            later (see `ipc.lookahead`).
         lookahead_state: kept by the feature that looks ahead for the request; None before that.
         blocks: the block tables, one for each group of layers (see `KVCacheManager`).
         states: which entries of the block tables of states are blocks, ascending.
@@ -178,6 +181,7 @@ class Request:
     sampled_step: int = -1
     num_computed: int = 0
     num_lookahead: int = 0
+    num_settled: int = 0
     lookahead_state: Any = None
     blocks: list[list[int]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
@@ -274,7 +278,7 @@ class Request:
         """Takes the slot and the blocks away from the request, since they no longer exist, and
         forgets the tokens whose results have not come: all of it is recomputed."""
         self.total = len(self.tokens)
-        self.num_computed = self.num_lookahead = 0
+        self.num_computed = self.num_lookahead = self.num_settled = 0
         self.blocks = []
         self.num_blocks = self.num_committed = 0
         self.slot = self.prefill_step = -1

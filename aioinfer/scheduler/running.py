@@ -90,7 +90,7 @@ class RunningRequests:
         """Makes a request RUNNING with `num_computed` tokens in the cache."""
         request.status = RequestStatus.RUNNING
         request.slot = self.free_slots.pop()
-        request.num_computed = num_computed
+        request.num_computed = request.num_settled = num_computed
         self.num_prefill += request.num_uncomputed
         if request.uses:
             self.result_bytes += request.result_bytes
@@ -117,7 +117,7 @@ class RunningRequests:
         if request.params.has_penalties:
             self.freed_slots.append(request.slot)
         request.slot = -1
-        request.num_computed = 0
+        request.num_computed = request.num_settled = 0
         request.prefill_step = -1
 
     def preempt(self, request: Request) -> None:
@@ -150,6 +150,7 @@ class RunningRequests:
             builder.add_decode(request, start, offset, settled=settled)
             if request.uses:
                 builder.add_uses(request, start, start + 1, True)
+        request.num_settled = first + 1
         request.num_computed += 1 + lookahead
         request.total += 1 + lookahead
         request.num_lookahead += lookahead
@@ -160,7 +161,7 @@ class RunningRequests:
         end = start + tokens
         samples = end == request.total
         builder.add_row(request, start, tokens, samples)
-        request.num_computed = end
+        request.num_computed = request.num_settled = end
         if tokens > 1 or end <= request.prompt_len:
             self.num_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1
@@ -184,10 +185,12 @@ class RunningRequests:
         A later plan may write to these blocks, the same plan may not: its tokens are written before
         any of them is read.
         """
-        for request in self._advanced:
+        advanced, self._advanced = self._advanced, []
+        for request in advanced:
             if request.slot >= 0:
                 self.kv_cache.free_unread(request, request.min_computed)
-        self._advanced.clear()
+                if request.num_settled < request.num_computed and len(request.states) > 1:
+                    self._advanced.append(request)  # a step may still read the former state
 
     def can_append(self, count: int) -> bool:
         """Whether the next plan has room for so many more appended tokens."""

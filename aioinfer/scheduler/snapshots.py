@@ -209,6 +209,7 @@ class StateBlocks(WholeBlocks):
         last = request.num_blocks - 1
         return (
             request.num_computed == request.num_blocks * self._block_size
+            and not request.num_lookahead
             and request.states[-1:] == [last]
             and not any(pool.is_shared(request.blocks[n][last]) for n, pool in self._states)
         )
@@ -271,9 +272,10 @@ class StateBlocks(WholeBlocks):
             pool.release([block for block in tables[number] if block != NULL_BLOCK])
 
     def free_unread(self, request: Request, start: int) -> None:
-        """See `WholeBlocks.free_unread`. A step reads the entry of token `start - 1`."""
+        """See `WholeBlocks.free_unread`. A step reads the entry of token `start - 1`, or of an
+        earlier one if the inputs of lookahead rows are behind the state."""
         states = request.states
-        count = bisect_left(states, (start - 1) // self._block_size)
+        count = bisect_left(states, (min(start, request.num_settled) - 1) // self._block_size)
         for index in states[:count]:
             if request.left is not None:
                 for block, (_, pool) in zip(request.left[1], self._states, strict=True):
@@ -303,7 +305,7 @@ class StateBlocks(WholeBlocks):
         `num_tokens` tokens, or has a snapshot of them."""
         full, rest = divmod(num_tokens, self._block_size)
         if rest:
-            is_there = leader.num_computed == num_tokens
+            is_there = leader.num_computed == leader.num_settled == num_tokens
         else:
             is_there = not full or full - 1 in leader.states
         for number, _ in self._pools:
@@ -387,8 +389,9 @@ class StateBlocks(WholeBlocks):
             table = request.blocks[number]
             if states != [index for index, block in enumerate(table) if block != NULL_BLOCK]:
                 raise IntegrityError(f"the states of request {name} are not where it has blocks")
-        if request.num_computed and (request.num_computed - 1) // self._block_size not in states:
-            raise IntegrityError(f"request {name} lacks the state that it reads")
+        for length in (request.num_computed, request.num_settled):
+            if length and (length - 1) // self._block_size not in states:
+                raise IntegrityError(f"request {name} lacks the state that it reads")
         if states != sorted(states):
             raise IntegrityError(f"the states of request {name} are out of order")
 

@@ -17,7 +17,14 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
+from aioinfer.layers.step import (
+    GroupInputs,
+    HostRows,
+    Replays,
+    SampledRows,
+    Step,
+    StepInputs,
+)
 from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.slots import LookaheadTensors, RowTensors, SamplingRows, Slots
@@ -305,7 +312,23 @@ def _prepare_inputs(
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
         rotary=rotary,
+        replays=None if slots.state_lens is None else _replays(plan, slots.state_lens.numpy()),
     )
+
+
+def _replays(plan: StepPlan, state_lens: I32) -> Replays:
+    """Returns the replays of a plan's rows, and brings `Slots.state_lens` up to the step's end. All
+    positions are known."""
+    ahead = plan.section(LookaheadRows)
+    firsts = np.arange(len(plan.slots))
+    if ahead is not None:
+        firsts = np.flatnonzero(ahead.offsets == 0)
+    slots, starts = plan.slots[firsts], plan.starts[firsts]
+    pending, counts = (np.zeros(len(plan.slots), np.int32) for _ in range(2))
+    pending[firsts] = starts - state_lens[slots]
+    counts[firsts] = np.diff(firsts, append=len(plan.slots))
+    state_lens[slots] = starts + plan.lengths[firsts]
+    return Replays(*(torch.tensor(each) for each in (plan.slots, pending, counts)))
 
 
 def count_decodes(plan: StepPlan) -> int:

@@ -200,6 +200,9 @@ class Slots:
         rotary_offsets: int32 [S], added to the positions of a slot's tokens where RoPE is applied,
             in models that have three positions a token; 0 unless a step feature sets it. None in
             other models.
+        state_lens: int32 [S], the tokens behind which the states of layers are in memory, once the
+            steps launched so far have run, in models that keep states and look ahead (see
+            `layers.step.Replays`); None in others.
         seeds: int64 [S], the 64 bits that key the sampler's noise.
         records: int32 [fields of a record, S], the records of the requests field by field.
         params: float32 or int32 [S] by the name of a record's field, views of `records`: all that
@@ -223,6 +226,7 @@ class Slots:
         *,
         uses_kernels: bool = False,
         has_rotary_offsets: bool = False,
+        has_state_lens: bool = False,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -241,6 +245,7 @@ class Slots:
         # One row a field: all that a step reads of a field is contiguous.
         self.records = zeros(RECORD_WORDS, max_num_seqs)
         self.params = _fields_of(self.records)
+        self.state_lens = self.params["num_computed"] if has_state_lens else None
         self.bias_ids = zeros(max_num_seqs, MAX_LOGIT_BIAS)
         self.bias_values = zeros(max_num_seqs, MAX_LOGIT_BIAS, dtype=torch.float32)
         self.banned_ids = zeros(max_num_seqs, MAX_END_TOKENS)
@@ -295,7 +300,8 @@ class Slots:
         words, rows, tokens, bias_ids, bias_values, banned_ids = staged
         at = words[:, WORD["slot"]].long()
         self.records[:, at] = words.T
-        self.seeds[at] = words[:, WORD["seed_low"] :][:, :2].contiguous().view(torch.int64)[:, 0]
+        seeds = words[:, WORD["seed_low"] :][:, :2].clone(memory_format=torch.contiguous_format)
+        self.seeds[at] = seeds.view(torch.int64)[:, 0]
         self.occurrences.row_of_slot[at] = rows
         values = bias_values.view(torch.float32)
         lists = (

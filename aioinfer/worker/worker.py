@@ -81,6 +81,7 @@ class LoadReport:
         vocab_size: of the model's logits.
         implementation: what computes the model, such as `"Triton kernels"`.
         layers: which of the model's layers the rank has.
+        max_lookahead: the maximum of lookahead rows in a step.
     """
 
     device: str
@@ -95,6 +96,7 @@ class LoadReport:
     implementation: str = ""
     cache_dtype: str = ""
     layers: range = range(0)
+    max_lookahead: int = 0
 
 
 class Worker:
@@ -201,6 +203,7 @@ class Worker:
             implementation=self._model.describe(self.block_size),
             cache_dtype=cache.text,
             layers=self._model.layer_numbers,
+            max_lookahead=self._max_lookahead,
         )
 
     def _load_weights(
@@ -364,14 +367,18 @@ class Worker:
         """Makes the slots, the KV cache and all that computes steps with them."""
         groups, config, model = self._groups, self._config, self._model
         uses_kernels = self.device.type != "cpu"
+        max_lookahead = self._max_lookahead
+        replays = max_lookahead > 0 and any(group.keeps_states for group in groups)
+        if replays:
+            self._backend.saved_rows = max_num_seqs, config.speculation.max_draft_tokens
         slots = Slots(
             max_num_seqs, max_model_len, self.block_size, self.vocab_size, self.device, len(groups),
             uses_kernels=uses_kernels, has_rotary_offsets=model.has_rotary_sections,
+            has_state_lens=replays,
         )  # fmt: skip
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
         )
-        max_lookahead = self._max_lookahead
         rows = max_num_seqs + max_lookahead
         tokens = max(config.scheduler.max_num_batched_tokens, rows)
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
@@ -412,11 +419,8 @@ class Worker:
 
     @property
     def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where layers keep states, which no row may
-        leave."""
-        if any(group.keeps_states for group in self._groups):
-            return 0
-        return self._config.max_lookahead
+        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead."""
+        return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
