@@ -6,7 +6,9 @@ own. A row that attends to anything but its own prefix is found at once, whateve
 block shared wrongly, reused too early, copied too late, or never written. A block of a group of
 states holds one hash, of the tokens before the state. Table entries of states outlive the requests
 of a slot, as on a device; a state that two rows of a step use, one of which writes it, is an error:
-they run side by side. The sampled token is a
+they run side by side. Lookahead rows leave no state: the state in memory stays behind the first row
+of the slot's last step, and the next step writes the states on the way to its own first row. The
+sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
 
@@ -70,6 +72,7 @@ class SymbolicWorker:
         self.draft_quality = draft_quality
         self.next_start = [0] * max_num_seqs
         self.num_kept = 0
+        self.state_lens = [0] * max_num_seqs
         self.groups = groups
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
@@ -100,6 +103,7 @@ class SymbolicWorker:
                 self.tables[number * self.max_num_seqs + admission.slot] = {}
             self.tokens[admission.slot] = admission.tokens.tolist()
             self.seeds[admission.slot] = admission.seed
+            self.state_lens[admission.slot] = int(admission.record["num_computed"])
         appended = plan.section(AppendedTokens)
         if appended is not None:
             assert len(
@@ -136,8 +140,12 @@ class SymbolicWorker:
             self._write(slot, start, length)
         for slot, start, length, _ in rows:
             self._check_keys(slot, start, length)
+        offsets = [0] * len(rows) if lookahead is None else lookahead.offsets.tolist()
+        firsts = [row[:3] for row, offset in zip(rows, offsets, strict=True) if not offset]
         for number in self.state_groups:
-            self._advance_states(number, [row[:3] for row in rows])
+            self._advance_states(number, firsts)
+        for slot, start, length in firsts:
+            self.state_lens[slot] = start + length
         if lookahead is None:
             sampled = [
                 self._sample(slot, start + length)
@@ -252,14 +260,15 @@ class SymbolicWorker:
                 )
 
     def _advance_states(self, group: int, rows: list[tuple[int, int, int]]) -> None:
-        """Checks the state before each row (slot, start, length), and writes the states at the ends
-        of its blocks and of the row itself."""
+        """Checks the state in memory of the slot of each first row (slot, start, length), and
+        writes the states at the ends of the blocks from there on and of the row itself."""
         size, cache = self.block_size, self.caches[group]
         used: dict[int, int] = {}  # block -> the row that reads or writes it
         written: dict[int, int] = {}  # block -> state
-        for slot, start, length in rows:
+        rows = [(slot, self.state_lens[slot], start + length) for slot, start, length in rows]
+        for slot, start, end in rows:
             table = self.tables[group * self.max_num_seqs + slot]
-            prefixes = self._prefixes(slot, start + length)
+            prefixes = self._prefixes(slot, end)
             if start:
                 entry = (start - 1) // size
                 assert table.get(entry, -1) >= 0, f"slot {slot} has no state in entry {entry}"
@@ -267,16 +276,17 @@ class SymbolicWorker:
                 assert state == prefixes[start], (
                     f"slot {slot} does not read its state after {start} tokens in group {group}"
                 )
-                assert used.setdefault(table[entry], slot) == slot or True
-            for entry in range(start // size, (start + length - 1) // size + 1):
+                used.setdefault(table[entry], slot)
+            for entry in range(start // size, (end - 1) // size + 1):
                 assert entry in table, f"slot {slot} was not told of entry {entry}"
                 block = table[entry]
                 if block < 0:
                     continue
-                assert block not in written, f"block {block} is written twice"
-                written[block] = prefixes[min((entry + 1) * size, start + length)]
+                # a block that was moved on to the next entry is known by both
+                assert used.get(block, slot) == slot, f"block {block} is written by two rows"
+                written[block] = prefixes[min((entry + 1) * size, end)]
                 used[block] = slot
-            assert table[(start + length - 1) // size] >= 0, f"slot {slot} keeps no state"
+            assert table[(end - 1) // size] >= 0, f"slot {slot} keeps no state"
         for slot, start, _ in rows:
             if start:
                 block = self.tables[group * self.max_num_seqs + slot][(start - 1) // size]
