@@ -62,12 +62,13 @@ def _inputs_of(mixed, window, has_window, channels, mask, taps, WIDTH: tl.conste
 
 
 @triton.jit
-def _add_3(a, b, c, d, e, f):
+def add_3(a, b, c, d, e, f):
+    """Returns the sums of two triples."""
     return a + d, b + e, c + f
 
 
 @triton.jit
-def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
+def store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
     """Stores all inputs but the oldest as the next token's window."""
     own = mask[:, None] & ((taps > 0) & (taps < WIDTH))[None, :]
     places = window + channels[:, None] * (WIDTH - 1) + taps[None, :] - 1
@@ -75,7 +76,8 @@ def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(conv, channels, mask, taps, WIDTH: tl.constexpr):
+def load_taps(conv, channels, mask, taps, WIDTH: tl.constexpr):
+    """Returns the taps [P, taps] of channels in float32; 0 past them."""
     own = mask[:, None] & (taps < WIDTH)[None, :]
     return tl.load(conv + channels[:, None] * WIDTH + taps[None, :], own, 0.0).to(tl.float32)
 
@@ -109,9 +111,9 @@ def _delta_decode_kernel(
     q_channels = key_head * SHAPE.key_size + i
     k_channels = KEYS + q_channels
     v_channels = 2 * KEYS + head * SHAPE.value_size + j
-    q_conv = _load_weights(conv, q_channels, is_key, taps, SHAPE.width)
-    k_conv = _load_weights(conv, k_channels, is_key, taps, SHAPE.width)
-    v_conv = _load_weights(conv, v_channels, is_value, taps, SHAPE.width)
+    q_conv = load_taps(conv, q_channels, is_key, taps, SHAPE.width)
+    k_conv = load_taps(conv, k_channels, is_key, taps, SHAPE.width)
+    v_conv = load_taps(conv, v_channels, is_value, taps, SHAPE.width)
     decay_rate = tl.load(a_log + head).to(tl.float32)
     if SHAPE.by_channel:
         bias = tl.load(dt_bias + head * SHAPE.key_size + i, is_key, 0.0).to(tl.float32)
@@ -153,7 +155,7 @@ def _delta_decode_kernel(
     q = silu(tl.sum(q_inputs * q_conv, 1))
     k = silu(tl.sum(k_inputs * k_conv, 1))
     v = silu(tl.sum(v_inputs * v_conv, 1))
-    q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, _add_3)
+    q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
     q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
     k_scale = tl.rsqrt(k_square + L2_EPS)
     q *= q_scale
@@ -185,10 +187,10 @@ def _delta_decode_kernel(
     tl.store(
         out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
     )
-    _store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
+    store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
     if writes_keys:
-        _store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
-        _store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
+        store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
+        store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
         if SHAPE.group > 1:
             tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
 
@@ -196,6 +198,23 @@ def _delta_decode_kernel(
 def make_tickets(rows: int, key_heads: int, device: torch.device) -> torch.Tensor:
     """Returns counters for `delta_decode` of up to `rows` rows, which all layers may share."""
     return torch.zeros(rows * key_heads, dtype=torch.int32, device=device)
+
+
+def check_decode(
+    shape: DeltaShape, inputs: DeltaInputs, windows: StateTables, tickets: torch.Tensor, rows: int
+) -> None:
+    """Raises ValueError unless windows and tickets fit a layer and `rows` rows."""
+    channels, kept = inputs.mixed.shape[1], shape.width - 1
+    if (
+        windows.states.dtype != inputs.mixed.dtype
+        or windows.states.shape[1:] != (channels, kept)
+        or windows.states.stride()[1:] != (kept, 1)
+        or len(tickets) < rows * shape.key_heads
+    ):
+        raise ValueError(
+            f"{windows.states.dtype} windows {tuple(windows.states.shape)} or {len(tickets)} "
+            f"tickets do not fit {shape} and {rows} rows"
+        )
 
 
 def delta_decode(
@@ -237,17 +256,7 @@ def delta_decode(
     """
     shape = DeltaShape.of(inputs, weights, matrices.states, block_size)
     heads, rows = shape.key_heads * shape.group, len(seq_lens)
-    channels, kept = inputs.mixed.shape[1], shape.width - 1
-    if (
-        windows.states.dtype != inputs.mixed.dtype
-        or windows.states.shape[1:] != (channels, kept)
-        or windows.states.stride()[1:] != (kept, 1)
-        or len(tickets) < rows * shape.key_heads
-    ):
-        raise ValueError(
-            f"{windows.states.dtype} windows {tuple(windows.states.shape)} or {len(tickets)} "
-            f"tickets do not fit {shape} and {rows} rows"
-        )
+    check_decode(shape, inputs, windows, tickets, rows)
     if query_starts is not None:
         rows = min(rows, len(inputs.mixed))
     if rows == 0:

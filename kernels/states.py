@@ -9,6 +9,7 @@ chunks each: a step of many decodes has many rows, and hardly any chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -103,6 +104,64 @@ def decode_row(seq_lens, query_starts, row, HAS_STARTS: tl.constexpr, BLOCK_SIZE
 def programs_for(items: int, device: torch.device) -> int:
     """Returns the number of programs of a launch over up to `items` items."""
     return min(items, _PROGRAMS_PER_SM * multiprocessors(device))
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "max_pending"],
+    do_not_specialize_on_alignment=["slots", "starts", "lengths", "offsets"],
+)
+def _replay_kernel(
+    slots, starts, lengths, offsets, state_lens, row_slots, pending, counts, max_pending, num_rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    slot = tl.load(slots + row, mask, 0)
+    length = tl.load(lengths + row, mask, 0)
+    is_first = mask & (length > 0)
+    count = tl.where(is_first, 1, 0)
+    if offsets is not None:
+        is_first = is_first & (tl.load(offsets + row, mask, 1) == 0)
+        count = tl.where(is_first, 1, 0)
+        after = is_first
+        while tl.max(after.to(tl.int32)) > 0:
+            at = row + count
+            after = after & (at < num_rows)
+            after = after & (tl.load(offsets + at, after, 0) == count)
+            count += after.to(tl.int32)
+    start = tl.load(starts + row, mask, 0)
+    ahead = start - tl.load(state_lens + slot, is_first, 0)
+    ahead = tl.where(is_first, tl.minimum(tl.maximum(ahead, 0), max_pending), 0)
+    tl.store(row_slots + row, slot, mask)
+    tl.store(pending + row, ahead, mask)
+    tl.store(counts + row, count, mask)
+    tl.store(state_lens + slot, start + length, is_first)
+
+
+def plan_replays(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    offsets: torch.Tensor | None,
+    state_lens: torch.Tensor,
+    replays: Sequence[torch.Tensor],
+    max_pending: int,
+) -> None:
+    """Finds what the rows of a step replay (see `layers.step.Replays`), and brings `state_lens` up
+    to the step's end. Once a step, with the rows at their positions.
+
+    Args:
+        rows: slots, starts and lengths, each int32 [R]; length 0 is padding.
+        offsets: int32 [R], the number of each row among the adjacent rows of its slot; None if all
+            are 0.
+        state_lens: int32 [num_slots], the tokens behind which the states in memory are; the state
+            of a slot is behind its first row once the step has run.
+        replays: is filled for these rows: slots, pending and counts, int32 [R] each.
+        max_pending: the maximum of replayed tokens.
+    """
+    count = len(rows[0])
+    if count:
+        _replay_kernel[(triton.cdiv(count, 128),)](
+            *rows, offsets, state_lens, *replays, max_pending, count, BLOCK=128, num_warps=1
+        )
 
 
 @triton.jit(

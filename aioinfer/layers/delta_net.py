@@ -131,12 +131,12 @@ class GatedDeltaNet(Mixer):
             windows, matrices = caches
             self._kernel = KernelDeltaNet(
                 shape, self.convolution.weight, self.decay, self.output_norm, windows,
-                matrices, plans, pdl=self._pdl,
+                matrices, self._saved, plans, pdl=self._pdl,
             )  # fmt: skip
 
     def looks_ahead(self, *, on_kernels: bool) -> bool:
         """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
-        return not on_kernels and self._backend.device.type == "cpu"
+        return on_kernels or self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""

@@ -14,6 +14,7 @@ import torch
 
 from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
+from aioinfer.kernels.delta_lookahead import delta_lookahead
 from aioinfer.kernels.delta_prefill import (
     DeltaWorkspace,
     chunk_length,
@@ -28,6 +29,7 @@ from aioinfer.layers.layer import LayerCache
 from aioinfer.layers.norm import GroupRMSNorm, RMSNorm
 from aioinfer.layers.recurrence import DeltaNetShape, HeadDecay, Mamba2Shape
 from aioinfer.layers.shards import HeadVector
+from aioinfer.layers.state_rows import SavedInputs
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class KernelDeltaNet:
         taps: [channels, width], of the convolution.
         decay, norm: of the layer, `norm` of a head's outputs.
         windows, matrices: the layer's caches.
+        saved: the inputs of its lookahead rows: of the convolution, rates and decays.
         plans: of the model.
         pdl: launch as programmatic dependents.
     """
@@ -116,11 +119,12 @@ class KernelDeltaNet:
         norm: RMSNorm,
         windows: LayerCache,
         matrices: LayerCache,
+        saved: SavedInputs,
         plans: AttentionPlans,
         *,
         pdl: bool,
     ):
-        self._shape = shape
+        self._shape, self._saved = shape, saved.tensors
         self._weights = DeltaWeights(taps, decay.logs, decay.biases, norm.weight, norm.eps)
         self._windows, self._matrices = windows, matrices
         self._pdl = pdl
@@ -151,11 +155,18 @@ class KernelDeltaNet:
         given = DeltaInputs(mixed, heads, rates, decays)
         windows, matrices = _tables_of(self._windows, step), _tables_of(self._matrices, step)
         out = plans.out[: len(mixed)]
-        delta_decode(
-            given, self._weights, windows, matrices, inputs.seq_lens, plans.tickets, out,
-            block_size=size, query_starts=inputs.query_starts if step.has_prefill else None,
-            pdl=self._pdl,
-        )  # fmt: skip
+        starts = inputs.query_starts if step.has_prefill else None
+        if inputs.replays is None:
+            delta_decode(
+                given, self._weights, windows, matrices, inputs.seq_lens, plans.tickets, out,
+                block_size=size, query_starts=starts, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            delta_lookahead(
+                given, self._weights, windows, matrices, inputs.seq_lens, inputs.replays,
+                self._saved, plans.tickets, out, block_size=size, query_starts=starts,
+                pdl=self._pdl,
+            )  # fmt: skip
         if step.has_prefill:
             delta_prefill(
                 given, self._weights, windows, matrices, inputs.query_starts, inputs.seq_lens,

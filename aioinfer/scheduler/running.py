@@ -154,6 +154,7 @@ class RunningRequests:
         request.num_computed += 1 + lookahead
         request.total += 1 + lookahead
         request.num_lookahead += lookahead
+        self.kv_cache.commit(request)  # of states, those behind drafts that were kept
 
     def plan_row(self, builder: PlanBuilder, request: Request, tokens: int) -> None:
         """Gives a request `tokens` tokens of the step; its blocks are in place."""
@@ -161,7 +162,10 @@ class RunningRequests:
         end = start + tokens
         samples = end == request.total
         builder.add_row(request, start, tokens, samples)
+        is_behind = request.num_settled < start
         request.num_computed = request.num_settled = end
+        if is_behind:  # the step writes the states behind drafts that were kept
+            self.kv_cache.commit(request)
         if tokens > 1 or end <= request.prompt_len:
             self.num_prefill -= max(0, min(end, request.prompt_len) - start)
             request.num_prefill_steps += 1

@@ -275,6 +275,9 @@ def prepare_step(plan: StepPlan, slots: Slots) -> Step:
     operations, whatever the number of rows. `gpu_device` has kernels that do it."""
     rows = np.stack([plan.slots, plan.starts, plan.lengths]).astype(np.int64)
     inputs = _prepare_inputs(torch.from_numpy(rows).unbind(), plan.num_tokens, slots)
+    if slots.state_lens is not None:
+        replays = _replays(plan, slots.state_lens.numpy())
+        inputs = dataclasses.replace(inputs, replays=replays)
     host = HostRows(plan.lengths.tolist(), (plan.starts + plan.lengths).tolist())
     return Step(
         inputs, count_decodes(plan), _sampled_rows(plan, inputs), host,
@@ -312,7 +315,6 @@ def _prepare_inputs(
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
         rotary=rotary,
-        replays=None if slots.state_lens is None else _replays(plan, slots.state_lens.numpy()),
     )
 
 

@@ -20,8 +20,16 @@ from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
 from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
+from aioinfer.kernels.states import plan_replays
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.step import GroupInputs, HostRows, SampledRows, Step, StepInputs
+from aioinfer.layers.step import (
+    GroupInputs,
+    HostRows,
+    Replays,
+    SampledRows,
+    Step,
+    StepInputs,
+)
 from aioinfer.models.decoder import CausalLM
 from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes
 from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
@@ -98,15 +106,17 @@ class StepBuffers:
     Args:
         slots: from which the inputs are derived.
         rows, tokens: the maxima of a step.
+        max_pending: the maximum of tokens that a row replays (see `StepInputs.replays`); 0 for
+            steps that replay none.
 
     Attributes:
         rows, tokens: the same.
         whole: the buffers. Block tables start as zeros: padding names a block that exists.
     """
 
-    def __init__(self, slots: Slots, rows: int, tokens: int):
+    def __init__(self, slots: Slots, rows: int, tokens: int, max_pending: int = 0):
         self.rows, self.tokens = rows, tokens
-        self._slots = slots
+        self._slots, self._max_pending = slots, max_pending
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=slots.device)
@@ -116,8 +126,11 @@ class StepBuffers:
             for tables in slots.tables_by_group
         )
         rotary = None if slots.rotary_offsets is None else zeros(3, tokens)
+        replays = None
+        if max_pending:
+            replays = Replays(zeros(rows), zeros(rows), zeros(rows))
         self.whole = StepInputs(
-            zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary
+            zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary, replays
         )
 
     def views(self, num_tokens: int, rows: int) -> StepInputs:
@@ -133,17 +146,20 @@ class StepBuffers:
                 for group in whole.groups
             ),
             None if whole.rotary is None else whole.rotary[:, :num_tokens],
+            None if whole.replays is None else Replays(*(x[:rows] for x in whole.replays)),
         )
 
     def prepare(
-        self, rows: Tensors, num_tokens: int, *, max_length: int, limits: torch.Tensor | None = None
-    ) -> StepInputs:
+        self, rows: Tensors, num_tokens: int, *, max_length: int,
+        limits: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+    ) -> StepInputs:  # fmt: skip
         """Launches the preparation of rows (slots, starts and lengths, each int32 [R]), and returns
         their inputs; tokens beyond the lengths' sum, up to `num_tokens`, become padding.
 
         Args:
             max_length: at least the tokens of a row.
             limits: int32 [R]; with these as `Device.prepare_successors`.
+            offsets: int32 [R], see `LookaheadRows`; None without lookahead rows.
         """
         slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
         tokens = slots.tokens if limits is None else slots.tokens[:, 1:]
@@ -156,6 +172,8 @@ class StepBuffers:
                 *rows, tokens, tables, filled, block_size=slots.block_size,
                 max_length=max_length, rotary_offsets=slots.rotary_offsets, limits=limits,
             )  # fmt: skip
+        if inputs.replays is not None:
+            plan_replays(rows, offsets, slots.state_lens, inputs.replays, self._max_pending)
         return inputs
 
     def clear(self) -> StepInputs:
@@ -206,7 +224,7 @@ class GpuDevice(Device):
         size, dtype = model.stream_size, model.backend.dtype
         self.max_tokens = max(max_tokens, rows)
         self.plan = PlanBuffer(rows, len(slots.block_tables), device)
-        self.buffers = StepBuffers(slots, rows, self.max_tokens)
+        self.buffers = StepBuffers(slots, rows, self.max_tokens, model.backend.saved_rows[1])
         self.logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self.stream = torch.empty(0, size, dtype=dtype, device=device)
         self.decoded: torch.Tensor | None = None
@@ -232,17 +250,18 @@ class GpuDevice(Device):
         self._sampled: RowTensors | None = None
         self._places: Tensors = ()
         # the lookahead of the step, if it has any; without a graph its decodes, and the offsets of
-        # its sampled rows
+        # its sampled rows and of all rows
         self._lookahead: LookaheadRows | None = None
         self._proposals: ProposalRows | None = None
         self._offsets: torch.Tensor | None = None
         self._limits: torch.Tensor | None = None
+        self._row_offsets: torch.Tensor | None = None
 
     def begin(self, plan: StepPlan) -> None:
         """See `Device.begin`. Waits for the step that used the buffers of this one."""
         self.index = self._staging.begin()
         self._staged = self.slots.stage(plan)
-        self._sampled = None
+        self._sampled = self._row_offsets = None
         self._lookahead = plan.section(LookaheadRows)
         self.graphs.update(plan)
 
@@ -282,7 +301,8 @@ class GpuDevice(Device):
     ) -> Step:
         """Prepares a decode step of rows: slots, starts and lengths, each int32 [R]."""
         count = len(rows[0])
-        inputs = self.buffers.prepare(rows, count, max_length=1)
+        offsets = self.plan.row_section(4, count) if has_lookahead else None
+        inputs = self.buffers.prepare(rows, count, max_length=1, offsets=offsets)
         return Step(
             inputs, count, has_prefill=False, has_lookahead=has_lookahead,
             shares_prefix=shares_prefix, taps=self._taps(count) if has_lookahead else None,
@@ -410,6 +430,7 @@ class GpuDevice(Device):
         resolve_starts(slots, starts, offsets_of_rows, settled, self.slots.next_start, bases)
         decodes = (each[:num_decodes] for each in (slots, bases, offsets_of_rows))
         self._proposals, self._offsets = ProposalRows(*decodes), offsets
+        self._row_offsets = offsets_of_rows
 
     def proposal_rows(self, plan: StepPlan) -> ProposalRows:
         """See `Device.proposal_rows`."""
@@ -425,6 +446,7 @@ class GpuDevice(Device):
         step = self.prepare_rows(
             self._rows, plan.num_tokens, count_decodes(plan), places,
             longest=int(plan.lengths.max()), host=host, has_lookahead=self._lookahead is not None,
+            offsets=self._row_offsets,
         )  # fmt: skip
         if step.has_lookahead:
             self._find_sampled(step.inputs)
@@ -445,6 +467,7 @@ class GpuDevice(Device):
     def prepare_rows(
         self, rows: Tensors, num_tokens: int, num_decodes: int, places: Tensors | None, *,
         longest: int, host: HostRows | None = None, has_lookahead: bool = False,
+        offsets: torch.Tensor | None = None,
     ) -> Step:  # fmt: skip
         """Prepares a step of any rows.
 
@@ -456,9 +479,10 @@ class GpuDevice(Device):
                 states of all tokens are wanted.
             longest: at least the tokens of a row.
             host, has_lookahead: see `Step`.
+            offsets: of all rows, see `StepBuffers.prepare`.
         """
         padded = self.graphs.mixed.fit(num_tokens) or num_tokens
-        self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest))
+        self.buffers.prepare(rows, padded, max_length=max(_MIN_MIXED_ROW, longest), offsets=offsets)
         # graphs of layers read all rows of the buffers, which an earlier step may have filled
         self.buffers.whole.seq_lens[len(rows[0]) :].zero_()
         inputs = self.buffers.views(num_tokens, len(rows[0]))

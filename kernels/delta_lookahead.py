@@ -1,0 +1,322 @@
+"""The gated delta rule for rows of one token where rows may look ahead: one launch a layer, which
+reads each state once and writes it once.
+
+    delta_lookahead(inputs, weights, windows, matrices, seq_lens, replays, saved, tickets, out,
+                    block_size=..., query_starts=...)
+
+A program computes one value head of the adjacent rows of one slot (`layers.step.Replays`): first
+the tokens whose inputs the slot's last step has kept, without an output, then the rows. It writes
+the state behind the first of them, and keeps the inputs of the others, which may be skipped. The
+matrix stays in registers all the time; inputs of the convolution are loaded again for each token,
+from the window, the kept inputs or the rows.
+"""
+# ruff: noqa: N803, N806  (compile-time constants are written in capitals)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from aioinfer.kernels.delta_arguments import (
+    L2_EPS,
+    DeltaInputs,
+    DeltaShape,
+    DeltaWeights,
+    gate_of,
+    log_decay,
+    silu,
+)
+from aioinfer.kernels.delta_decode import (
+    DeltaDecodeConfig,
+    add_3,
+    check_decode,
+    delta_decode_config,
+    load_taps,
+    store_window,
+)
+from aioinfer.kernels.launch import wait_for_kernel
+from aioinfer.kernels.states import StateTables, decode_row
+
+
+@triton.jit
+def _inputs_at(
+    t, first, saved, rows, rows_stride, window, is_started, channels, mask, taps,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Returns the convolution's inputs [P, taps] of channels at token t of a slot, of which tokens
+    below `first` are in `saved`, and the others in `rows`; 0 past them."""
+    source = t - (WIDTH - 1) + taps
+    token = tl.where(
+        source < first, saved + source * CHANNELS, rows + (source - first) * rows_stride
+    )
+    old = window + channels[:, None] * (WIDTH - 1) + (source + WIDTH - 1)[None, :]
+    places = tl.where((source < 0)[None, :], old, token[None, :] + channels[:, None])
+    own = (taps < WIDTH) & ((source >= 0) | is_started)
+    return tl.load(places, mask[:, None] & own[None, :], 0.0).to(tl.float32)
+
+
+@triton.jit
+def _keep_window(
+    first, end, saved, rows, rows_stride, window, is_started, target, end_target, channels, mask,
+    taps, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Stores the windows behind token `first`, and behind token `end` if that is not negative."""
+    x = _inputs_at(
+        first, first, saved, rows, rows_stride, window, is_started, channels, mask, taps, WIDTH,
+        CHANNELS,
+    )  # fmt: skip
+    at_end = _inputs_at(
+        end, first, saved, rows, rows_stride, window, is_started, channels, mask & (end >= 0), taps,
+        WIDTH, CHANNELS,
+    )  # fmt: skip
+    tl.debug_barrier()  # every thread has read the old window, which may be the same
+    store_window(target, x, channels, mask, taps, WIDTH)
+    store_window(end_target, at_end, channels, mask & (end >= 0), taps, WIDTH)
+
+
+@triton.jit
+def _keep_inputs(saved, saved_stride, rows, rows_stride, count, channels, mask):
+    """Copies channels of `count` rows."""
+    for number in range(count):
+        x = tl.load(rows + number * rows_stride + channels, mask)
+        tl.store(saved + number * saved_stride + channels, x, mask)
+
+
+@triton.jit
+def _end_of_block(table, start, first, last, BLOCK_SIZE: tl.constexpr):
+    """Returns behind which replayed token a block ends whose state is kept, -1 if none, and the
+    block; `last` is the block of the state behind the row."""
+    end = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+    is_passed = end <= start + first
+    block = tl.load(table + end // BLOCK_SIZE - 1, is_passed, -1).to(tl.int64)
+    # the table may name a block twice that was moved on to the next entry
+    is_kept = is_passed & (block >= 0) & (block != last)
+    return tl.where(is_kept, end - start - 1, -1), tl.maximum(block, 0)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "window_tables", "matrix_tables", "seq_lens", "query_starts", "slots", "pending", "counts",
+    ]
+)  # fmt: skip
+def _delta_lookahead_kernel(
+    mixed, z, b, a, out, conv, a_log, dt_bias, norm, norm_eps, windows, matrices, window_tables,
+    matrix_tables, seq_lens, query_starts, slots, pending, counts, saved_mixed, saved_b, saved_a,
+    tickets, mixed_stride, z_stride, b_stride, a_stride, out_stride, window_stride, matrix_stride,
+    window_table_stride, matrix_table_stride,
+    SHAPE: tl.constexpr, SAVED: tl.constexpr, HAS_STARTS: tl.constexpr, TAPS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    key_head = head // SHAPE.group
+    KEYS: tl.constexpr = SHAPE.key_heads * SHAPE.key_size
+    HEADS: tl.constexpr = SHAPE.key_heads * SHAPE.group
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * SHAPE.value_size
+    DECAYS: tl.constexpr = SHAPE.key_size if SHAPE.by_channel else 1  # of a head
+    WIDTH: tl.constexpr = SHAPE.width
+    i = tl.arange(0, SHAPE.key_pad)
+    j = tl.arange(0, SHAPE.value_pad)
+    taps = tl.arange(0, TAPS)
+    is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
+    wait_for_kernel(PDL)
+    token, _, _, last = decode_row(seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size)
+    if token < 0:
+        return
+    count = tl.load(counts + row)
+    if count == 0:
+        return
+    first = tl.load(pending + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(seq_lens + row) - 1 - first
+    is_started = start > 0
+    before = tl.maximum(start - 1, 0) // SHAPE.block_size
+
+    q_channels = key_head * SHAPE.key_size + i
+    k_channels = KEYS + q_channels
+    v_channels = 2 * KEYS + head * SHAPE.value_size + j
+    q_conv = load_taps(conv, q_channels, is_key, taps, WIDTH)
+    k_conv = load_taps(conv, k_channels, is_key, taps, WIDTH)
+    v_conv = load_taps(conv, v_channels, is_value, taps, WIDTH)
+    decay_rate = tl.load(a_log + head).to(tl.float32)
+    if SHAPE.by_channel:
+        d = head * SHAPE.key_size + i
+        bias = tl.load(dt_bias + d, is_key, 0.0).to(tl.float32)
+    else:
+        d = head
+        bias = tl.load(dt_bias + head).to(tl.float32)
+    norm_weight = tl.load(norm + j, is_value, 0.0).to(tl.float32)
+
+    window_table = window_tables + row.to(tl.int64) * window_table_stride
+    matrix_table = matrix_tables + row.to(tl.int64) * matrix_table_stride
+    window = windows + tl.load(window_table + before).to(tl.int64) * window_stride
+    matrix = matrices + tl.load(matrix_table + before).to(tl.int64) * matrix_stride
+    window_block = tl.load(window_table + last).to(tl.int64)
+    matrix_block = tl.load(matrix_table + last).to(tl.int64)
+    window_end, block = _end_of_block(window_table, start, first, window_block, SHAPE.block_size)
+    end_window = windows + block * window_stride
+    matrix_end, block = _end_of_block(matrix_table, start, first, matrix_block, SHAPE.block_size)
+    end_matrix = matrices + block * matrix_stride
+    next_window = windows + window_block * window_stride
+    next_matrix = matrices + matrix_block * matrix_stride
+
+    rows = mixed + token * mixed_stride
+    saved = saved_mixed + slot * (SAVED * CHANNELS)
+    b_saved = saved_b + slot * (SAVED * HEADS)
+    a_saved = saved_a + slot * (SAVED * HEADS * DECAYS)
+    places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
+    is_state = is_key[:, None] & is_value[None, :]
+    state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
+    for t in range(first + count):
+        at = token + t - first  # the row's token, if it is not a replayed one
+        q_inputs = _inputs_at(
+            t, first, saved, rows, mixed_stride, window, is_started, q_channels, is_key, taps,
+            WIDTH, CHANNELS,
+        )  # fmt: skip
+        k_inputs = _inputs_at(
+            t, first, saved, rows, mixed_stride, window, is_started, k_channels, is_key, taps,
+            WIDTH, CHANNELS,
+        )  # fmt: skip
+        v_inputs = _inputs_at(
+            t, first, saved, rows, mixed_stride, window, is_started, v_channels, is_value, taps,
+            WIDTH, CHANNELS,
+        )  # fmt: skip
+        is_row = t >= first
+        z_places = z + at * z_stride + head * SHAPE.value_size + j
+        gate = tl.load(z_places, is_value & is_row, 0.0).to(tl.float32)
+        b_place = tl.where(is_row, b + at * b_stride, b_saved + t * HEADS) + head
+        beta = tl.sigmoid(tl.load(b_place).to(tl.float32))
+        a_places = tl.where(is_row, a + at * a_stride, a_saved + t * (HEADS * DECAYS)) + d
+        if SHAPE.by_channel:
+            a_value = tl.load(a_places, is_key, 0.0).to(tl.float32)
+        else:
+            a_value = tl.load(a_places).to(tl.float32)
+        decay = tl.exp(log_decay(a_value, decay_rate, bias))
+
+        q = silu(tl.sum(q_inputs * q_conv, 1))
+        k = silu(tl.sum(k_inputs * k_conv, 1))
+        v = silu(tl.sum(v_inputs * v_conv, 1))
+        q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
+        q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
+        k_scale = tl.rsqrt(k_square + L2_EPS)
+        q *= q_scale
+        k *= k_scale
+        if SHAPE.by_channel:
+            known = tl.sum(state * (k * decay)[:, None], 0)
+            seen = tl.sum(state * (q * decay)[:, None], 0)
+            decays = decay[:, None]
+        else:
+            known = tl.sum(state * k[:, None], 0) * decay
+            seen = tl.sum(state * q[:, None], 0) * decay
+            decays = decay
+        delta = beta * (v - known)
+        o = seen + delta * (product * q_scale * k_scale)
+        state = state * decays + k[:, None] * delta[None, :]
+        # rounded after each token, whatever the number of tokens in the step
+        stored = state.to(matrices.dtype.element_ty)
+        state = stored.to(tl.float32)
+        if (t == first) | (t == matrix_end):
+            target = tl.where(t == first, next_matrix, end_matrix)
+            tl.store(target + places, stored, is_state)
+        scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
+        o = o * scale * norm_weight * gate_of(gate, SHAPE)
+        out_places = out + at * out_stride + head * SHAPE.value_size + j
+        tl.store(out_places, o.to(out.dtype.element_ty), is_value & is_row)
+
+    # Programs of one key head read the same windows and kept inputs of queries and keys: the last
+    # of them to come here writes the next ones. Nothing that another program has written is read
+    # after this, so the order may be relaxed.
+    tl.debug_barrier()
+    writes_keys = True
+    if SHAPE.group > 1:
+        ticket = tickets + row * SHAPE.key_heads + key_head
+        writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
+    rows_ahead = rows + mixed_stride
+    _keep_window(
+        first, window_end, saved, rows, mixed_stride, window, is_started, next_window, end_window,
+        v_channels, is_value, taps, WIDTH, CHANNELS,
+    )  # fmt: skip
+    _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, v_channels, is_value)
+    b_ahead, a_ahead = b + (token + 1) * b_stride, a + (token + 1) * a_stride
+    _keep_inputs(b_saved, HEADS, b_ahead, b_stride, count - 1, head, True)
+    _keep_inputs(
+        a_saved, HEADS * DECAYS, a_ahead, a_stride, count - 1, d,
+        is_key if SHAPE.by_channel else True,
+    )  # fmt: skip
+    if writes_keys:
+        _keep_window(
+            first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
+            end_window, q_channels, is_key, taps, WIDTH, CHANNELS,
+        )  # fmt: skip
+        _keep_window(
+            first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
+            end_window, k_channels, is_key, taps, WIDTH, CHANNELS,
+        )  # fmt: skip
+        _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, q_channels, is_key)
+        _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, k_channels, is_key)
+        if SHAPE.group > 1:
+            tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
+
+
+def delta_lookahead(
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    windows: StateTables,
+    matrices: StateTables,
+    seq_lens: torch.Tensor,
+    replays: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    tickets: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_size: int,
+    query_starts: torch.Tensor | None = None,
+    config: DeltaDecodeConfig | None = None,
+    pdl: bool = False,
+) -> None:
+    """Computes a layer for the rows of one token, of which several may be of one slot; replays the
+    inputs of earlier ones, and updates states and kept inputs.
+
+    The first row of a slot, with the tokens that it replays, reads the slot's states from entry
+    (s - 1) // block_size of its tables, s being the position of the first of these tokens. It
+    writes them into the entry of its own token, and at the end of a block between both, if there is
+    a block. There may be one such end: at most block_size - 1 tokens are replayed.
+
+    Args:
+        inputs, weights, windows, matrices, tickets, out: as for `delta_decode`.
+        seq_lens: int32 [R], tokens of each row, this step's included; 0 for padding rows.
+        replays: slots, pending and counts of the rows, int32 [R] each: see `layers.step.Replays`.
+        saved: [slots, K, C], [slots, K, HV] and [slots, K, decays], contiguous, the kept `mixed`,
+            `b` and `a` of K lookahead rows of each slot, in their dtypes.
+        block_size, query_starts, config, pdl: as for `delta_decode`.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    shape = DeltaShape.of(inputs, weights, matrices.states, block_size)
+    check_decode(shape, inputs, windows, tickets, len(seq_lens))
+    expected = [(x.shape[1], x.dtype) for x in (inputs.mixed, inputs.b, inputs.a)]
+    if (
+        [(x.shape[2], x.dtype) for x in saved] != expected
+        or not all(x.is_contiguous() for x in saved)
+        or not 0 < saved[0].shape[1] < block_size
+    ):
+        raise ValueError(
+            f"kept inputs {[tuple(x.shape) for x in saved]} do not fit {expected} and blocks of "
+            f"{block_size}"
+        )
+    rows = len(seq_lens) if query_starts is None else min(len(seq_lens), len(inputs.mixed))
+    if rows == 0:
+        return
+    config = delta_decode_config(shape) if config is None else config
+    _delta_lookahead_kernel[(shape.key_heads * shape.group, rows)](
+        *inputs, out, *weights, windows.states, matrices.states, windows.tables, matrices.tables,
+        seq_lens, seq_lens if query_starts is None else query_starts, *replays, *saved, tickets,
+        *(x.stride(0) for x in (*inputs, out)), windows.states.stride(0),
+        matrices.states.stride(0), windows.tables.stride(0), matrices.tables.stride(0),
+        SHAPE=shape, SAVED=saved[0].shape[1], HAS_STARTS=query_starts is not None,
+        TAPS=triton.next_power_of_2(shape.width), PDL=pdl, num_warps=config.num_warps,
+        maxnreg=config.max_registers, launch_pdl=pdl,
+    )  # fmt: skip
