@@ -65,12 +65,14 @@ class KnownDrafts(WorkerFeature):
 
     Args:
         texts: prompt and output of each request.
+        vocab_size: of what else it proposes.
     """
 
     proposes = True
 
-    def __init__(self, rank: Rank, texts: Sequence[Sequence[int]]):
+    def __init__(self, rank: Rank, texts: Sequence[Sequence[int]], vocab_size: int = 200):
         super().__init__(rank)
+        self._vocab_size = vocab_size
         self._texts = [list(text) for text in texts]
         self._rng = random.Random(4)
 
@@ -81,7 +83,7 @@ class KnownDrafts(WorkerFeature):
                 continue
             known = tokens[slot, : base + 1].tolist()
             likely = [text for text in self._texts if text[: base + 1] == known]
-            draft = self._rng.randrange(200)
+            draft = self._rng.randrange(self._vocab_size)
             if likely and self._rng.random() < 0.8:
                 text = self._rng.choice(likely)
                 draft = text[base + offset] if base + offset < len(text) else draft

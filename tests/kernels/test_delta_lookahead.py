@@ -13,13 +13,13 @@ def small(**fields: object) -> DeltaCase:
     return DeltaCase(**{"dtype": torch.float32, "device": "cpu", **fields})
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.extended), 2])
 @pytest.mark.parametrize("pending", range(MOST + 1))
 def test_every_number_of_kept_rows(pending: int, group: int) -> None:
     """From the start of a sequence, in a block, up to its end and over it."""
     slots = [
         Ahead(start, pending, count)
-        for start, count in ((0, 1), (1, 3), (7, MOST + 1), (11, 2), (15, 4), (16, 1), (31, 3))
+        for start, count in ((0, 1), (1, 3), (11, MOST + 1), (15, 2), (31, 1))
     ]
     assert max(lookahead(small(group=group), slots)) < 1e-6
 

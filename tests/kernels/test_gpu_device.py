@@ -151,10 +151,14 @@ MAX_LOOKAHEAD = 5
 def make_runner(folder: Path, *, kernels: bool) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
     bound = Bound(folder, kernels=kernels)
+    keeps_states = any(group.keeps_states for group in bound.groups)
+    replays = keeps_states and bound.model.looks_ahead(BLOCK_SIZE)
+    if replays:
+        bound.backend.saved_rows = 4, MAX_LOOKAHEAD
     kv = KVTensors(bound.groups, [12] * len(bound.groups), BLOCK_SIZE, torch.float32, CPU)
     slots = Slots(
         4, 40, BLOCK_SIZE, VOCAB, CPU, len(bound.groups), uses_kernels=kernels,
-        has_rotary_offsets=bound.model.has_rotary_sections,
+        has_rotary_offsets=bound.model.has_rotary_sections, has_state_lens=replays,
     )  # fmt: skip
     programs = {"programs": 3} if kernels else {}
     bound.model.bind(bound.groups, kv.tensors, BLOCK_SIZE, 4 + MAX_LOOKAHEAD, 40, **programs)

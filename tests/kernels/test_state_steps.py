@@ -5,6 +5,8 @@ requests are preempted; KV blocks and states are NaN at first."""
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import torch
 
 from aioinfer.ipc.plan import Admission, Admissions
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.scheduler import Scheduler
+from aioinfer.worker.features import StepWorks
 from aioinfer.worker.warm_up import GraphBodies
 from tests.kernels.bound_model import BLOCK_SIZE
 from tests.kernels.test_family_kernels import FAMILIES, SIZES
-from tests.kernels.test_gpu_device import Graphs, make_runner, no_cuda, plan_of
+from tests.kernels.test_gpu_device import MAX_LOOKAHEAD, Graphs, make_runner, no_cuda, plan_of
+from tests.scheduled_worker import KnownDrafts, RandomLookahead
 from tests.tiny_models import tiny_model
 
 __all__ = ["no_cuda"]
@@ -76,6 +81,58 @@ def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -
     assert [request.num_cached for request in requests] == [0, 32, 32]
     assert runners[0].device.graphs.decode.replayed, "decodes are in graphs"
     assert name != "gemma4" or runners[0].device.graphs.mixed.replayed
+
+
+def run(
+    runners: Sequence[Any], ahead: RandomLookahead | None = None, *, new_tokens: int = 8
+) -> list[list[int]]:
+    """Returns the greedy outputs of `OWN` behind `SHARED`. All runners sample the same in each
+    step."""
+    groups = runners[0].device.kv.groups
+    for runner in runners:
+        runner.slots.reset()
+        for tensor in runner.device.kv.tensors:
+            tensor.fill_(torch.nan)
+    limits = SchedulerLimits(
+        groups=groups, num_blocks=(12,) * len(groups), block_size=BLOCK_SIZE, max_num_seqs=4,
+        token_budget=27, prefill_cap=27, max_lookahead=0 if ahead is None else MAX_LOOKAHEAD,
+    )  # fmt: skip
+    scheduler = Scheduler(limits, features=StepFeatures([] if ahead is None else [ahead]))
+    requests = []
+    for number, own in enumerate(OWN):
+        prompt = array("i", [*SHARED[:27], *own])
+        params = SamplingParams(temperature=0)
+        requests.append(Request(str(number), prompt, len(prompt), params, 29 + new_tokens))
+        scheduler.add(requests[-1])
+    pending: deque[Any] = deque()
+    while not scheduler.is_idle or pending:
+        while len(pending) < 2 and (plan := scheduler.schedule()) is not None:
+            found, *others = (runner.step(plan).wait() for runner in runners)
+            for other in others:
+                assert found.tokens.tolist() == other.tokens.tolist()
+            pending.append(found)
+        scheduler.update(pending.popleft())
+        scheduler.check_integrity()
+    return [request.tokens.tolist() for request in requests]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.extended)]
+)
+def test_lookahead_over_states_samples_what_steps_without_do(name: str, tmp_path: Path) -> None:
+    """Drafts that are kept and others, beside prompts in chunks, over the end of a block."""
+    family, fields = FAMILIES[name]
+    tiny_model(family, tmp_path, **{**SIZES, "num_key_value_heads": 1, **fields})
+    kernels, plain = (make_runner(tmp_path, kernels=kernels) for kernels in (True, False))
+    texts = run([plain])
+    assert len({tuple(text) for text in texts}) == len(texts)
+    for runner in (kernels, plain):
+        runner.works = StepWorks([KnownDrafts(runner.works.all[0].rank, texts, 90)])
+    ahead = RandomLookahead(4)
+    assert run([kernels, plain], ahead) == texts
+    assert ahead.num_rows > ahead.num_kept > 5
+    assert kernels.device.graphs.lookahead.replayed
+    assert kernels.device.graphs.decode.replayed
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.extended)])
