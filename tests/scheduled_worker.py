@@ -35,7 +35,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class RandomLookahead(StepFeature):
-    """Asks for up to `most` lookahead rows of each request, at random.
+    """Asks for up to `most` lookahead rows of each request, at random; in a part `rest` of the
+    steps for none.
 
     Attributes:
         num_rows, num_kept: lookahead rows of all steps, and how many were kept.
@@ -44,14 +45,14 @@ class RandomLookahead(StepFeature):
     name = "random_lookahead"
     looks_ahead = True
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, rest: float = 0.2):
         super().__init__(None)
-        self._most = most
+        self._most, self._rest = most, rest
         self._rng = random.Random(3)
         self.num_rows = self.num_kept = 0
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
-        if self._rng.random() < 0.2:
+        if self._rng.random() < self._rest:
             return None
         return {request: self._rng.randrange(self._most + 1) for request in decodes}
 

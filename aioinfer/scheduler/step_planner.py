@@ -162,7 +162,7 @@ class StepPlanner:
             if missing > 0:
                 kv_cache.free_unread(request, start - request.num_lookahead)
                 if not kv_cache.can_grow(request, missing):
-                    if request.num_lookahead and not kv_cache.forks_anywhere:
+                    if request.num_lookahead and self._limits.keeps_states:
                         continue  # its position is not known yet, and neither is the block
                     preempted = True
                     if not running.preempt_for(request, missing):
@@ -211,7 +211,7 @@ class StepPlanner:
         wanted = min(asked, request.plan_limit - request.total - 1)
         if wanted <= 0:
             return 0
-        if not self._kv_cache.forks_anywhere:  # a state may be kept in any of the blocks
+        if self._limits.keeps_states:  # a state may be kept in any of the blocks
             wanted = min(wanted, (request.num_blocks + 1) * size - start - 1)
         missing = -((request.num_blocks * size - start - 1 - wanted) // size)
         if missing > 0 and not self._kv_cache.can_grow(request, missing):

@@ -84,10 +84,10 @@ def test_planned_steps_sample_what_plain_torch_does(name: str, tmp_path: Path) -
 
 
 def run(
-    runners: Sequence[Any], ahead: RandomLookahead | None = None, *, new_tokens: int = 8
+    runners: Sequence[Any], ahead: RandomLookahead | None = None, *, new_tokens: int = 9
 ) -> list[list[int]]:
-    """Returns the greedy outputs of `OWN` behind `SHARED`. All runners sample the same in each
-    step."""
+    """Returns the greedy outputs of two prompts that begin with a part of `SHARED`. All runners
+    sample the same in each step."""
     groups = runners[0].device.kv.groups
     for runner in runners:
         runner.slots.reset()
@@ -95,22 +95,24 @@ def run(
             tensor.fill_(torch.nan)
     limits = SchedulerLimits(
         groups=groups, num_blocks=(12,) * len(groups), block_size=BLOCK_SIZE, max_num_seqs=4,
-        token_budget=27, prefill_cap=27, max_lookahead=0 if ahead is None else MAX_LOOKAHEAD,
+        token_budget=9, prefill_cap=9, max_lookahead=0 if ahead is None else MAX_LOOKAHEAD,
     )  # fmt: skip
     scheduler = Scheduler(limits, features=StepFeatures([] if ahead is None else [ahead]))
     requests = []
-    for number, own in enumerate(OWN):
-        prompt = array("i", [*SHARED[:27], *own])
-        params = SamplingParams(temperature=0)
-        requests.append(Request(str(number), prompt, len(prompt), params, 29 + new_tokens))
+    for number, own in enumerate(OWN[:2]):
+        prompt, params = array("i", [*SHARED[:10], *own]), SamplingParams(temperature=0)
+        requests.append(Request(str(number), prompt, len(prompt), params, len(prompt) + new_tokens))
         scheduler.add(requests[-1])
     pending: deque[Any] = deque()
+    steps = 0
     while not scheduler.is_idle or pending:
-        while len(pending) < 2 and (plan := scheduler.schedule()) is not None:
+        # sometimes the outcome of the step before is known
+        while len(pending) <= steps // 3 % 2 and (plan := scheduler.schedule()) is not None:
             found, *others = (runner.step(plan).wait() for runner in runners)
             for other in others:
                 assert found.tokens.tolist() == other.tokens.tolist()
             pending.append(found)
+            steps += 1
         scheduler.update(pending.popleft())
         scheduler.check_integrity()
     return [request.tokens.tolist() for request in requests]
@@ -128,9 +130,9 @@ def test_lookahead_over_states_samples_what_steps_without_do(name: str, tmp_path
     assert len({tuple(text) for text in texts}) == len(texts)
     for runner in (kernels, plain):
         runner.works = StepWorks([KnownDrafts(runner.works.all[0].rank, texts, 90)])
-    ahead = RandomLookahead(4)
+    ahead = RandomLookahead(4, 0.4)
     assert run([kernels, plain], ahead) == texts
-    assert ahead.num_rows > ahead.num_kept > 5
+    assert ahead.num_rows > ahead.num_kept > 2
     assert kernels.device.graphs.lookahead.replayed
     assert kernels.device.graphs.decode.replayed
 
