@@ -28,9 +28,8 @@ from aioinfer.api.openai.pooling_bodies import PoolingBody
 from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
 from aioinfer.api.protocol import (
     ChatRequest,
-    IgnoredFields,
+    CommonSampling,
     Int32,
-    Int64,
     template_options,
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
@@ -51,7 +50,7 @@ _SAME_NAMES = "temperature top_k top_p min_p presence_penalty frequency_penalty 
 StopType = Literal["none", "eos", "limit", "word"]
 
 
-class LlamaCompletion(IgnoredFields, kw_only=True):
+class LlamaCompletion(CommonSampling, kw_only=True):
     """`POST /completion`.
 
     Fields of methods that are not supported (`dry_multiplier`, `mirostat`, `xtc_probability` and
@@ -63,21 +62,12 @@ class LlamaCompletion(IgnoredFields, kw_only=True):
 
     prompt: Prompts
     n_predict: Int32 | None = None
-    temperature: float | None = None
-    top_k: Int32 | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: Int64 | None = None
-    stop: str | list[str] | None = None
     repeat_penalty: float | None = None
     repeat_last_n: Int32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=MAX_SORTED_LOGPROBS)] | None = None
     grammar: str | None = None
     json_schema: msgspec.Raw = NOT_GIVEN
-    ignore_eos: bool | None = None
     return_tokens: bool | None = None
 
     def check(self) -> None:
@@ -123,10 +113,8 @@ class LlamaCompletion(IgnoredFields, kw_only=True):
             fields["repetition_penalty"] = self.repeat_penalty
         if self.seed != -1:  # which stands for any
             fields["seed"] = self.seed
-        if self.max_length == 0:
-            fields["prompt_only"] = True
-        else:
-            fields["max_tokens"] = self.max_length
+        length = self.max_length
+        fields |= {"prompt_only": True} if length == 0 else {"max_tokens": length}
         fields["logprobs"] = self.n_probs or None
         fields["grammar"] = self.output_grammar()
         return {name: value for name, value in fields.items() if value is not None}

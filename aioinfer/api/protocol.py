@@ -121,24 +121,29 @@ class IgnoredFields(GenerationBody, kw_only=True):
     timings_per_token: Ignored = None
 
 
-class SamplingFields(IgnoredFields, kw_only=True):
-    """The fields of completions, chat completions and Responses that define how tokens are
-    sampled."""
+class CommonSampling(IgnoredFields, kw_only=True):
+    """The fields that OpenAI's and llama.cpp's APIs have in common for how tokens are sampled."""
 
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
     min_p: float | None = None
     seed: Int64 | None = None
-    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+
+
+class SamplingFields(CommonSampling, kw_only=True):
+    """The fields of completions, chat completions and Responses that define how tokens are
+    sampled."""
+
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     logprob_token_ids: list[TokenId] | None = None
     min_tokens: Int32 | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: list[TokenId] | None = None

@@ -201,4 +201,4 @@ def add_routes(app: web.Application) -> None:
     assert last is not None
     # where an application is mounted in another one, its resources change
     app[PREFIX] = lambda: last.canonical.removesuffix(ROUTES[-1].path)
-    app[openapi.DOCUMENT] = openapi.Document(app, ROUTES)
+    app[openapi.DOCUMENT] = openapi.document(app, ROUTES)

@@ -90,16 +90,15 @@ def _rank_tokens(load: ExpertLoad) -> Value:
     return {str(rank): number for rank, number in enumerate(tokens)}
 
 
-def _imbalance(load: ExpertLoad) -> Value:
-    of_layers = imbalance(load.by_expert(load.recent)).tolist()
-    return dict(zip(map(str, load.layers), of_layers, strict=True))
+def _imbalance_of(sums: Callable[..., Any]) -> Callable[[Engine], Value]:
+    """Returns a function that reads, by layer, how uneven recent tokens are, summed by `sums`."""
 
+    def find(load: ExpertLoad) -> Value:
+        tokens = sums(load, load.recent)
+        uneven = imbalance(tokens).tolist() if tokens.shape[1] else []
+        return dict(zip(map(str, load.layers), uneven, strict=False))
 
-def _rank_imbalance(load: ExpertLoad) -> Value:
-    by_rank = load.by_rank(load.recent)
-    if not by_rank.shape[1]:
-        return {}
-    return dict(zip(map(str, load.layers), imbalance(by_rank).tolist(), strict=True))
+    return _of_experts(find)
 
 
 def _by_position(engine: Engine) -> Value:
@@ -199,9 +198,9 @@ _OF_EXPERTS = (
         "Tokens that experts were given: each as often as it has experts, in all layers."),
     Row("aioinfer:expert_rank_tokens", _COUNTER, _of_experts(_rank_tokens),
         "Those of the experts that a rank has.", "rank"),
-    Row("aioinfer:expert_imbalance", _GAUGE, _of_experts(_imbalance),
+    Row("aioinfer:expert_imbalance", _GAUGE, _imbalance_of(ExpertLoad.by_expert),
         "Tokens of a layer's busiest expert over the mean of its experts, last minutes.", "layer"),
-    Row("aioinfer:expert_rank_imbalance", _GAUGE, _of_experts(_rank_imbalance),
+    Row("aioinfer:expert_rank_imbalance", _GAUGE, _imbalance_of(ExpertLoad.by_rank),
         "Tokens of the busiest rank over the mean of the ranks: how long a layer's experts take, "
         "beside evenly loaded ones, in the last minutes.", "layer"),
 )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -194,27 +195,16 @@ def _parameters(route: Route, path: str) -> list[dict[str, Any]]:
     ]
 
 
-class Document:
-    """The description of an application's endpoints, made when it is first asked for."""
-
-    def __init__(self, app: web.Application, routes: Sequence[Route]):
-        self._app, self._routes = app, routes
-        self._data = b""
-
-    async def data(self) -> bytes:
-        """Returns the document as JSON."""
-        if not self._data:
-            self._data = await asyncio.to_thread(self._make)
-        return self._data
-
-    def _make(self) -> bytes:
-        return orjson.dumps(describe(self._app, self._routes))
+#: Makes the description of an application's endpoints as JSON, when it is first called.
+DOCUMENT: web.AppKey[Callable[[], bytes]] = web.AppKey("openapi")
 
 
-DOCUMENT = web.AppKey("openapi", Document)
+def document(app: web.Application, routes: Sequence[Route]) -> Callable[[], bytes]:
+    """Returns the function for `DOCUMENT`."""
+    return cache(lambda: orjson.dumps(describe(app, routes)))
 
 
 async def show_openapi(request: web.Request) -> web.Response:
     """Returns this description."""
-    data = await request.app[DOCUMENT].data()
+    data = await asyncio.to_thread(request.app[DOCUMENT])
     return web.Response(body=data, content_type="application/json")

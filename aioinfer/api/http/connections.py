@@ -29,9 +29,8 @@ from aiohttp import StreamReader, http_exceptions, web
 from aioinfer.api.errors import (
     ERROR_CODE,
     SERVER_NAME,
-    describe,
     error_body,
-    json_response,
+    error_response,
     raw_response,
 )
 from aioinfer.api.http.logs import LimitedLog
@@ -139,10 +138,10 @@ class Connection(web.RequestHandler):
         if isinstance(exc, http_exceptions.HttpProcessingError):
             self._server.malformed.count(f"({type(exc).__name__}) from {request.remote}")
             self.refuse(*_malformed(exc))
-        status, body = describe(exc if isinstance(exc, Exception) else RuntimeError(status))
+        response = error_response(exc if isinstance(exc, Exception) else RuntimeError(status))
         if request.writer.output_size > 0:
             raise ConnectionAbortedError("a response has begun")
-        response = json_response(body, status=status, headers={"Server": SERVER_NAME})
+        response.headers["Server"] = SERVER_NAME
         response.force_close()
         return response
 

@@ -62,6 +62,10 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} |
 }
 
 
+#: A text that nobody takes for something else.
+_WORD = re.compile(r"[A-Za-z0-9_.:/@,+-]+")
+
+
 class FieldsMessage:
     """A log message of named values. They are made text by the thread that writes them.
 
@@ -84,14 +88,9 @@ class FieldsMessage:
 
 
 def _shown(value: str | float) -> str:
-    if isinstance(value, str) and not (value and value.isascii() and _is_word(value)):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped.translate(_ESCAPES)}"'
-    return str(value)
-
-
-def _is_word(value: str) -> bool:
-    return all(c.isalnum() or c in "-_.:/@,+" for c in value)
+    return (
+        json.dumps(value) if isinstance(value, str) and not _WORD.fullmatch(value) else str(value)
+    )
 
 
 class TextFormatter(logging.Formatter):
