@@ -7,7 +7,8 @@ import { element } from "./elements.js";
 import { Figures } from "./figures.js";
 import { JsonView, parsed } from "./json.js";
 import { Tokens } from "./tokens.js";
-import { Thought, followEnd } from "./views.js";
+import { MarkdownView } from "./markdown.js";
+import { Thought, followEnd, followSoon } from "./views.js";
 
 /** One answer, and the part of its turn that shows it. */
 export class Answer {
@@ -26,7 +27,8 @@ export class Answer {
    * is shown, and may be continued.
    */
   constructor(View, kept = null) {
-    this.#view = new View(this.#shown, followEnd);
+    // Markdown is rendered once a frame, everything else as it comes
+    this.#view = new View(this.#shown, View === MarkdownView ? followEnd : followSoon);
     this.node.append(this.#shown);
     this.#figures = new Figures(kept?.facts);
     if (!kept) return;
@@ -51,11 +53,15 @@ export class Answer {
     return message;
   }
 
-  /** What the conversation keeps beside the message. */
+  /**
+   * What the conversation keeps beside the message: its tokens only once it is complete, for to keep
+   * a hundred thousand alternatives takes longer than a frame.
+   */
   get facts() {
-    const facts = this.#figures.facts;
+    const facts = { ...this.#figures.facts };
     if (this.#thought) facts.thoughtMs = this.#thought.ms;
-    if (this.tokens.list.length) facts.tokens = this.tokens.list;
+    const isComing = this.node.classList.contains("busy");
+    if (!isComing && this.tokens.list.length) facts.tokens = this.tokens.list;
     if (this.#failure) facts.failure = this.#failure;
     return facts;
   }
@@ -103,7 +109,7 @@ export class Answer {
     if (content) this.#view.append(content);
     if (!calls?.length) return;
     if (!this.calls) {
-      this.calls = new Calls(followEnd);
+      this.calls = new Calls(followSoon);
       this.node.append(this.calls.node);
     }
     this.calls.take(calls);

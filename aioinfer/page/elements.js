@@ -24,6 +24,7 @@ export function codeBlock(text, language) {
   const copies = button("copy", "Copy");
   const pre = document.createElement("pre");
   pre.tabIndex = 0; // to be scrolled by keyboard
+  block.dir = "ltr"; // whatever the text around it is
   pre.append(element("code", "", text));
   copies.addEventListener("click", () => copyText(pre.textContent, copies, pre.firstChild));
   bar.append(element("span", "language", language), copies);

@@ -96,6 +96,7 @@ export class History {
     const title = conversation.title || "Untitled";
     const opens = tool(title, () => this.#open(conversation));
     opens.className = "conversation";
+    opens.dir = "auto";
     opens.title = `${title}\n${day.format(conversation.updated)}`;
     if (conversation.id === this.#current?.id) opens.setAttribute("aria-current", "true");
     if (conversation.isPinned) opens.prepend(element("span", "pin", "★ "));
@@ -125,6 +126,7 @@ export class History {
       $("conversations").querySelector(`[data-id="${conversation.id}"] button`)?.focus();
     };
     field.addEventListener("keydown", (event) => {
+      if (event.isComposing) return; // Enter chooses what an input method offers
       if (event.key === "Enter" || event.key === "Escape") {
         event.stopPropagation();
         finish(event.key === "Enter");

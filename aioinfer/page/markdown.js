@@ -2,13 +2,13 @@
 // of them.
 
 import { build } from "./blocks.js";
+import { finalPart, Grown } from "./grown.js";
 import { highlight } from "./highlight.js";
 import { addMaths } from "./maths.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
-
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
@@ -20,7 +20,8 @@ addMaths(parser);
  * Text that is appended is rendered in the next animation frame, with all that came meanwhile.
  * Blocks (paragraphs, lists, ...) that no further text can change are final: they are parsed once
  * and their nodes stay. Only what follows them is rendered again, and the longer that takes, the
- * longer is the pause before the next rendering.
+ * longer is the pause before the next rendering. Of a list or a table the first items are final,
+ * too (`Grown`).
  */
 export class MarkdownView {
   text = "";
@@ -28,6 +29,7 @@ export class MarkdownView {
   #around;
   #rest = ""; // the text behind the final blocks
   #nodes = []; // of that text, one for each block
+  #grown = null; // the first of these blocks, where a part of it is final
   #references = {}; // the link definitions of final blocks
   #timer = 0;
   #frame = 0;
@@ -69,6 +71,7 @@ export class MarkdownView {
    */
   finish() {
     this.render();
+    this.#completeGrown();
     this.#resolve();
     levelHeadings(this.#container);
     colour(this.#container.children);
@@ -86,13 +89,21 @@ export class MarkdownView {
   #update() {
     // a CR at the end may be half of a line break
     this.#rest = this.#rest.replace(/\r\n|\r(?!$)/g, "\n");
-    const { blocks } = parse(this.#rest, this.#references);
+    let { blocks } = parse(this.#rest, this.#references);
+    if (this.#grown && !this.#grown.fits(blocks[0])) {
+      this.#rest = this.#wholeSource(this.#rest);
+      this.#grown = null;
+      ({ blocks } = parse(this.#rest, this.#references));
+    }
     const shown = blocks.map((block, index) =>
-      replace(this.#nodes[index], build(block.tokens), this.#container),
+      index === 0 && this.#grown
+        ? this.#grown.show(block, replace)
+        : replace(this.#nodes[index], build(block.tokens), this.#container),
     );
     this.#nodes.slice(blocks.length).forEach((node) => node.remove());
     this.#nodes = shown;
     this.#settle(blocks);
+    this.#settlePart(blocks.at(-1));
   }
 
   /**
@@ -104,10 +115,43 @@ export class MarkdownView {
     // "2" may yet become "2. item"
     if (last > 0 && !this.#rest.includes("\n", blocks[last].start)) last--;
     if (last < 1) return;
-    const text = this.#rest.slice(0, blocks[last].start);
-    if (text.includes("]:")) this.#references = parse(text, this.#references).references;
-    this.#rest = this.#rest.slice(text.length);
+    this.#completeGrown(blocks[1].start);
+    this.#define(this.#rest.slice(0, blocks[last].start));
+    this.#rest = this.#rest.slice(blocks[last].start);
     colour(this.#nodes.splice(0, last));
+  }
+
+  /** Makes the first items final of a list or a table that is the only block which is not. */
+  #settlePart(block) {
+    if (this.#nodes.length !== 1) return;
+    // blank lines may stand before a text's first block
+    if (!this.#grown) this.#rest = this.#rest.replace(/^(?:[ \t]*\n)+/, "");
+    const part = finalPart(block, this.#rest);
+    if (!part) return;
+    this.#grown ??= new Grown(this.#nodes[0], block);
+    this.#grown.head = part.head;
+    this.#define(part.text);
+    this.#rest = part.head + this.#rest.slice(part.text.length);
+    colour(this.#grown.settle(part.count, part.text));
+  }
+
+  /** Renders a list as a whole that was not shown as it has to be; it ends at `end`. */
+  #completeGrown(end) {
+    if (!this.#grown) return;
+    const [whole] = parse(this.#wholeSource(this.#rest.slice(0, end)), this.#references).blocks;
+    if (!this.#grown.isRight(whole))
+      this.#nodes[0] = replace(this.#nodes[0], build(whole.tokens), this.#container);
+    this.#grown = null;
+  }
+
+  /** The source of the block that `rest` goes on with. */
+  #wholeSource(rest) {
+    return this.#grown.source + rest.slice(this.#grown.head.length);
+  }
+
+  /** Takes the link definitions of a text that is final. */
+  #define(text) {
+    if (text.includes("]:")) this.#references = parse(text, this.#references).references;
   }
 }
 

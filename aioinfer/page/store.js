@@ -53,7 +53,7 @@ export class Store {
   async put(conversation) {
     const { isPrivate, isEmpty, isRemoved } = conversation;
     if (!this.#database || isPrivate || isEmpty || isRemoved) return;
-    await settled(this.#table("readwrite").put(JSON.parse(JSON.stringify(conversation))));
+    await settled(this.#table("readwrite").put(conversation.toJSON()));
     this.#channel.postMessage(conversation.id);
   }
 

@@ -83,6 +83,7 @@ export class Turn {
 
   #showUser(user) {
     const said = element("div", "said user", user.message.content);
+    said.dir = "auto"; // Arabic and Hebrew begin at the right
     const bar = element("div", "tools of-user");
     bar.dataset.of = user.id;
     bar.append(
@@ -114,6 +115,7 @@ export class Turn {
     const form = element("form", "edit");
     const field = document.createElement("textarea");
     field.value = node.message.content;
+    field.dir = "auto";
     field.ariaLabel = node.message.role === "user" ? "Message" : "Answer";
     const close = () => {
       form.remove();

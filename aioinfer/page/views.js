@@ -2,6 +2,7 @@
 
 import { element } from "./elements.js";
 
+const whole = new Intl.NumberFormat("en");
 const SCROLL_SLACK = 40; // px from the end of the log within which it follows new text
 
 /** Changes what the log shows; if its end could be seen before, it can be seen afterwards. */
@@ -10,6 +11,25 @@ export function followEnd(change) {
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
   change();
   if (follows) log.scrollTop = log.scrollHeight;
+}
+
+let pending = null; // where the log stood before the changes of this frame; -1: not at its end
+
+/**
+ * Does what `followEnd` does for changes that come many times a frame: the log is measured once
+ * before them, and scrolled once behind them. Whoever scrolls up meanwhile is left there.
+ */
+export function followSoon(change) {
+  const log = document.getElementById("log");
+  if (pending === null) {
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
+    pending = follows ? log.scrollTop : -1;
+    requestAnimationFrame(() => {
+      if (pending >= 0 && log.scrollTop >= pending) log.scrollTop = log.scrollHeight;
+      pending = null;
+    });
+  }
+  change();
 }
 
 /** Shows a text that grows as it is; a `MarkdownView` for texts without Markdown. */
@@ -48,7 +68,7 @@ export class Thought {
     this.#spent = keptMs;
     const body = element("div", "thought-text");
     body.tabIndex = 0; // to be scrolled by keyboard
-    this.#view = new PlainView(body, followEnd);
+    this.#view = new PlainView(body, followSoon);
     this.node.append(this.#summary, body);
   }
 
@@ -76,7 +96,7 @@ export class Thought {
 
   #describe(verb, more) {
     const seconds = ((this.#spent + more) / 1e3).toFixed(1);
-    const length = this.text.length.toLocaleString("en");
+    const length = whole.format(this.text.length);
     this.#summary.textContent = `${verb} for ${seconds} s · ${length} characters`;
   }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -501,7 +502,55 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+def random_list(chance: random.Random, depth: int = 2, indent: str = "") -> str:
+    """Returns a list in Markdown: loose or tight, with whatever an item may hold."""
+    lines = []
+    ordered, is_loose = chance.random() < 0.4, chance.random() < 0.3
+    for number in range(chance.randrange(1, 9)):
+        mark = f"{number + 3}. " if ordered else "- "
+        inner = indent + " " * len(mark)
+        kinds = (
+            "a *b*",
+            "[ ] box",
+            "`c`",
+            "$x$ so",
+            "[link]",
+            "> quote",
+            "# title",
+            "",
+            "wide  text",
+        )
+        lines.append(f"{indent}{mark}{chance.choice(kinds)}")
+        if chance.random() < 0.15:
+            lines += [f"{inner}more of it"]
+        if chance.random() < 0.1:
+            lines += ["", f"{inner}a second paragraph"]
+        if chance.random() < 0.1:
+            lines += [f"{inner}```py", f"{inner}x = 1", "", f"{inner}y = 2", f"{inner}```"]
+        if depth and chance.random() < 0.2:
+            lines.append(random_list(chance, depth - 1, inner))
+        if is_loose and chance.random() < 0.5:
+            lines.append("")
+    return "\n".join(lines)
+
+
+def random_text(seed: int) -> str:
+    chance = random.Random(seed)
+    parts = []
+    for _ in range(3):
+        kind = chance.randrange(4)
+        rows = "\n".join(f"| {row} | *{row}* | x" for row in range(chance.randrange(7)))
+        parts.append(
+            random_list(chance) if kind else f"| a | b |\n|--:|---|\n{rows}"
+        )  # fmt: skip
+    between = chance.choice(["\n\n", "\n\ntext\n\n", "\n\n---\n\n", "\n***\n", "\nlazy\n\n"])
+    return between.join(parts) + chance.choice(["", "\n", "\n\n[link]: https://example.org\n"])
+
+
+GROWING = [*TEXTS, *map(random_text, (1, 2, 5, 17, 22, 28, 35, 36, 51))]
+
+
+@pytest.mark.parametrize("text", GROWING)
 async def test_a_text_that_grows_ends_as_the_same_text_at_once(page: Page, text: str) -> None:
     script = """async (text) => {
         const { MarkdownView } = await import("/page/markdown.js");
@@ -544,6 +593,43 @@ async def test_what_is_final_is_rendered_once_and_a_frame_renders_all_that_came(
         return [before, renderings, kept, sameText, code.data.length];
     }"""
     assert await page.run(f"({script})()") == [[0, 0], 2, True, True, 5 + 2500]
+
+
+@pytest.mark.parametrize(
+    ("head", "part", "items"),
+    [
+        ("", "- item {n} with `code` and $x_{n}$\n", ".answer > ul > li"),
+        ("", "{n}. item\n\n   and more\n\n", ".answer > ol > li"),
+        ("| a | b |\n|---|---|\n", "| {n} | *x* |\n", ".answer tbody > tr"),
+        ("", "Paragraph {n}.\n\n```py\nx = {n}\n```\n\n", ".answer > *"),
+    ],
+)
+async def test_what_is_final_of_a_long_answer_stays_the_same_nodes(
+    page: Page, head: str, part: str, items: str
+) -> None:
+    script = """async (head, parts, items) => {
+        const { MarkdownView } = await import("/page/markdown.js");
+        const node = document.createElement("div");
+        node.className = "answer";
+        document.querySelector("#log").append(node);
+        const view = new MarkdownView(node);
+        const all = () => [...node.parentNode.querySelectorAll(items)];
+        view.append(head);
+        const seen = [];
+        for (const [number, part] of parts.entries()) {
+            view.append(part);
+            view.render();
+            if (number % 50 === 49) seen.push(all().slice(0, -2));
+        }
+        view.finish();
+        const last = all();
+        const same = seen.map((nodes) => nodes.every((each, index) => each === last[index]));
+        node.remove();
+        return [same, last.length >= parts.length, seen.map((nodes) => nodes.length > 40)];
+    }"""
+    parts = [part.format(n=number) for number in range(1, 301)]
+    arguments = ", ".join(map(json.dumps, (head, parts, items)))
+    assert await page.run(f"({script})({arguments})") == [[True] * 6, True, [True] * 6]
 
 
 async def test_rendering_a_long_answer_takes_a_bounded_fraction_of_the_time(page: Page) -> None:

@@ -1,0 +1,111 @@
+// The last block of a text that grows, where it is a list or a table of any length: its first items or
+// rows no longer change, and only the others are parsed and rendered again.
+
+import { build } from "./blocks.js";
+
+/** Whether a block is a list whose items have paragraphs. */
+const isLoose = ({ tokens }) =>
+  tokens.some(({ type, level, hidden }) => type === "paragraph_open" && level === 2 && !hidden);
+
+/**
+ * A list or a table whose first items (rows) are final. Their source has been taken from the text;
+ * what is parsed begins with `head`, which is what a table's rows need before them, and goes on with
+ * the first item (row) that is not final.
+ *
+ * A list is loose (its items have paragraphs) if there is a blank line anywhere between two of its
+ * items. Where it has been shown otherwise than it turns out to be, it is rendered again as a whole,
+ * from `source`.
+ */
+export class Grown {
+  head = "";
+  source = ""; // of the final items, and what stands before them
+  #node;
+  #items; // the element that has the items
+  #numFinal = 0;
+  #isLoose; // whether the final items are shown with paragraphs
+
+  /** `node` shows `block`, of which nothing is final yet. */
+  constructor(node, block) {
+    this.#node = node;
+    this.#items = node.matches(".table") ? node.querySelector("tbody") : node;
+    this.#isLoose = isLoose(block);
+  }
+
+  /** Whether `block` can be shown behind the final items, as they are shown. */
+  fits(block) {
+    return this.#isLoose || !isLoose(block);
+  }
+
+  /** Whether the final items are shown as they are in the whole block. */
+  isRight(whole) {
+    return this.#isLoose === isLoose(whole);
+  }
+
+  /**
+   * Shows the items of `block` behind the final ones; `replace(old, fresh, container)` puts one in
+   * the place of another. Returns the node.
+   */
+  show({ tokens }, replace) {
+    const isShown = ({ type, level }) => level === 2 && type.startsWith("paragraph_");
+    if (this.#isLoose) for (const token of tokens.filter(isShown)) token.hidden = false;
+    const fresh = build(tokens);
+    const items = [...(fresh.matches(".table") ? fresh.querySelectorAll("tbody > tr") : fresh.children)];
+    const old = [...this.#items.children].slice(this.#numFinal);
+    items.forEach((item, index) => replace(old[index], item, this.#items));
+    old.slice(items.length).forEach((item) => item.remove());
+    return this.#node;
+  }
+
+  /**
+   * Makes the first `count` items final that are not yet; `text` is their source, with `head`.
+   * Returns their nodes.
+   */
+  settle(count, text) {
+    this.source += text.slice(this.source ? this.head.length : 0);
+    const from = this.#numFinal;
+    this.#numFinal += count;
+    return [...this.#items.children].slice(from, this.#numFinal);
+  }
+}
+
+/**
+ * Returns what of a block, the last of a text, can be made final: `{ count, head, text }`; `text` is
+ * the source of the first `count` items with `head`. Returns null if nothing can. `rest` is the text
+ * from the block on.
+ */
+export function finalPart({ tokens }, rest) {
+  if (tokens[0].type === "table_open") return finalRows(tokens[0], rest);
+  const isList = tokens[0].type === "bullet_list_open" || tokens[0].type === "ordered_list_open";
+  return isList ? finalItems(tokens, rest) : null;
+}
+
+/** All rows but the last: a line shows that the one before has ended. */
+function finalRows({ map: [first, last] }, rest) {
+  const count = last - first - 3; // without the two lines of the head
+  if (count < 1) return null;
+  const head = rest.slice(0, lineStart(rest, 2));
+  return { count, head, text: rest.slice(0, lineStart(rest, count + 2)) };
+}
+
+/** All items but the last, which has a whole line: "2" may yet become the text of the item before. */
+function finalItems(tokens, rest) {
+  const [first] = tokens[0].map;
+  const items = [];
+  for (const [index, { type, level, map }] of tokens.entries()) {
+    if (type !== "list_item_open" || level !== 1) continue;
+    items.push(map[0] - first);
+    // only a paragraph tells whether the list is loose
+    if (tokens[index + 1].type !== "paragraph_open") break;
+  }
+  while (items.length > 1 && !rest.includes("\n", lineStart(rest, items.at(-1)))) items.pop();
+  if (items.length < 2) return null;
+  const text = rest.slice(0, lineStart(rest, items.at(-1)));
+  return { count: items.length - 1, head: "", text };
+}
+
+/** Where a line begins, counted from 0. */
+function lineStart(text, line) {
+  let at = 0;
+  for (; line > 0; line--) at = text.indexOf("\n", at) + 1;
+  return at;
+}
