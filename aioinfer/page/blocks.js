@@ -86,7 +86,7 @@ function firstText(node) {
 function makeElement(token) {
   if (token.type === "link_open") return link(token.attrGet("href"));
   const made = document.createElement(ELEMENTS[token.tag] ?? "span");
-  if (token.level === 0 || token.type === "th_open" || token.type === "td_open") made.dir = "auto";
+  if (token.level === 0) made.dir = "auto"; // a list and a table as their first letters are
   if (token.tag === "ol") made.start = token.attrGet("start") ?? 1;
   const aligned = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
   if (aligned) made.style.textAlign = aligned[1];
