@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import bench_speculation
-from aioinfer.features.speculation.costs import StepCosts
+from aioinfer.features.speculation.costs import RowTimes
 
 
 @pytest.mark.extended
 def test_a_short_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer repeats the prompt's code: drafts are kept, wherever a row costs nothing."""
-    monkeypatch.setattr(StepCosts, "seconds", lambda self, rows: 0.001)
+    monkeypatch.setattr(RowTimes, "seconds", lambda self, rows: 0.001)
     options = ["--streams", "2", "--tokens", "40", "--rounds", "1", "--task"]
     bench_speculation.main([*options, "repeat code"])
     *_, row = capsys.readouterr().out.splitlines()

@@ -163,7 +163,7 @@ class Engine:
             by_priority=limits.policy == "priority",
             num_stages=self._config.parallel.pipeline_parallel_size,
             max_lookahead=report.max_lookahead,
-            row_seconds=report.row_seconds,
+            step_times=report.step_times,
             plan_ahead=limits.plan_ahead,
         )
 

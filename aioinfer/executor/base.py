@@ -37,8 +37,8 @@ class WorkerReport:
         cache_dtype: of the KV cache, with the origin of its scales if it is float8.
         stages: of each pipeline stage, its layers and the weights of one rank in bytes; empty if
             there is one stage.
-        row_seconds: (rows, seconds) of decode steps that were measured at the start, ascending;
-            empty if none were.
+        step_times: (rows, seconds, whether with lookahead) of decode steps that were measured at
+            the start; empty if none were.
         max_lookahead: the maximum of lookahead rows in a step, the same on every rank.
     """
 
@@ -56,7 +56,7 @@ class WorkerReport:
     implementation: str = ""
     cache_dtype: str = ""
     stages: Sequence[tuple[range, int]] = ()
-    row_seconds: Sequence[tuple[int, float]] = ()
+    step_times: Sequence[tuple[int, float, bool]] = ()
     max_lookahead: int = 0
 
 

@@ -171,7 +171,7 @@ class HostAgent:
             self._send(kind, rank=rank, report=plain_report(value))
         else:
             phases, graph_bytes, times = value
-            self._send(kind, rank=rank, phases=phases, graph_bytes=graph_bytes, row_seconds=times)
+            self._send(kind, rank=rank, phases=phases, graph_bytes=graph_bytes, step_times=times)
 
     def on_result(self, message: memoryview) -> None:
         """See `RankEvents`."""

@@ -82,7 +82,7 @@ class InlineExecutor:
             self._worker.graph_bytes,
             report.implementation,
             report.cache_dtype,
-            row_seconds=self._worker.row_seconds,
+            step_times=self._worker.step_times,
             max_lookahead=report.max_lookahead,
         )
 

@@ -115,7 +115,7 @@ class RemoteHost:
             events.on_answer(message["rank"], kind, load_report(message["report"]))
         elif kind == "ready":
             phases = [(name, seconds) for name, seconds in message["phases"]]
-            times = [(rows, seconds) for rows, seconds in message["row_seconds"]]
+            times = [(rows, seconds, ahead) for rows, seconds, ahead in message["step_times"]]
             events.on_answer(message["rank"], kind, (phases, message["graph_bytes"], times))
         elif kind == "failed":
             behind_ns = time.monotonic_ns() - message["now_ns"]

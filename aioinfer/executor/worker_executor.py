@@ -177,10 +177,10 @@ class WorkerExecutor:
         self._vocab_size = reports[0].vocab_size
         for host in self._hosts:
             host.allocate(capacity.num_blocks, capacity.max_model_len, self._vocab_size)
-        phases, graph_bytes, row_seconds = (await self._gather("ready"))[0]
+        phases, graph_bytes, step_times = (await self._gather("ready"))[0]
         phases = [(self._FIRST_PHASE, spawned - began), *phases]
         stages = self._describe_stages(reports)
-        return _describe_workers(reports, capacity, phases, graph_bytes, stages, row_seconds)
+        return _describe_workers(reports, capacity, phases, graph_bytes, stages, step_times)
 
     def _describe_stages(self, reports: Sequence[LoadReport]) -> list[tuple[range, int]]:
         """Returns `WorkerReport.stages`."""
@@ -421,7 +421,7 @@ def _describe_workers(
     phases: list[tuple[str, float]],
     graph_bytes: int,
     stages: list[tuple[range, int]],
-    row_seconds: list[tuple[int, float]],
+    step_times: list[tuple[int, float, bool]],
 ) -> WorkerReport:
     """Returns the rows of the start-up table."""
     first = reports[0]
@@ -440,6 +440,6 @@ def _describe_workers(
         first.implementation,
         first.cache_dtype,
         stages,
-        row_seconds,
+        step_times,
         min(report.max_lookahead for report in reports),
     )

@@ -96,9 +96,9 @@ class StepFeature:
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """Notes that of `rows` lookahead rows of a request in a step `kept` were kept."""
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
-        """Notes how long a step of decodes took that had `num_rows` rows. Called if the feature
-        `looks_ahead`."""
+    def note_step(self, num_rows: int, seconds: float, has_lookahead: bool) -> None:
+        """Notes how long a step of decodes took that had `num_rows` rows, and whether its plan had
+        `LookaheadRows`. Called if the feature `looks_ahead`."""
 
     def plan(self, rows: Sequence[Row]) -> Section | None:
         """Returns the plan's section for the rows of a step, which will be posted."""

@@ -28,7 +28,8 @@ class SchedulerLimits:
         by_priority: whether requests are ordered by priority before their arrival.
         num_stages: of the workers' pipeline; see `MicroBatches`.
         max_lookahead: the maximum of lookahead rows in a step (see `ipc.lookahead`).
-        row_seconds: (rows, seconds) of decode steps as the workers measured them, ascending.
+        step_times: (rows, seconds, whether with lookahead) of decode steps, as the workers measured
+            them at their start.
         plan_ahead: whether a request may be planned while its last token is on its way; with one
             stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -46,7 +47,7 @@ class SchedulerLimits:
     by_priority: bool = False
     num_stages: int = 1
     max_lookahead: int = 0
-    row_seconds: Sequence[tuple[int, float]] = ()
+    step_times: Sequence[tuple[int, float, bool]] = ()
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 

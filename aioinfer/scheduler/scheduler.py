@@ -356,7 +356,7 @@ class Scheduler:
         with it, which is when they had it and the step before was done."""
         began, self._last_came = max(step.posted, self._last_came), came
         if step.num_decodes and self.features.ahead is not None:
-            self.features.ahead.note_step(step.num_decodes, came - began)
+            self.features.ahead.note_step(step.num_decodes, came - began, step.has_lookahead)
 
     def _settle(self, sampled: Sequence[Request | None], tokens: Sequence[int]) -> None:
         """Takes in how much of the lookahead of a step was kept, for each request with any.

@@ -184,7 +184,7 @@ def _start(spec: WorkerSpec) -> Worker:
         ("load weights", loaded - imported),
         ("allocate, warm up", time.perf_counter() - begun),
     ]
-    spec.control.send(("ready", (phases, worker.graph_bytes, worker.row_seconds)))
+    spec.control.send(("ready", (phases, worker.graph_bytes, worker.step_times)))
     return worker
 
 

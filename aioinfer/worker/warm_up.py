@@ -310,10 +310,9 @@ class GraphBodies:
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 
     @torch.inference_mode()
-    def time_decodes(self) -> list[tuple[int, float]]:
-        """Returns (rows, seconds) of the captured decode steps, ascending: of those with lookahead
-        where a step has more rows than there are slots. Rows have `_TIMED_KEYS` keys; they write
-        into the first KV block."""
+    def time_decodes(self) -> list[tuple[int, float, bool]]:
+        """Returns (rows, seconds, whether with lookahead) of the captured decode steps. Rows have
+        `_TIMED_KEYS` keys; they write into the first KV block."""
         device, slots = self._device, self._device.slots
         plan, graphs = device.plan, device.graphs
         numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
@@ -322,11 +321,11 @@ class GraphBodies:
         plan.row_section(2, plan.rows).fill_(1)
         plan.row_section(5, plan.rows).fill_(1)
         plan.row_section(6, plan.rows).fill_(slots.max_model_len)
-        found: list[tuple[int, float]] = []
-        for graph_set in (graphs.decode, graphs.lookahead):
-            for rows in sorted(graph_set.graphs):
-                if not found or rows > found[-1][0]:
-                    found.append((rows, _seconds_of(graph_set.graphs[rows].replay)))
+        found = [
+            (rows, _seconds_of(graph.replay), graph_set is graphs.lookahead)
+            for graph_set in (graphs.decode, graphs.lookahead)
+            for rows, graph in sorted(graph_set.graphs.items())
+        ]
         plan.values.zero_()
         plan.clear_growth()
         return found

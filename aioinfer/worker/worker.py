@@ -136,7 +136,7 @@ class Worker:
         )
         self._peers = Peers(config, groups, self.device)
         self.graph_bytes = 0
-        self.row_seconds: list[tuple[int, float]] = []
+        self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
         self.timed_choices = 0
         self.compilations: CompilationWatch | None = None
@@ -325,7 +325,7 @@ class Worker:
             if self._config.parallel.cuda_graphs and self._model.supports_graphs:
                 bodies.capture()
                 if self._max_lookahead:
-                    self.row_seconds = bodies.time_decodes()
+                    self.step_times = bodies.time_decodes()
                     device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
         self.graph_bytes = device.graphs.nbytes

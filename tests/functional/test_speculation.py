@@ -16,7 +16,7 @@ import pytest
 from aioinfer import LLM, SamplingParams
 from aioinfer.engine import recovery
 from aioinfer.errors import EngineDeadError
-from aioinfer.features.speculation.costs import StepCosts
+from aioinfer.features.speculation.costs import RowTimes
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 from aioinfer.llm import CompletionOutput
 from aioinfer.sampling_params import BeamSearch, GrammarSpec
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def rows_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of so small a model say nothing; so every request has all drafts, always."""
-    monkeypatch.setattr(StepCosts, "seconds", lambda self, rows: 0.001)
+    monkeypatch.setattr(RowTimes, "seconds", lambda self, rows: 0.001)
 
 
 @contextmanager

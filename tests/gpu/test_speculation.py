@@ -236,10 +236,10 @@ def test_replayed_steps_are_graphs_with_lookahead(folder: Path) -> None:
         llm.generate(PROMPTS[:6], PARAMS[:1] * 6)
         assert len(replayed) > TOKENS // 5
         report = llm.frontend.engines[0].report
-        rows = [size for size, _ in report.row_seconds]
-        assert rows == sorted(rows)
-        assert rows[-1] == device.plan.rows
-        assert all(0.0 < seconds < 0.1 for _, seconds in report.row_seconds)
+        sizes = {ahead: [n for n, _, of in report.step_times if of == ahead] for ahead in (0, 1)}
+        assert sizes[True] == sorted(device.graphs.lookahead.graphs)
+        assert sizes[False] == sorted(device.graphs.decode.graphs)
+        assert all(0.0 < seconds < 0.1 for _, seconds, _ in report.step_times)
 
 
 def test_nothing_is_compiled_while_serving(folder: Path) -> None:

@@ -7,15 +7,23 @@ of a draft model get worse slowly. Two numbers fit both well enough to choose ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-#: Weights of the last step in both averages.
-_FIRST_WEIGHT, _FURTHER_WEIGHT = 0.12, 0.12
+#: Weight of the last step in both averages, and at most of a request's first steps: what is known
+#: of others counts like `_PRIOR` steps of its own.
+_WEIGHT, _PRIOR = 0.08, 0.75
+#: Weight of a draft that a step did not have, where all that it had were kept.
+_UNTRIED_WEIGHT = 0.02
 #: A draft that is kept where hardly any was shows that the text repeats something: the next steps
 #: try at least so hard.
 _DORMANT, _RETURN = 0.12, 0.5
 #: Probabilities of a new request are those of the others, but within these bounds.
-_MIN_NEW, _MAX_NEW = 0.15, 0.8
+_MIN_NEW, _MAX_NEW = 0.15, 0.5
+#: What a request without drafts comes nearer to the average of all with each choice.
+_DRIFT = 0.2
+#: A request that keeps a part p of its drafts has p (1 - p) times this as the variance of its
+#: estimate, roughly.
+_NOISE = 0.3
 
 
 class Acceptance:
@@ -26,10 +34,11 @@ class Acceptance:
         further: probability that a draft is kept if the draft before it is.
     """
 
-    __slots__ = ("first", "further")
+    __slots__ = ("_steps", "first", "further")
 
     def __init__(self, first: float = 0.3, further: float = 0.7):
         self.first, self.further = first, further
+        self._steps = 0.0
 
     def new(self) -> Acceptance:
         """Returns the acceptance of a request of which nothing is known, if this is that of others
@@ -38,20 +47,48 @@ class Acceptance:
 
     def learn(self, drafts: int, kept: int) -> None:
         """Takes in a step with `drafts` drafts, of which the first `kept` were kept."""
+        self._steps += 1.0
+        weight = max(_WEIGHT, 1.0 / (_PRIOR + self._steps))
         if kept:
             returned = _RETURN if self.first < _DORMANT else 0.0
-            self.first = max(returned, self.first + _FIRST_WEIGHT * (1.0 - self.first))
+            self.first = max(returned, self.first + weight * (1.0 - self.first))
         else:
-            self.first -= _FIRST_WEIGHT * self.first
+            self.first -= weight * self.first
         for _ in range(kept - 1):
-            self.further += _FURTHER_WEIGHT * (1.0 - self.further)
+            self.further += weight * (1.0 - self.further)
         if 0 < kept < drafts:
-            self.further -= _FURTHER_WEIGHT * self.further
+            self.further -= weight * self.further
+        elif kept:  # one more might have been kept, too: or it would never be tried again
+            self.further += _UNTRIED_WEIGHT * (1.0 - self.further)
 
-    def probabilities(self, most: int) -> Iterator[float]:
+    def forget(self, mean: Acceptance) -> None:
+        """Comes nearer to the average of the requests, since this one has no drafts that would show
+        whether the probability is still so low: the others do not keep it from drafts for good."""
+        if self.first < mean.first:
+            self.first += _DRIFT * (mean.first - self.first)
+
+    def probabilities(self, most: int, mean: Acceptance) -> Iterator[float]:
         """Yields the probabilities that draft 1, 2, ... `most` of a step is kept: none is above the
-        one before it."""
-        probability = self.first
+        one before it. What differs little from `mean` is taken for chance, so that equal requests
+        get equally many drafts."""
+        probability = _shrink(self.first, mean.first)
+        further = _shrink(self.further, mean.further)
         for _ in range(most):
             yield probability
-            probability *= self.further
+            probability *= further
+
+
+def mean_of(requests: Sequence[Acceptance]) -> Acceptance:
+    """Returns the average of the requests of a step."""
+    count = max(1, len(requests))
+    first, further = (sum(each.first for each in requests), sum(each.further for each in requests))
+    return Acceptance(first / count, further / count)
+
+
+def _shrink(own: float, mean: float) -> float:
+    """Returns a probability between a request's own estimate and the mean of all: nearer to the
+    mean, the less both differ, compared with the standard deviation of an estimate."""
+    difference = own - mean
+    square = difference * difference
+    noise = _NOISE * own * (1.0 - own)
+    return mean + difference * square / (square + noise) if square else own

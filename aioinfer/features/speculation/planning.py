@@ -15,25 +15,30 @@ Requests whose features need each token before the next one (`Use.allows_lookahe
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 
 from aioinfer.features.host import Host
-from aioinfer.features.speculation.acceptance import Acceptance
+from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
 from aioinfer.scheduler.features import StepFeature
 from aioinfer.scheduler.request import Request
 
 #: The part of the time that probes may cost.
-MAX_PROBE_COST = 0.005
+MAX_PROBE_COST = 0.003
 #: Drafts must promise so much more tokens a second: less is within what measured times differ.
 _MIN_GAIN = 1.02
 #: Requests that are probed in a step, and steps between two probes at least.
 _NUM_PROBED, _MIN_INTERVAL = 8, 4
-#: With more requests, a choice holds for so many steps: it takes longer to make.
-_MANY, _STEPS_OF_CHOICE = 16, 4
+#: After requests have come or gone, or a probe was kept, the next probe comes sooner where there
+#: are fewer than so many requests, but not before so many steps: what is known of a request rests
+#: on few drafts. With many, a probe is dear, and drafts that are kept need not pay.
+_FEW, _EARLY = 64, 8
+#: With more requests, a choice holds for so many steps: it takes longer to make. That there are no
+#: drafts holds longer, unless a probe is kept or requests come or go.
+_MANY, _STEPS_OF_CHOICE, _STEPS_OF_NONE = 16, 2, 16
 #: Weight of a step in the average of all requests.
 _MEAN_WEIGHT = 0.02
 #: The counters of `/metrics`: draft sequences, their tokens, those that were kept; by position.
@@ -60,6 +65,8 @@ class Planning(StepFeature):
         self.costs: StepCosts | None = None
         self.mean = Acceptance()
         self._step = self._next_probe = self._choose_at = 0
+        self._interval = 0  # steps between two probes
+        self._num_decodes = 0  # at the last choice
         self._chosen: Mapping[Request, int] | None = None
         # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
         self._drafts_behind = speculation.method not in ("none", "ngram")
@@ -84,13 +91,19 @@ class Planning(StepFeature):
     def _plan(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns the drafts that a step should verify; None for none."""
         if self.costs is None:
-            self.costs = StepCosts(self.host.scheduler().limits.row_seconds)
+            self.costs = StepCosts(self.host.scheduler().limits.step_times)
         self._step += 1
         if not decodes or self.costs.is_stale(len(decodes)):
             return None
-        if self._step >= self._choose_at or len(decodes) <= _MANY:
+        if self._step >= self._choose_at or len(decodes) != self._num_decodes:
+            if len(decodes) != self._num_decodes:
+                self._num_decodes = len(decodes)
+                self._probe_early()
             self._chosen = self._choose(decodes, self.costs)
-            self._choose_at = self._step + _STEPS_OF_CHOICE
+            if self._chosen is None:
+                self._choose_at = self._step + _STEPS_OF_NONE
+            else:
+                self._choose_at = self._step + (_STEPS_OF_CHOICE if len(decodes) > _MANY else 1)
         if self._chosen is None and self._step >= self._next_probe:
             return self._probe(decodes, self.costs)
         return self._chosen
@@ -101,9 +114,12 @@ class Planning(StepFeature):
         mean = self.mean
         mean.first += _MEAN_WEIGHT * (bool(kept) - mean.first)
         if kept:
-            self._next_probe = min(self._next_probe, self._step)
-            further = (kept - 1) / max(1, min(rows, kept + 1) - 1)
-            mean.further += _MEAN_WEIGHT * (further - mean.further)
+            if self._chosen is None:
+                self._choose_at = self._step
+                self._probe_early()
+            if rows > 1:
+                further = (kept - 1) / (min(rows, kept + 1) - 1)
+                mean.further += _MEAN_WEIGHT * (further - mean.further)
         count = self.host.metrics.count
         count(DRAFTS)
         count(DRAFT_TOKENS, rows)
@@ -112,10 +128,15 @@ class Planning(StepFeature):
             for position in range(kept):
                 count(f"{ACCEPTED_AT}{position}")
 
-    def note_step(self, num_rows: int, seconds: float) -> None:
+    def note_step(self, num_rows: int, seconds: float, has_lookahead: bool) -> None:
         """See `StepFeature.note_step`."""
         if self.costs is not None:
-            self.costs.learn(num_rows, seconds)
+            self.costs.learn(num_rows, seconds, has_lookahead=has_lookahead)
+
+    def _probe_early(self) -> None:
+        """Has the next probe come sooner, where there are few requests."""
+        early = max(_EARLY, self._interval * self._num_decodes // _FEW)
+        self._next_probe = min(self._next_probe, self._step + early)
 
     def _acceptance(self, request: Request) -> Acceptance:
         if request.lookahead_state is None:
@@ -127,20 +148,29 @@ class Planning(StepFeature):
         """Returns the drafts of each request that has any, with which the step yields the most
         tokens a second."""
         rows = len(decodes)
-        if costs.seconds(2 * rows) >= 2.0 * costs.seconds(rows):
-            return None  # a row more for each costs what it yields, even if all are kept
-        candidates = [
-            (probability, request)
+        known = [
+            (self._acceptance(request), request)
             for request in decodes
             if _allows_lookahead(request)
-            for probability in self._acceptance(request).probabilities(self._max_drafts)
+        ]
+        most = _MIN_GAIN * rows / costs.plain(rows)
+        last = bisect_left(SIZES, rows + self._max_drafts * len(known))
+        sizes = SIZES[bisect_right(SIZES, rows) : last + 1]
+        likeliest = max((acceptance.first for acceptance, _ in known), default=0.0)
+        if all(rows + likeliest * (n - rows) <= most * costs.with_lookahead(n) for n in sizes):
+            return None
+        mean = mean_of([acceptance for acceptance, _ in known])
+        candidates = [
+            (probability, request)
+            for acceptance, request in known
+            for probability in acceptance.probabilities(self._max_drafts, mean)
         ]
         candidates.sort(key=_first, reverse=True)
         tokens = [float(rows), *accumulate((p for p, _ in candidates), initial=float(rows))][1:]
-        best, most = 0, _MIN_GAIN * rows / costs.seconds(rows)
-        for size in SIZES[bisect_right(SIZES, rows) :]:
+        best = 0
+        for size in sizes:
             drafts = min(size - rows, len(candidates))
-            rate = tokens[drafts] / costs.seconds(rows + drafts)
+            rate = tokens[drafts] / costs.with_lookahead(rows + drafts)
             if rate > most:
                 best, most = drafts, rate
             if drafts == len(candidates):
@@ -150,6 +180,9 @@ class Planning(StepFeature):
         chosen: dict[Request, int] = {}
         for _, request in candidates[:best]:
             chosen[request] = chosen.get(request, 0) + 1
+        for acceptance, request in known:
+            if request not in chosen:
+                acceptance.forget(mean)
         return chosen
 
     def _probe(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
@@ -161,9 +194,9 @@ class Planning(StepFeature):
         probed = (allowed[first:] + allowed[:first])[:_NUM_PROBED]
         self._probed = first + len(probed)
         rows = len(decodes)
-        cost = costs.seconds(rows + len(probed)) / costs.seconds(rows) - 1.0
-        interval = max(_MIN_INTERVAL, min(1024, int(cost / MAX_PROBE_COST)))
-        self._next_probe = self._step + interval
+        cost = costs.with_lookahead(rows + len(probed)) / costs.plain(rows) - 1.0
+        self._interval = max(_MIN_INTERVAL, min(1024, int(cost / MAX_PROBE_COST)))
+        self._next_probe = self._step + self._interval
         return dict.fromkeys(probed, 1)
 
 
