@@ -70,9 +70,9 @@ class Metrics:
         self.counts[name] += times
 
 
-def make_planning(measured=()) -> Planning:
+def make_planning(measured=(), method: str = "ngram") -> Planning:
     config = load_config(
-        overrides={"model.path": "m", "speculation.method": "ngram",
+        overrides={"model.path": "m", "speculation.method": method,
                    "speculation.max_draft_tokens": MOST}
     )  # fmt: skip
     limits = SimpleNamespace(step_times=measured)
@@ -267,3 +267,13 @@ def test_equal_requests_get_equally_many_drafts() -> None:
     simulation.rate(300)
     kept = simulation._kept
     assert min(kept.values()) > 0.8 * kept.total() / 64
+
+
+def test_a_probe_of_a_drafter_waits_for_its_drafts() -> None:
+    """A step that looks ahead without drafts makes those that the next one verifies."""
+    planning = make_planning(start_times(of_cpu), method="draft")
+    requests = [make_request("a", [1], 9)]
+    requests[0].lookahead_state = Acceptance(0.01, 0.1)
+    asked = [planning.lookahead(requests) for _ in range(4)]
+    assert {} in asked
+    assert asked[asked.index({}) + 1] == {requests[0]: 1}

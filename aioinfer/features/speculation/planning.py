@@ -86,7 +86,10 @@ class Planning(StepFeature):
             return {} if self._looked_ahead or not self._step else None
         had_drafts, ahead = self._looked_ahead, self._plan(decodes)
         self._looked_ahead = ahead is not None
-        return ahead if had_drafts or ahead is None else {}
+        if had_drafts or ahead is None:
+            return ahead
+        self._next_probe = self._step  # there are no drafts yet: the next step has them
+        return {}
 
     def _plan(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns the drafts that a step should verify; None for none."""
