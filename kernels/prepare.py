@@ -77,6 +77,7 @@ def _prepare_kernel(
     seq_lens, block_tables, rotary, rotary_offsets, limits,
     num_rows, num_tokens, tokens_stride, tables_stride, out_tables_stride, axis_stride,
     ROWS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS_FIRST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -105,10 +106,11 @@ def _prepare_kernel(
         table = tables + slot * tables_stride
         # a table of states may have no block there; no state is found by the slot mapping
         block = tl.maximum(tl.load(table + position // BLOCK_SIZE, mask, 0), 0).to(tl.int64)
+        at = position
+        if KEEPS_FIRST:
+            at = tl.where(position == 0, -1, position)
         tl.store(
-            input_ids + first + index,
-            tl.load(tokens + slot * tokens_stride + position, mask, 0),
-            mask,
+            input_ids + first + index, tl.load(tokens + slot * tokens_stride + at, mask, 0), mask
         )
         tl.store(positions + first + index, position, mask)
         place = block * BLOCK_SIZE + position % BLOCK_SIZE
@@ -144,6 +146,7 @@ def prepare_inputs(
     max_length: int,
     rotary_offsets: torch.Tensor | None = None,
     limits: torch.Tensor | None = None,
+    keeps_first: bool = False,
 ) -> None:
     """Fills `inputs` for the rows of a step.
 
@@ -160,6 +163,7 @@ def prepare_inputs(
             applied; given if `inputs.rotary` is.
         limits: int32 [R], the position of each row from which on nothing is cached: its slot
             mapping is -1 there.
+        keeps_first: the input of position 0 is the token before the first of `tokens`, a view.
 
     Raises:
         ValueError: the buffers are too small, or of a wrong dtype or layout.
@@ -189,7 +193,7 @@ def prepare_inputs(
         tokens.stride(0), tables.stride(0), inputs.block_tables.stride(0),
         0 if inputs.rotary is None else inputs.rotary.stride(0),
         ROWS_PAD=max(MIN_ROWS_PAD, triton.next_power_of_2(rows)), BLOCK_SIZE=block_size,
-        BLOCK=block, num_warps=4,
+        BLOCK=block, KEEPS_FIRST=keeps_first, num_warps=4,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def drafts_of(model: Path, method: str = "draft") -> SpeculationConfig:
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> None:
-    """Its text lacks the first token, which windows of 9 tokens leave behind."""
+    """Its text lacks the second token, which windows of 9 tokens leave behind."""
     folder = tiny_model("mistral", tmp_path, vocab_size=200, sliding_window=9)
     rng = random.Random(2)
     prompts = [[rng.randrange(200) for _ in range(rng.randint(20, 60))] for _ in range(9)]

@@ -116,7 +116,7 @@ class Device:
         raise NotImplementedError
 
     def prepare_successors(
-        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int, *, keeps_first: bool
     ) -> Step:
         """Prepares a step of any rows in which the input of position i is the token of position
         i + 1 in the slots. On a CPU no row has tokens that may not be cached.
@@ -125,6 +125,7 @@ class Device:
             num_tokens: of the rows, padding included, which then counts a token each.
             num_decodes: see `Step`.
             longest: at least the tokens of a row.
+            keeps_first: whether the input of position 0 is the slot's first token all the same.
         """
         raise NotImplementedError
 
@@ -228,11 +229,14 @@ class CpuDevice(Device):
         return step
 
     def prepare_successors(
-        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int, *, keeps_first: bool
     ) -> Step:
         """See `Device.prepare_successors`."""
         slots, starts, lengths, _ = (each.long() for each in rows)
         inputs = _prepare_inputs((slots, starts, lengths), num_tokens, self.slots, 1)
+        if keeps_first:
+            is_first = inputs.positions == 0
+            inputs.input_ids[is_first] = self.slots.tokens[slots[starts == 0], 0]
         host = HostRows(lengths.tolist(), inputs.seq_lens.tolist())
         return Step(inputs, num_decodes, host=host, has_lookahead=True)
 

@@ -102,7 +102,9 @@ class StepRows(NamedTuple):
 class PrepareSuccessors(Protocol):
     """See `Device.prepare_successors`."""
 
-    def __call__(self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int) -> Step: ...
+    def __call__(
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int, *, keeps_first: bool
+    ) -> Step: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,13 +152,14 @@ class StepBuffers:
     def prepare(
         self, rows: Tensors, num_tokens: int, *, max_length: int,
         limits: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+        keeps_first: bool = False,
     ) -> StepInputs:  # fmt: skip
         """Launches the preparation of rows (slots, starts and lengths, each int32 [R]), and returns
         their inputs; tokens beyond the lengths' sum, up to `num_tokens`, become padding.
 
         Args:
             max_length: at least the tokens of a row.
-            limits: int32 [R]; with these as `Device.prepare_successors`.
+            limits, keeps_first: int32 [R]; with these as `Device.prepare_successors`.
             offsets: int32 [R], see `LookaheadRows`; None without lookahead rows.
         """
         slots, inputs = self._slots, self.views(num_tokens, len(rows[0]))
@@ -171,6 +172,7 @@ class StepBuffers:
             prepare.prepare_inputs(
                 *rows, tokens, tables, filled, block_size=slots.block_size,
                 max_length=max_length, rotary_offsets=slots.rotary_offsets, limits=limits,
+                keeps_first=keeps_first,
             )  # fmt: skip
         if inputs.replays is not None:
             plan_replays(rows, offsets, slots.state_lens, inputs.replays, self._max_pending)
@@ -312,12 +314,14 @@ class GpuDevice(Device):
         return None if self.taps is None else self.taps[:num_tokens]
 
     def prepare_successors(
-        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int
+        self, rows: StepRows, num_tokens: int, num_decodes: int, longest: int, *, keeps_first: bool
     ) -> Step:
         """See `Device.prepare_successors`."""
         assert self._successors is not None
         *of_slots, limits = rows
-        inputs = self._successors.prepare(of_slots, num_tokens, max_length=longest, limits=limits)
+        inputs = self._successors.prepare(
+            of_slots, num_tokens, max_length=longest, limits=limits, keeps_first=keeps_first
+        )
         return Step(
             inputs, num_decodes, has_prefill=num_decodes < len(rows.slots), has_lookahead=True,
             shares_prefix=False,

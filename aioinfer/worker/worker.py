@@ -18,7 +18,7 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement
-from aioinfer.ipc.kv_spec import KVGroup, group_layers, groups_of_stage
+from aioinfer.ipc.kv_spec import KVGroup, StateSpec, group_layers, groups_of_stage
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.drafters.drafter import Drafter
@@ -230,6 +230,10 @@ class Worker:
         self._model.load(self._folder, form, seed, on_progress)
         if self._drafter is not None:
             self._drafter.load(folder, form, seed, on_progress)
+            if any(isinstance(spec, StateSpec) for of in self._drafter.kv_specs for spec in of):
+                raise ConfigError(
+                    "speculation.model: a model whose layers keep states cannot draft"
+                )
 
     @property
     def _weights_bytes(self) -> int:

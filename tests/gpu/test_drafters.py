@@ -84,7 +84,7 @@ def test_text_is_that_of_a_plain_run(
 def test_a_draft_model_that_is_the_target_is_nearly_always_right(
     temperature: float, tmp_path: Path
 ) -> None:
-    """Its text lacks the first token, which windows of 24 tokens leave behind."""
+    """Its text lacks the second token, which windows of 24 tokens leave behind."""
     random_model(
         tmp_path, family="mistral", vocab_size=VOCAB_SIZE, head_dim=64, sliding_window=24,
         eos_token_id=None, max_position_embeddings=1024,

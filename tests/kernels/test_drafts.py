@@ -90,6 +90,11 @@ def test_tokens_behind_a_limit_are_not_cached() -> None:
     assert inputs.input_ids.tolist() == [28, 29, 30, 3, 4, 0]
     assert inputs.slot_mapping.tolist() == [23, -1, -1, 26, -1, -1]
     assert inputs.seq_lens.tolist() == [10, 4]
+    prepare_inputs(
+        tensor(1, 0), tensor(0, 1), tensor(3, 2), tokens[:, 1:], tables, inputs, block_size=8,
+        max_length=4, limits=tensor(8, 3), keeps_first=True,
+    )  # fmt: skip
+    assert inputs.input_ids.tolist() == [20, 22, 23, 2, 3, 0]
 
 
 def make_runner(folder: Path, speculation: SpeculationConfig, *, kernels: bool) -> Any:

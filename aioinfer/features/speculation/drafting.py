@@ -70,7 +70,10 @@ class Drafting:
         given = sampled.step
         num_tokens = len(given.inputs.input_ids)
         assert given.num_decodes is not None
-        step = sampled.prepare(sampled.rows, num_tokens, given.num_decodes, sampled.longest)
+        step = sampled.prepare(
+            sampled.rows, num_tokens, given.num_decodes, sampled.longest,
+            keeps_first=drafter.keeps_first,
+        )  # fmt: skip
         step.host = step.host or given.host
         # layers take as many sampled rows as tokens for all tokens in order
         is_part = len(rows.slots) < num_tokens
@@ -90,7 +93,9 @@ class Drafting:
             if not count:
                 return  # no prompt ends with this step, or no row has room
             if number:
-                step = sampled.prepare(rows.of_step, count, count, 1)
+                step = sampled.prepare(
+                    rows.of_step, count, count, 1, keeps_first=drafter.keeps_first
+                )
                 drafter.plan(step)
                 hidden = drafter.forward(hidden, step)
             self._append(drafter.logits(hidden), rows)

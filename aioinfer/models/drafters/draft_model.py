@@ -1,5 +1,5 @@
 """A draft model: a smaller model of the target's vocabulary (Leviathan et al. 2023; Chen et al.
-2023). It reads nothing of the target; its text begins with the target's second token."""
+2023). It reads nothing of the target. Its text is the target's without the second token."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class DraftModel(Drafter):
         model: of the same ranks as the target.
         vocab_size: of the target's logits.
     """
+
+    keeps_first = True
 
     def __init__(self, model: CausalLM, vocab_size: int):
         self._model = model

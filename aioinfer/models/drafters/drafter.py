@@ -41,6 +41,9 @@ class Drafter(ABC):
         tapped_layers: the layers of the target before which it reads the residual stream; empty if
             it reads none.
         reads_hidden: whether it reads the hidden states of the target before its last norm.
+        keeps_first: whether the input of position 0 is the first token of the text all the same:
+            models attend to it from everywhere, whatever it is, or were trained with a token there
+            that begins a text.
     """
 
     backend: Backend
@@ -49,6 +52,7 @@ class Drafter(ABC):
     weights_bytes: int
     tapped_layers: Sequence[int] = ()
     reads_hidden = False
+    keeps_first = False
 
     @property
     @abstractmethod
