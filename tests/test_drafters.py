@@ -192,3 +192,17 @@ def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
     head = make_eagle3(tmp_path / "other", target, make, "auto")
     with pytest.raises(ConfigError, match="another vocabulary"):
         head.load(tmp_path / "other", "auto", 0, lambda done, total: None)
+
+
+def test_a_target_that_keeps_states(tmp_path: Path) -> None:
+    """Its states follow the rows that are kept; the draft model has attention alone."""
+    folder = tiny_model("qwen3_5_text", tmp_path / "target", vocab_size=200)
+    small = tiny_model("llama", tmp_path / "small", vocab_size=200, seed=3)
+    prompts = prompts_that_begin_alike(6)
+    plain, _ = generate(folder, prompts, params=PARAMS)
+    ahead = RandomLookahead(MOST)
+    outputs, _ = generate(folder, prompts, params=PARAMS, ahead=ahead, speculation=drafts_of(small))
+    assert outputs == plain
+    assert ahead.num_rows > ahead.num_kept > 0
+    with pytest.raises(ConfigError, match="keep states cannot draft"):
+        generate(folder, prompts, ahead=ahead, speculation=drafts_of(folder))

@@ -423,12 +423,8 @@ class Worker:
 
     @property
     def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead, and with a
-        drafter where layers keep states."""
-        keeps_states = any(group.keeps_states for group in self._groups)
-        if not self._model.looks_ahead(self.block_size) or (self._drafter and keeps_states):
-            return 0
-        return self._config.max_lookahead
+        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead."""
+        return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""
