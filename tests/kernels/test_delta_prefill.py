@@ -18,7 +18,7 @@ def test_lengths_around_a_chunk(length: int) -> None:
     assert max(prefill(small(), [Row(length, length)])) < 1e-5
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 127, 129, 300])
+@pytest.mark.parametrize("length", [63, 64, 65, 129, 200])
 def test_lengths_around_a_chunk_of_64(length: int) -> None:
     case = small(block_size=64, group=1)
     assert max(prefill(case, [Row(length, length)])) < 1e-5
@@ -96,7 +96,7 @@ def test_decays_by_channel(length: int) -> None:
     assert max(prefill(by_channel(), [Row(length, length)])) < 1e-5
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 130, 300])
+@pytest.mark.parametrize("length", [63, 64, 65, 200])
 def test_decays_by_channel_in_sub_chunks(length: int) -> None:
     """A chunk of 64 tokens has four sub-chunks, whole and not."""
     assert max(prefill(by_channel(block_size=64), [Row(length, length)])) < 1e-5
@@ -107,8 +107,7 @@ def test_decays_by_channel_of_many_channels() -> None:
     assert max(prefill(by_channel(key=100, block_size=32), [Row(70, 75, (0,))])) < 1e-5
 
 
-@pytest.mark.parametrize(("key", "value"), [(8, 24), (24, 8)])
-@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize(("block_size", "key", "value"), [(16, 24, 8), (32, 8, 24), (128, 24, 8)])
 def test_decays_by_channel_of_many_rows(block_size: int, key: int, value: int) -> None:
     """Each chunk finds what it leaves: rows of one chunk and of several, beginning anywhere,
     decodes and padding."""
