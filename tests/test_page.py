@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import tomllib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +26,7 @@ from aioinfer.api.server import HttpServer, create_app
 from aioinfer.engine.frontend import Frontend
 from bench_loop import make_frontend
 from tests.test_server import make_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +73,6 @@ async def complete(http: aiohttp.ClientSession, max_tokens: int, prompt_len: int
     body = {"prompt": list(range(5, 5 + prompt_len)), "max_tokens": max_tokens, "ignore_eos": True}
     async with http.post("/v1/completions", json=body) as response:
         assert response.status == 200
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # the engine has no events for its inner states
-            await asyncio.sleep(0.001)
 
 
 # ---------------------------------------------------------------- files

@@ -292,31 +292,38 @@ async def test_the_sender_decides_about_sampling(
     assert len(ids[0]) == 32
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [("traceparent", "")],
-        [("traceparent", "00-" + "0" * 32 + f"-{PARENT_ID}-01")],
-        [("traceparent", f"00-{TRACE_ID}-{PARENT_ID}")],
-        [("traceparent", f"ff-{TRACE_ID}-{PARENT_ID}-00")],
-        [("traceparent", f"00-{TRACE_ID.upper()}-{PARENT_ID}-00")],
-        [("traceparent", "0" * 5000)],
-        [("traceparent", NOT_SAMPLED["traceparent"])] * 2,
-        [("tracestate", "a=b")],
-    ],
-    ids=lambda value: value[0][1][:60],
-)
-async def test_a_malformed_traceparent_is_ignored(
-    headers: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
-) -> None:
+#: Headers whose parts are not to be believed.
+MALFORMED = [
+    [("traceparent", "")],
+    [("traceparent", "00-" + "0" * 32 + f"-{PARENT_ID}-01")],
+    [("traceparent", f"00-{TRACE_ID}-{PARENT_ID}")],
+    [("traceparent", f"ff-{TRACE_ID}-{PARENT_ID}-00")],
+    [("traceparent", f"00-{TRACE_ID.upper()}-{PARENT_ID}-00")],
+    [("traceparent", "0" * 5000)],
+    [("traceparent", NOT_SAMPLED["traceparent"])] * 2,
+    [("tracestate", "a=b")],
+]
+
+
+async def test_a_malformed_traceparent_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """The request has a trace of its own, with all stages."""
     async with collector() as (url, collected), serve(url) as http:
-        body = {"prompt": [7], "max_tokens": 2}
-        async with http.post("/v1/completions", json=body, headers=headers) as response:
-            assert response.status == 200
-    root, stages = collected.tree()
-    assert (root.parent_span_id, root.trace_state) == (b"", "")
-    assert root.trace_id.hex() not in (TRACE_ID, "0" * 32)
-    assert [span.name for span in stages] == STAGES
+        for number, headers in enumerate(MALFORMED):
+            body = {"prompt": [7], "max_tokens": 2}
+            given = [*headers, ("X-Request-Id", str(number))]
+            async with http.post("/v1/completions", json=body, headers=given) as response:
+                assert response.status == 200
+    roots = [span for span in collected.spans if span.kind == Span.SPAN_KIND_SERVER]
+    ids = {attributes(root)["aioinfer.request.id"] for root in roots}
+    assert ids == {str(number) for number in range(len(MALFORMED))}
+    assert len({root.trace_id for root in roots}) == len(MALFORMED)
+    for root in roots:
+        name = str(MALFORMED[int(attributes(root)["aioinfer.request.id"])])[:60]
+        assert (root.parent_span_id, root.trace_state) == (b"", ""), name
+        assert root.trace_id.hex() not in (TRACE_ID, "0" * 32), name
+        stages = [span for span in collected.spans if span.parent_span_id == root.span_id]
+        assert {span.trace_id for span in stages} == {root.trace_id}, name
+        assert sorted(span.name for span in stages) == sorted(STAGES), name
     assert caplog.records == []
 
 
