@@ -37,7 +37,7 @@ def test_each_key_finds_its_own() -> None:
     store.add("a", response("r"), [])
     store.add("b", conversation("c"), [])
     assert store.find("a", "response", "r").body.id == "r"
-    for owner, kind, id in (("b", "response", "r"), (None, "response", "r"),
+    for owner, kind, id in (("b", "response", "r"), ("c", "response", "r"),
                             ("a", "conversation", "c"), ("b", "response", "c")):  # fmt: skip
         with pytest.raises(RequestError) as caught:
             store.find(owner, kind, id)  # type: ignore[arg-type]
@@ -57,30 +57,30 @@ def test_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MAX_STORED_BYTES", 1000)
     store = ObjectStore()
     for id in ("1", "2", "3"):
-        store.add(None, response(id), text(600))
-    assert [each.body.id for each in store.all_of(None, "response")] == ["3"]
-    store.remove(None, "response", "3")
+        store.add("a", response(id), text(600))
+    assert [each.body.id for each in store.all_of("a", "response")] == ["3"]
+    store.remove("a", "response", "3")
     assert len(store) == 0
 
 
 def test_a_conversation_is_as_new_as_its_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MAX_STORED", 2)
     store = ObjectStore()
-    store.add(None, conversation("1"), [])
-    store.add(None, conversation("2"), [])
-    store.add(None, conversation("1"), text(10))
-    store.add(None, conversation("3"), [])
-    assert [each.body.id for each in store.all_of(None, "conversation")] == ["3", "1"]
-    assert store.find(None, "conversation", "1").items == text(10)
+    store.add("a", conversation("1"), [])
+    store.add("a", conversation("2"), [])
+    store.add("a", conversation("1"), text(10))
+    store.add("a", conversation("3"), [])
+    assert [each.body.id for each in store.all_of("a", "conversation")] == ["3", "1"]
+    assert store.find("a", "conversation", "1").items == text(10)
 
 
 def test_what_is_too_large_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "MAX_STORED_BYTES", 1000)
     store = ObjectStore()
-    store.add(None, response("1"), [])
-    store.add(None, response("2"), text(2000))
-    store.add(None, conversation("3"), [])
-    store.add(None, conversation("3"), text(2000))
+    store.add("a", response("1"), [])
+    store.add("a", response("2"), text(2000))
+    store.add("a", conversation("3"), [])
+    store.add("a", conversation("3"), text(2000))
     assert [id for _, id in store._stored] == ["1"]
     store.check_room(1000, "a conversation")
     with pytest.raises(RequestError, match="larger than the server's 1000 bytes"):
@@ -89,19 +89,19 @@ def test_what_is_too_large_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bytes_follow_all_changes() -> None:
     store = ObjectStore()
-    store.add(None, conversation("1"), text(5))
-    store.add(None, conversation("1"), text(7))  # in the place of the other
-    store.add(None, conversation("1"), text(50))
-    store.change_metadata(store.find(None, "conversation", "1"), {"a": "b" * 30})
-    stored = store.find(None, "conversation", "1")
+    store.add("a", conversation("1"), text(5))
+    store.add("a", conversation("1"), text(7))  # in the place of the other
+    store.add("a", conversation("1"), text(50))
+    store.change_metadata(store.find("a", "conversation", "1"), {"a": "b" * 30})
+    stored = store.find("a", "conversation", "1")
     assert stored.body.metadata == {"a": "b" * 30}
     known = ObjectStore()
-    known.add(None, stored.body, stored.items)
-    assert known.find(None, "conversation", "1").num_bytes == stored.num_bytes
+    known.add("a", stored.body, stored.items)
+    assert known.find("a", "conversation", "1").num_bytes == stored.num_bytes
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
-    store.add(None, conversation("2"), [{"id": "x", "deep": deep}])
+    store.add("a", conversation("2"), [{"id": "x", "deep": deep}])
     assert len(store) == 1
 
 

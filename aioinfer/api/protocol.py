@@ -255,9 +255,7 @@ class SamplingBody(SamplingFields, kw_only=True):
         if self.max_tokens == 0:
             raise FieldError("max_tokens", "must be at least 1 in a beam search")
         if (grammar := self.grammar_spec()) is not None:
-            raise RequestError(
-                f"{grammar.param} is not supported in a beam search", param=grammar.param
-            )
+            raise FieldError(grammar.param, "is not supported in a beam search")
         if self.vllm_xargs:
             raise FieldError("vllm_xargs", "is not supported in a beam search")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
@@ -24,21 +24,30 @@ Choice = Literal["none", "auto", "required", "named"]
 
 
 def read_tools(
-    tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any, *, parallel: bool | None
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: Any,
+    *,
+    parallel: bool | None,
+    is_flat: bool = False,
 ) -> ToolUse:
-    """Returns the tools of a chat completion.
+    """Returns the tools of a chat completion, or with `is_flat` those of a response, which have the
+    fields of a function themselves.
 
     Raises `RequestError` naming the place, such as `tools[0].function.name`.
     """
     functions = []
     for index, tool in enumerate(tools or ()):
         place = f"tools[{index}]"
-        if tool.get("type", "function") != "function":
-            raise RequestError(f"{place}.type must be 'function'", param=f"{place}.type")
-        function = tool.get("function")
+        if (kind := tool.get("type", "function")) != "function":
+            raise FieldError(
+                f"{place}.type", f"{str(kind)[:40]!r} is not supported, only 'function'"
+            )
+        function: Any = tool
+        if not is_flat:
+            place, function = f"{place}.function", tool.get("function")
         if not isinstance(function, Mapping):
-            raise RequestError(f"{place}.function is missing", param=f"{place}.function")
-        functions.append({**function, "place": f"{place}.function.parameters"})
+            raise FieldError(place, "is missing")
+        functions.append({**function, "place": f"{place}.parameters"})
     choice, name = read_choice(tool_choice, bool(functions))
     if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
         functions = _allowed(functions, tool_choice)

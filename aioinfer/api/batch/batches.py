@@ -36,16 +36,16 @@ from aioinfer.api.batch.store import (
     FILES,
     BatchFaults,
     BatchObject,
-    BatchRecord,
     FileStore,
     Metadata,
+    Stored,
     owner_of,
 )
 from aioinfer.api.context import REQUEST_BODIES, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.http.limits import ACCOUNTS, Account
-from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.errors import EngineDeadError, FieldError, RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -68,16 +68,15 @@ class CreateBatch(Body, kw_only=True):
 
     def check(self) -> None:
         if self.endpoint not in BATCH_PATHS:
-            raise RequestError(
-                f"endpoint must be one of {', '.join(BATCH_PATHS)}, not {shorten(self.endpoint)!r}",
-                param="endpoint",
+            raise FieldError(
+                "endpoint",
+                f"must be one of {', '.join(BATCH_PATHS)}, not {shorten(self.endpoint)!r}",
             )
         if self.completion_window != "24h":
-            raise RequestError("completion_window must be '24h'", param="completion_window")
+            raise FieldError("completion_window", "must be '24h'")
         if self.output_expires_after is not None:
-            raise RequestError(
-                "output_expires_after is not supported: results stay until they are deleted",
-                param="output_expires_after",
+            raise FieldError(
+                "output_expires_after", "is not supported: results stay until they are deleted"
             )
 
 
@@ -123,14 +122,14 @@ class Batches:
             created_at=int(time.time()),
             metadata=asked.metadata,
         )
-        record = BatchRecord(owner, batch)
+        record = Stored(owner, batch)
         await self._store.save(record)
         self._begin(record)
         return batch
 
-    async def cancel(self, record: BatchRecord) -> None:
+    async def cancel(self, record: Stored) -> None:
         """Ends a batch early; its results so far are kept. Raises `RequestError`."""
-        batch = record.body
+        batch: BatchObject = record.body
         if batch.status in ENDED:
             raise RequestError(
                 f"the batch has ended: it is {batch.status}", status=409, code="batch_ended"
@@ -145,15 +144,15 @@ class Batches:
 
     # ---------------------------------------------------------------- the work
 
-    def _begin(self, record: BatchRecord) -> None:
+    def _begin(self, record: Stored) -> None:
         task = asyncio.create_task(self._run(record))
         self._tasks[record.body.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(record.body.id, None))
 
-    async def _run(self, record: BatchRecord) -> None:
+    async def _run(self, record: Stored) -> None:
         """Processes a batch from its current status to its end. A batch that meets an error has
         failed; only if the server stops does the batch stay as it is, for the next start."""
-        batch = record.body
+        batch: BatchObject = record.body
         try:
             if batch.status == "validating":
                 await self._validate(record)
@@ -179,9 +178,9 @@ class Batches:
             with suppress(OSError):
                 await self._store.save(record)
 
-    async def _validate(self, record: BatchRecord) -> None:
+    async def _validate(self, record: Stored) -> None:
         """Checks the input; a batch whose input is wrong has failed."""
-        batch = record.body
+        batch: BatchObject = record.body
         batch.request_counts.total, faults = await asyncio.to_thread(
             check_input,
             self._store.data(batch.input_file_id),
@@ -197,7 +196,7 @@ class Batches:
         batch.enter("failed" if faults else "in_progress")
         await self._store.save(record)
 
-    async def _serve(self, record: BatchRecord) -> None:
+    async def _serve(self, record: Stored) -> None:
         """Answers the requests that have no result yet. Raises `EngineDeadError` if the server
         stops."""
         batch, counts = record.body, record.body.request_counts
@@ -226,7 +225,7 @@ class Batches:
                     counts.completed += num_good
                     counts.failed += len(ready) - num_good
 
-    async def _finalize(self, record: BatchRecord) -> None:
+    async def _finalize(self, record: Stored) -> None:
         """Makes files of the results. Safe to repeat, whenever the process ended."""
         batch, store = record.body, self._store
         outcome = "cancelled" if batch.status == "cancelling" else "completed"
@@ -290,7 +289,6 @@ async def create_batch(request: web.Request) -> web.Response:
 async def cancel_batch(request: web.Request) -> web.Response:
     """Ends a batch early."""
     record = objects.BATCHES.find(request)
-    assert isinstance(record, BatchRecord)
     await _require(request).cancel(record)
     return json_response(record.body)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Generic, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,9 +21,8 @@ from aioinfer.api.batch.store import (
     Kind,
     Metadata,
     ObjectStore,
-    R,
     Store,
-    StoredObject,
+    Stored,
     json_size,
     owner_of,
     page_of,
@@ -33,7 +32,7 @@ from aioinfer.api.context import FRONTEND, REQUEST_BODIES, read_body, receiving
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.openai.responses_body import Item, input_items
-from aioinfer.errors import RequestError
+from aioinfer.errors import FieldError, RequestError
 
 T = TypeVar("T")
 #: Items of one body, as with OpenAI.
@@ -83,7 +82,7 @@ class Deleted(Struct, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Objects(Generic[R]):
+class Objects:
     """The endpoints that all kinds of stored objects have. The first variable of their paths is the
     object's id.
 
@@ -96,14 +95,14 @@ class Objects(Generic[R]):
     """
 
     kind: Kind
-    store: Callable[[web.Request], Store[R]]
+    store: Callable[[web.Request], Store]
     deleted: str = ""
     filters: tuple[str, ...] = ()
     max_limit: int = 100
     default_limit: int = 100
     default_order: Literal["asc", "desc"] = "desc"
 
-    def find(self, request: web.Request) -> R:
+    def find(self, request: web.Request) -> Stored:
         """Returns the record of a request's object. Raises `RequestError` (404)."""
         id = next(iter(request.match_info.values()))
         return self.store(request).find(owner_of(request), self.kind, id)
@@ -143,7 +142,7 @@ class Objects(Generic[R]):
         return json_response(Deleted(id=id, object=self.deleted))
 
 
-class ObjectsInMemory(Objects[StoredObject]):
+class ObjectsInMemory(Objects):
     """Objects whose metadata clients change, and which have items."""
 
     async def update(self, request: web.Request) -> web.Response:
@@ -217,7 +216,7 @@ async def delete_item(request: web.Request) -> web.Response:
     return json_response(conversation.body)
 
 
-def _item(request: web.Request, conversation: StoredObject) -> Item:
+def _item(request: web.Request, conversation: Stored) -> Item:
     id = request.match_info["item_id"]
     for item in conversation.items:
         if item.id == id:
@@ -254,7 +253,7 @@ async def upload_file(request: web.Request) -> web.Response:
         if name is None:
             raise RequestError("the form has no file", param="file")
         if purpose != b"batch":
-            raise RequestError("purpose must be 'batch'", param="purpose")
+            raise FieldError("purpose", "must be 'batch'")
         return json_response(await store.keep(place, owner_of(request), name, "batch"))
 
 

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -34,7 +34,7 @@ from aioinfer.api.batch.lines import BatchFault
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.config import ServerConfig
-from aioinfer.errors import ConfigError, RequestError
+from aioinfer.errors import ConfigError, FieldError, RequestError
 
 #: The kinds of stored objects, by the `object` of their JSON.
 Kind = Literal["response", "conversation", "chat.completion", "file", "batch"]
@@ -58,10 +58,10 @@ def checked_metadata(value: Any) -> dict[str, str]:
     try:
         return {} if value is None else msgspec.convert(value, Metadata)
     except msgspec.ValidationError as error:
-        raise RequestError(
-            "metadata must be an object of at most 16 texts of at most 512 characters, with names "
+        raise FieldError(
+            "metadata",
+            "must be an object of at most 16 texts of at most 512 characters, with names "
             "of at most 64",
-            param="metadata",
         ) from error
 
 
@@ -124,56 +124,49 @@ class BatchObject(Struct, kw_only=True):
         setattr(self, f"{status}_at", int(time.time()))
 
 
+class _Record(Struct):
+    """A file or a batch and the name of the API key that it belongs to, as they are on the
+    disk."""
+
+    owner: str
+    file: FileObject | None = None
+    batch: BatchObject | None = None
+
+
 @dataclass(slots=True)
-class StoredObject:
-    """An object in memory.
+class Stored:
+    """An object and what belongs to it.
 
     Attributes:
+        owner: the name of the API key that it belongs to.
         body: the struct that replies show.
         items: of a response, the items before its output; of a conversation, all of its items; of
             a chat completion, its messages.
-        num_bytes: the length of both as JSON, and of the events.
         events: of the stream of a response in the background, by sequence number.
+        num_bytes: of an object in memory, the length of these as JSON.
     """
 
+    owner: str
     body: Any
-    items: Sequence[Any]
-    num_bytes: int
+    items: Sequence[Any] = ()
     events: Sequence[bytes] = ()
+    num_bytes: int = 0
 
 
-class FileRecord(Struct):
-    """A file and the name of the API key that it belongs to, as they are on the disk."""
-
-    owner: str
-    body: FileObject = msgspec.field(name="file")
-
-
-class BatchRecord(Struct):
-    """A batch and the name of the API key that it belongs to, as they are on the disk."""
-
-    owner: str
-    body: BatchObject = msgspec.field(name="batch")
-
-
-Record = FileRecord | BatchRecord
-R = TypeVar("R", StoredObject, Record)
-
-
-class Store(Generic[R]):
-    """Records of objects by API key and id; the `body` of a record is the object itself."""
+class Store:
+    """Objects by API key and id."""
 
     def __init__(self) -> None:
-        self._stored: OrderedDict[tuple[str | None, str], R] = OrderedDict()
+        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._stored)
 
-    def __contains__(self, place: tuple[str | None, str]) -> bool:
+    def __contains__(self, place: tuple[str, str]) -> bool:
         """Whether an API key has an object of this id."""
         return place in self._stored
 
-    def find(self, owner: str | None, kind: Kind, id: str, param: str | None = None) -> R:
+    def find(self, owner: str, kind: Kind, id: str, param: str | None = None) -> Stored:
         """Returns the record of an object. Raises `RequestError` (404, or 400 for a previous
         response), which names the field that has the id."""
         record = self._stored.get((owner, id))
@@ -188,24 +181,24 @@ class Store(Generic[R]):
             )
         return record
 
-    def all_of(self, owner: str | None, kind: Kind) -> Iterator[R]:
+    def all_of(self, owner: str, kind: Kind) -> Iterator[Stored]:
         """Yields the records of a kind that an API key has, the newest first."""
         for (of, _), record in reversed(self._stored.items()):
             if of == owner and record.body.object == kind:
                 yield record
 
-    async def delete(self, owner: str | None, kind: Kind, id: str) -> None:
+    async def delete(self, owner: str, kind: Kind, id: str) -> None:
         """Deletes an object for its client. Raises `RequestError`, OSError."""
         self.remove(owner, kind, id)
 
-    def remove(self, owner: str | None, kind: Kind, id: str) -> R:
+    def remove(self, owner: str, kind: Kind, id: str) -> Stored:
         """Drops the record of an object and returns it. Raises `RequestError` (404)."""
         record = self.find(owner, kind, id)
         del self._stored[owner, id]
         return record
 
 
-class ObjectStore(Store[StoredObject]):
+class ObjectStore(Store):
     """Objects in memory. Beyond `MAX_STORED` objects and `MAX_STORED_BYTES` the oldest go,
     conversations by their last change."""
 
@@ -221,7 +214,7 @@ class ObjectStore(Store[StoredObject]):
 
     def add(
         self,
-        owner: str | None,
+        owner: str,
         body: Any,
         items: Sequence[Any],
         events: Sequence[bytes] = (),
@@ -235,10 +228,10 @@ class ObjectStore(Store[StoredObject]):
             return
         self._stored.pop((owner, body.id), None)
         if size <= MAX_STORED_BYTES:
-            self._stored[owner, body.id] = StoredObject(body, items, size, events)
+            self._stored[owner, body.id] = Stored(owner, body, items, events, size)
             self._evict()
 
-    def change_metadata(self, stored: StoredObject, metadata: dict[str, str]) -> None:
+    def change_metadata(self, stored: Stored, metadata: dict[str, str]) -> None:
         """Replaces the metadata of an object."""
         stored.num_bytes += json_size(metadata) - json_size(stored.body.metadata)
         stored.body = msgspec.structs.replace(stored.body, metadata=metadata)
@@ -250,7 +243,11 @@ class ObjectStore(Store[StoredObject]):
             excess -= self._stored.popitem(last=False)[1].num_bytes
 
 
-class FileStore(Store[Record]):
+#: Where `FileStore` has the records of files and of batches.
+_FOLDERS = ("files", "batches")
+
+
+class FileStore(Store):
     """Files and batches in a folder, which one server uses at a time."""
 
     def __init__(self, folder: Path):
@@ -274,21 +271,20 @@ class FileStore(Store[Record]):
         return cls(Path(config.files_folder)) if config.files_folder else None
 
     def _take(self) -> None:
-        kinds: dict[str, type[Record]] = {"files": FileRecord, "batches": BatchRecord}
-        for name in kinds:
+        for name in _FOLDERS:
             (self._folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self._folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError("another server uses this folder") from None
-        for name, kind in kinds.items():
-            for left in (self._folder / name).glob("*.new"):
-                left.unlink()
-            places = (self._folder / name).glob("*.json")
-            for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
-                record = msgspec.json.decode(place.read_bytes(), type=kind)
-                self._stored[record.owner, record.body.id] = record
+        for left in self._folder.glob("*/*.new"):
+            left.unlink()
+        places = self._folder.glob("*/*.json")
+        for place in sorted(places, key=lambda file: (file.stat().st_mtime_ns, file.name)):
+            record = msgspec.json.decode(place.read_bytes(), type=_Record)
+            body: Any = record.file or record.batch
+            self._stored[record.owner, body.id] = Stored(record.owner, body)
 
     def close(self) -> None:
         """Lets another server use the folder. Safe to call twice."""
@@ -302,14 +298,13 @@ class FileStore(Store[Record]):
 
     def _place(self, body: FileObject | BatchObject) -> Path:
         """Returns where the record of an object is."""
-        folder = "files" if isinstance(body, FileObject) else "batches"
-        return self._folder / folder / f"{body.id}.json"
+        return self._folder / _FOLDERS[isinstance(body, BatchObject)] / f"{body.id}.json"
 
     @asynccontextmanager
     async def incoming(self) -> AsyncIterator[Path]:
         """The place for a file that comes; one that was not kept goes with the block. Raises
         `RequestError` if there are too many."""
-        num_files = sum(isinstance(record, FileRecord) for record in self._stored.values())
+        num_files = sum(stored.body.object == "file" for stored in self._stored.values())
         if num_files + self._num_incoming >= MAX_FILES:
             raise RequestError(
                 f"the server keeps at most {MAX_FILES} files: delete some first",
@@ -340,32 +335,33 @@ class FileStore(Store[Record]):
             filename=filename,
             purpose=purpose,
         )
-        await self.save(FileRecord(owner, file))
+        await self.save(Stored(owner, file))
         return file
 
-    async def save(self, record: Record) -> None:
-        """Writes a record. A new one that cannot be written is not kept: a batch would never end,
-        and a later start might run it. Raises OSError."""
-        at, is_new = (record.owner, record.body.id), (record.owner, record.body.id) not in self
-        self._stored[at] = record
+    async def save(self, stored: Stored) -> None:
+        """Writes the record of an object. A new one that cannot be written is not kept: a batch
+        would never end, and a later start might run it. Raises OSError."""
+        owner, body = stored.owner, stored.body
+        at, is_new = (owner, body.id), (owner, body.id) not in self
+        self._stored[at] = stored
         try:
             async with self._saving:  # the last to begin writes the current state
-                data = msgspec.json.encode(record)
-                await asyncio.to_thread(_write, self._place(record.body), data)
+                data = msgspec.json.encode({"owner": owner, body.object: body})
+                await asyncio.to_thread(_write, self._place(body), data)
         except OSError:
             if is_new:
                 del self._stored[at]
             raise
 
-    def open_batches(self) -> list[BatchRecord]:
+    def open_batches(self) -> list[Stored]:
         """Returns the batches of all API keys that have not ended."""
-        records = [each for each in self._stored.values() if isinstance(each, BatchRecord)]
-        return [record for record in records if record.body.status not in ENDED]
+        batches = [each for each in self._stored.values() if each.body.object == "batch"]
+        return [batch for batch in batches if batch.body.status not in ENDED]
 
-    async def delete(self, owner: str | None, kind: Kind, id: str) -> None:
+    async def delete(self, owner: str, kind: Kind, id: str) -> None:
         """Deletes a file. Raises `RequestError` if a batch in progress reads it, OSError."""
         self.find(owner, kind, id)
-        if any(record.body.input_file_id == id for record in self.open_batches()):
+        if any(batch.body.input_file_id == id for batch in self.open_batches()):
             message = "a batch in progress reads this file"
             raise RequestError(message, param="file_id", status=409, code="file_in_use")
         file = self.remove(owner, kind, id).body
@@ -434,18 +430,18 @@ def page_of(
     """
     order = query.get("order", default_order)
     if order not in ("asc", "desc"):
-        raise RequestError("order must be 'asc' or 'desc'", param="order")
+        raise FieldError("order", "must be 'asc' or 'desc'")
     text = query.get("limit", str(min(max_limit, default_limit)))
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= max_limit):
-        raise RequestError(
-            f"limit must be an integer from 1 to {max_limit}, not {shorten(text)!r}", param="limit"
+        raise FieldError(
+            "limit", f"must be an integer from 1 to {max_limit}, not {shorten(text)!r}"
         )
     ordered = list(items if order == "desc" else reversed(items))
     ids = [item.id for item in ordered]
     first = 0
     if (after := query.get("after")) is not None:
         if after not in ids:
-            raise RequestError("after is not the id of one in this list", param="after")
+            raise FieldError("after", "is not the id of one in this list")
         first = ids.index(after) + 1
     end = first + int(text)
     return Page(

@@ -213,9 +213,7 @@ class ScoreRequest(ScoringBody, kw_only=True):
     def _side(self, names: tuple[str, ...]) -> list[str]:
         given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         if not given:
-            raise RequestError(
-                f"{names[0]} is missing", param=names[0], code="missing_required_parameter"
-            )
+            raise FieldError(names[0], "is missing", "missing_required_parameter")
         if len(given) > 1:
             raise RequestError(
                 f"{given[0][0]} and {given[1][0]} are the same side", param=given[1][0]

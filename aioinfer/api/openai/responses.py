@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from aioinfer.api.batch.store import (
     MAX_STORED,
     MAX_STORED_BYTES,
     OBJECT_STORE,
-    StoredObject,
+    Stored,
     json_size,
     owner_of,
     page_of,
@@ -46,7 +46,6 @@ from aioinfer.api.openai.responses_body import (
     IncompleteDetails,
     InputTokens,
     Item,
-    Part,
     Reasoning,
     Response,
     ResponseEvent,
@@ -56,8 +55,11 @@ from aioinfer.api.openai.responses_body import (
     Status,
     TextConfig,
     TextFormat,
+    block_item,
+    block_part,
     input_items,
-    output_text,
+    item_id,
+    output_items,
     to_messages,
 )
 from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
@@ -113,7 +115,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         self._number = 0  # of the next event
         self._num_logprobs = 0  # of the block's, that have been sent
         self._ids = random.Random(state.key)
-        self._news = asyncio.Event()
+        #: Is set with the next events, and is another one then.
+        self.news = asyncio.Event()
 
     @property
     def field_names(self) -> Mapping[str, str]:
@@ -152,7 +155,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
                 "the previous response has not ended yet", param="previous_response_id"
             )
         previous = store.find(owner, "response", id, "previous_response_id")
-        return [*previous.items, *_output(previous.body)]
+        return [*previous.items, *output_items(previous.body)]
 
     async def _encode(
         self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None
@@ -223,7 +226,9 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             completed_at=int(time.time()) if status == "completed" else None,
             error=error,
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
-            output=[_item(block, last if block is blocks[-1] else "completed") for block in blocks],
+            output=[
+                block_item(block, last if block is blocks[-1] else "completed") for block in blocks
+            ],
             usage=usage,
         )
 
@@ -251,7 +256,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     def change(self, kind: str, block: Block, text: str) -> bytes:
         """See `MessageDialect.change`."""
         index, event, name = block.index, self._event, _TEXT_EVENTS[block.kind]
-        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": index}
+        place: dict[str, Any] = {"item_id": item_id(block), "output_index": index}
         is_call, is_text = block.kind == "call", block.kind == "text"
         if not is_call:
             place["content_index"] = 0
@@ -261,17 +266,19 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             return event(f"{name}.delta", **place, delta=text, logprobs=new)
         if kind == "start":
             self._num_logprobs = 0
-            data = event("output_item.added", output_index=index, item=_item(block, "in_progress"))
-            return (
-                data if is_call else data + event("content_part.added", **place, part=_part(block))
-            )
+            item = block_item(block, "in_progress")
+            data = event("output_item.added", output_index=index, item=item)
+            if not is_call:
+                data += event("content_part.added", **place, part=block_part(block))
+            return data
         if is_call:
             data = event(f"{name}.done", **place, name=block.name, arguments=block.text)
         else:
             logprobs = block.logprobs if is_text else UNSET
             data = event(f"{name}.done", **place, text=block.text, logprobs=logprobs)
-            data += event("content_part.done", **place, part=_part(block))
-        return data + event("output_item.done", output_index=index, item=_item(block, "completed"))
+            data += event("content_part.done", **place, part=block_part(block))
+        item = block_item(block, "completed")
+        return data + event("output_item.done", output_index=index, item=item)
 
     def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
         """See `MessageDialect.closing`."""
@@ -302,7 +309,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         conversation = store.find(owner, "conversation", id)  # as it is by now
         taken = {item.id for item in conversation.items}
         new = [item for item in self._new_items if item.id not in taken]
-        store.add(owner, conversation.body, [*conversation.items, *new, *_output(ended)])
+        store.add(owner, conversation.body, [*conversation.items, *new, *output_items(ended)])
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
@@ -353,7 +360,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
             self.task.cancel()
             raise
         if self.body.stream:
-            return await send_events(request, self.follow(0))
+            return await send_events(request, self, 0)
         return json_response(reply)
 
     async def _generate(self, generation: Generation, queued: asyncio.Future[Response]) -> None:
@@ -388,61 +395,14 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         if self.body.stream:
             # JSON has no line ends of its own
             self.events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """Yields the events from this sequence number on as they come."""
-        while True:
-            if first < len(self.events):
-                found = b"".join(self.events[first:])
-                first = len(self.events)
-                yield found
-            elif self.ended is not None:
-                return
-            else:
-                await self._news.wait()
+        self.news.set()
+        self.news = asyncio.Event()
 
     async def cancel(self) -> None:
         """Has the generation end, and returns when it has; the response is cancelled unless it is
         complete."""
         self.output.abort()
         await asyncio.wait([self.task])
-
-
-def _part(block: Block) -> Part:
-    """Returns the part of content that a block is."""
-    if block.kind == "reasoning":
-        return Part(type="reasoning_text", text=block.text)
-    return output_text(block.text, block.logprobs)
-
-
-def _item(block: Block, status: str) -> Item:
-    """Returns the item of a block, with its content so far."""
-    item = Item(id=_item_id(block), status=status)
-    if block.kind == "call":
-        item.type, item.call_id = "function_call", block.id
-        item.name, item.arguments = block.name, block.text
-        return item
-    item.content = [_part(block)] if block.parts else []
-    if block.kind == "reasoning":
-        item.type, item.summary = "reasoning", []
-    else:
-        item.role = "assistant"
-    return item
-
-
-def _item_id(block: Block) -> str:
-    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
-
-
-def _output(ended: Response) -> Sequence[Item]:
-    """Returns the items of a response's output; an empty message where it has none, since chat
-    templates want the roles to alternate."""
-    if ended.output:
-        return ended.output
-    id = f"msg_{ended.id.removeprefix('resp_')}"
-    return [Item(id=id, status=ended.status, role="assistant", content=[])]
 
 
 #: The responses in the background that have not ended, by API key and id.
@@ -462,14 +422,20 @@ def add_responses(app: web.Application) -> None:
     app.on_shutdown.append(stop)
 
 
-async def send_events(request: web.Request, events: AsyncIterator[bytes]) -> web.StreamResponse:
-    """Sends events as they come."""
+async def send_events(
+    request: web.Request, found: ResponseDialect | Stored, first: int
+) -> web.StreamResponse:
+    """Sends the events of a response from this sequence number on, as they come."""
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
-    async for data in events:
-        if data:
-            await response.write(data)
-    return response
+    while True:
+        if events := found.events[first:]:
+            first += len(events)
+            await response.write(b"".join(events))
+        elif isinstance(found, Stored) or found.ended is not None:
+            return response
+        else:
+            await found.news.wait()
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -481,25 +447,21 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     found, first = _find(request), _first_event(request)
     if first is None:
         return json_response(_shown(found))
-    if isinstance(found, ResponseDialect):
-        has_events, events = bool(found.body.stream), found.follow(first)
-    else:
-        has_events, events = bool(found.events), _whole(found.events[first:])
-    if not has_events:
+    if not (found.body.stream if isinstance(found, ResponseDialect) else found.events):
         raise RequestError(
             "only a response that was made with background and stream has events", param="stream"
         )
-    return await send_events(request, events)
+    return await send_events(request, found, first)
 
 
-def _find(request: web.Request) -> ResponseDialect | StoredObject:
+def _find(request: web.Request) -> ResponseDialect | Stored:
     """Returns the response that a request names: one in the background, or a stored one."""
     id, owner = request.match_info["id"], owner_of(request)
     running = request.app[RUNNING].get((owner, id))
     return running or request.app[OBJECT_STORE].find(owner, "response", id)
 
 
-def _shown(found: ResponseDialect | StoredObject) -> Any:
+def _shown(found: ResponseDialect | Stored) -> Any:
     return found.current if isinstance(found, ResponseDialect) else found.body
 
 
@@ -511,10 +473,6 @@ def _first_event(request: web.Request) -> int | None:
     if after and not (after.isascii() and after.isdigit() and len(after) < 10):
         raise FieldError("starting_after", f"must be the number of an event, not {after[:40]!r}")
     return int(after) + 1 if after else 0
-
-
-async def _whole(events: Sequence[bytes]) -> AsyncIterator[bytes]:
-    yield b"".join(events)
 
 
 async def cancel_response(request: web.Request) -> web.Response:

@@ -11,11 +11,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
+from aioinfer.api.message_events import Block
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import only_grammar, schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
-from aioinfer.engine.tools import make_use, read_choice
+from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
@@ -94,6 +95,14 @@ class TextFormat(Struct, kw_only=True):
     schema: dict[str, Any] | UnsetType | None = UNSET
     strict: bool | UnsetType | None = UNSET
 
+    def to_grammar(self) -> GrammarSpec:
+        """Returns the grammar of a form of JSON. Raises `RequestError` if its schema is missing."""
+        if self.type == "json_object":
+            return GrammarSpec("json_object", param="text.format")
+        if not isinstance(self.schema, dict):
+            raise FieldError("text.format.schema", "is missing")
+        return schema_grammar(self.schema, "text.format.schema")
+
 
 class TextConfig(Struct, kw_only=True):
     """`text` of a request. `verbosity` is a variable of the chat template."""
@@ -171,16 +180,9 @@ class ResponseRequest(SamplingFields, kw_only=True):
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
-        functions = []
-        for index, tool in enumerate(self.tools or ()):
-            if tool.type != "function":
-                raise FieldError(
-                    f"tools[{index}].type", f"{tool.type[:40]!r} is not supported, only 'function'"
-                )
-            function = {"place": f"tools[{index}].parameters", **msgspec.to_builtins(tool)}
-            functions.append(function)
-        choice, name = read_choice(self.tool_choice, bool(functions))
-        return make_use(functions, choice, name, parallel=self.parallel_tool_calls)
+        tools = msgspec.to_builtins(self.tools or [])
+        parallel = self.parallel_tool_calls
+        return read_tools(tools, self.tool_choice, parallel=parallel, is_flat=True)
 
     def sampling_fields(self) -> dict[str, Any]:
         """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
@@ -189,23 +191,13 @@ class ResponseRequest(SamplingFields, kw_only=True):
             fields["max_tokens"] = self.max_output_tokens
         if self.num_logprobs is not None:
             fields["logprobs"] = self.num_logprobs
-        found = self._format_grammars()
+        format = None if self.text is None else self.text.format
+        found = [] if format is None or format.type == "text" else [format.to_grammar()]
         if self.structured_outputs is not None:
             found += self.structured_outputs.to_grammars("structured_outputs.")
         if (grammar := only_grammar(found)) is not None:
             fields["grammar"] = grammar
         return fields
-
-    def _format_grammars(self) -> list[GrammarSpec]:
-        """Returns the grammar of `text.format`, none for any text."""
-        format = self.text.format if self.text is not None else None
-        if format is None or format.type == "text":
-            return []
-        if format.type == "json_object":
-            return [GrammarSpec("json_object", param="text.format")]
-        if not isinstance(format.schema, dict):
-            raise FieldError("text.format.schema", "is missing")
-        return [schema_grammar(format.schema, "text.format.schema")]
 
     def template_kwargs(self) -> dict[str, Any]:
         """Returns the variables of the chat template."""
@@ -417,3 +409,38 @@ def _text(content: Content) -> str:
     return "\n".join(
         (part.refusal if part.type == "refusal" else part.text) or "" for part in parts
     )
+
+
+def block_part(block: Block) -> Part:
+    """Returns the part of content that a block is."""
+    if block.kind == "reasoning":
+        return Part(type="reasoning_text", text=block.text)
+    return output_text(block.text, block.logprobs)
+
+
+def block_item(block: Block, status: str) -> Item:
+    """Returns the item of a block, with its content so far."""
+    item = Item(id=item_id(block), status=status)
+    if block.kind == "call":
+        item.type, item.call_id = "function_call", block.id
+        item.name, item.arguments = block.name, block.text
+        return item
+    item.content = [block_part(block)] if block.parts else []
+    if block.kind == "reasoning":
+        item.type, item.summary = "reasoning", []
+    else:
+        item.role = "assistant"
+    return item
+
+
+def item_id(block: Block) -> str:
+    return f"fc_{block.id.removeprefix('call_')}" if block.kind == "call" else block.id
+
+
+def output_items(ended: Response) -> Sequence[Item]:
+    """Returns the items of a response's output; an empty message where it has none, since chat
+    templates want the roles to alternate."""
+    if ended.output:
+        return ended.output
+    id = f"msg_{ended.id.removeprefix('resp_')}"
+    return [Item(id=id, status=ended.status, role="assistant", content=[])]
