@@ -12,25 +12,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from aioinfer.api.context import encode
+from aioinfer.api.context import encode, encode_list
 from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.sampling_params import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from aioinfer.features.prompt_logprobs.planning import PromptScores
-    from aioinfer.text.tokenizer import Tokenizer
-
-
-from itertools import chain, islice
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from aioinfer.features.logprobs.planning import TokenLogprob
     from aioinfer.text.tokenizer import Tokenizer
 
 #: The least log-probability that is reported, as in vLLM: JSON has no infinity.
@@ -122,7 +115,7 @@ def _likely_tokens(tokenizer: Tokenizer | None, top: Sequence[tuple[int, float]]
     found = (LikelyToken(token=t, logprob=logprob, bytes=list(data)) for t, data, logprob in texts)
     if len(top) <= _AT_ONCE:
         return list(found)
-    return _as_list([encode(piece)[1:-1] for piece in _pieces(found)])
+    return encode_list(found, _AT_ONCE)
 
 
 def _pieces(values: Iterator[T]) -> Iterator[list[T]]:
@@ -203,7 +196,9 @@ async def echoed_logprobs(
             offset = found.text_offset[-1] + len(found.tokens[-1])
             for name, written in parts.items():
                 written.append(encode(getattr(found, name))[1:-1])
-        lists: dict[str, Any] = {name: _as_list(written) for name, written in parts.items()}
+        lists: dict[str, Any] = {
+            name: msgspec.Raw(b"[" + b",".join(written) + b"]") for name, written in parts.items()
+        }
         return CompletionLogprobs(**lists)
 
     return await _in_thread(make, len(scores.tokens) + len(generated), num_top)
@@ -227,12 +222,8 @@ async def prompt_logprobs(tokenizer: Tokenizer | None, scores: PromptScores, num
         }
 
     def make() -> msgspec.Raw:
-        ranks = iter(scores.ranks.tolist())
-        parts = [b"null"]
-        for piece in _pieces(_scored(scores, num_top)):
-            entries = [entry(token, next(ranks)) for token in piece]
-            parts.append(encode(entries)[1:-1])
-        return _as_list(parts)
+        entries = map(entry, _scored(scores, num_top), scores.ranks.tolist())
+        return encode_list(chain([None], entries), _PIECE)
 
     return await _in_thread(make, len(scores.tokens), num_top)
 
@@ -252,10 +243,6 @@ def _scored(scores: PromptScores, num_top: int) -> Iterator[TokenLogprob]:
             # NaN is what broken logits give; JSON has none
             known = logprob if not math.isnan(logprob) else LOWEST
             yield TokenLogprob(token, known, list(zip(tops, values, strict=True)))
-
-
-def _as_list(parts: Sequence[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
 async def _in_thread(make: Callable[[], Any], num_tokens: int, num_top: int) -> Any:

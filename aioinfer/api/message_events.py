@@ -2,7 +2,7 @@
 Anthropic's API, OpenAI's Responses and Ollama's deliver them.
 
 `MessageDialect` is the base class of these APIs' dialects. OpenAI's chat has no blocks: its choices
-have texts and calls side by side, so that a stream of it holds no text (`chat.ParsedWriter`).
+have texts and calls side by side, so that a stream of it holds no text (`chat.ChatWriter`).
 """
 
 from __future__ import annotations

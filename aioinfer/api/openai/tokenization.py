@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, encode, read_body
+from aioinfer.api.context import FRONTEND, encode, encode_list, read_body
 from aioinfer.api.messages import template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
@@ -75,17 +75,17 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = frontend.require_tokenizer() if wants_texts else None
 
     def write() -> bytes:
-        tokens: Sequence[Any] = ids
+        tokens: Iterable[Any] = ids
         texts = None
         if tokenizer is not None and body.with_pieces:
-            tokens = [_piece(tokenizer, token) for token in ids]
+            tokens = (_piece(tokenizer, token) for token in ids)
         elif tokenizer is not None:
-            texts = _written_list([tokenizer.token_text(token)[0] for token in ids])
+            texts = encode_list((tokenizer.token_text(token)[0] for token in ids), _WRITTEN)
         return encode(
             TokenizeReply(
                 count=len(ids),
                 max_model_len=frontend.max_model_len,
-                tokens=_written_list(tokens),
+                tokens=encode_list(tokens, _WRITTEN),
                 token_strs=texts,
             )
         )
@@ -119,13 +119,6 @@ def _piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
     """Returns a token as llama.cpp shows it: its text, or its bytes if they are no text alone."""
     text, data = tokenizer.token_text(token)
     return TokenPiece(id=token, piece=list(data) if "\ufffd" in text else text)
-
-
-def _written_list(items: Sequence[Any]) -> Any:
-    """Returns the JSON of a list, which is made in pieces."""
-    starts = range(0, len(items), _WRITTEN)
-    pieces = [encode(items[start : start + _WRITTEN])[1:-1] for start in starts]
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 def _response(written: bytes) -> web.Response:
