@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
-from aioinfer.api.openai.responses_body import Item, Part, input_items, to_messages
+from aioinfer.api.decoding import decode
+from aioinfer.api.openai.responses_body import (
+    Item,
+    Part,
+    ResponseRequest,
+    input_items,
+    to_messages,
+)
+from aioinfer.errors import RequestError
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
@@ -55,3 +64,21 @@ def test_a_refusal_is_what_the_assistant_has_said() -> None:
     assert messages({"type": "message", "role": "assistant", "content": content}) == [
         {"role": "assistant", "content": "No."}
     ]
+
+
+def tool_body(tools: list[dict[str, Any]], choice: Any) -> bytes:
+    return msgspec.json.encode({"input": "Hi", "tools": tools, "tool_choice": choice})
+
+
+def test_allowed_tools_restrict_the_calls() -> None:
+    tools = [{"type": "function", "name": name, "parameters": {}} for name in ("f", "g")]
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [tools[1]]}
+    use = decode(tool_body(tools, allowed), ResponseRequest).tool_use()
+    assert ([tool["name"] for tool in use.tools], use.choice) == (["g"], "required")
+    assert use.tools[0]["place"] == "tools[1].parameters"
+
+
+def test_a_tool_of_a_server_is_named() -> None:
+    with pytest.raises(RequestError, match="'web_search' is not supported") as caught:
+        decode(tool_body([{"type": "web_search"}], "auto"), ResponseRequest)
+    assert caught.value.param == "tools[0].type"

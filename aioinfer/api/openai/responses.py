@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import web
 from msgspec import UNSET
 
@@ -42,19 +41,15 @@ from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
-    ConversationId,
     IncompleteDetails,
     InputTokens,
     Item,
-    Reasoning,
     Response,
     ResponseEvent,
     ResponseFault,
     ResponseRequest,
     ResponseUsage,
     Status,
-    TextConfig,
-    TextFormat,
     block_item,
     block_part,
     input_items,
@@ -69,12 +64,6 @@ from aioinfer.text.message_parser import ToolUse
 
 #: Tokens of a prompt before `truncation` drops items of it.
 _MAX_UNCUT_TOKENS = 2**20
-#: The fields of a request that its response repeats, and what it says of those that are missing.
-_REPEATED: Mapping[str, Any] = {
-    "background": False, "instructions": None, "max_output_tokens": None, "metadata": {},
-    "parallel_tool_calls": True, "previous_response_id": None, "store": True,
-    "tool_choice": "auto", "tools": [], "truncation": "disabled", "user": None,
-}  # fmt: skip
 #: The events of a block's text by its kind.
 _TEXT_EVENTS: Mapping[BlockKind, str] = {
     "call": "function_call_arguments", "reasoning": "reasoning_text", "text": "output_text",
@@ -172,38 +161,11 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`."""
         found = await super().decode()
-        self._begun = self._begin()
+        model = self.frontend.config.served_model_names[0]
+        self._begun = Response.begin(self.id, self._created, model, self.body, self.turn.params)
         if isinstance(found, Generation) and self.body.background:
             return await self._begin_in_background(found)
         return found
-
-    def _begin(self) -> Response:
-        """Returns the response as it begins: its fields repeat the request."""
-        body, params, conversation = self.body, self.turn.params, self.body.conversation_id
-        text = body.text or TextConfig()
-        begun = Response(
-            id=self.id,
-            created_at=self._created,
-            model=self.frontend.config.served_model_names[0],
-            conversation=None if conversation is None else ConversationId(id=conversation),
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            reasoning=Reasoning(effort=body.reasoning.effort if body.reasoning else None),
-            temperature=params.temperature,
-            text=TextConfig(
-                format=text.format or TextFormat(), verbosity=text.verbosity or "medium"
-            ),
-            top_logprobs=body.num_logprobs or 0,
-            top_p=params.top_p,
-            status="in_progress",
-            output=[],
-            **{**_REPEATED, **body.given(*_REPEATED)},
-        )
-        try:
-            orjson.dumps(begun, default=msgspec.to_builtins)  # whose limit is the lower one
-        except orjson.JSONEncodeError as error:
-            raise RequestError("the body is nested too deeply to be repeated") from error
-        return begun
 
     def new_id(self, kind: BlockKind) -> str:
         """See `MessageDialect.new_id`; for a tool call, the id that its result names."""

@@ -4,10 +4,11 @@ for."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import orjson
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
@@ -18,7 +19,7 @@ from aioinfer.api.structured_output import only_grammar, schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import GrammarSpec
+from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -235,6 +236,14 @@ class IncompleteDetails(Struct, kw_only=True):
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
+#: The fields of a request that its response repeats, and what it says of those that are missing.
+_REPEATED: Mapping[str, Any] = {
+    "background": False, "instructions": None, "max_output_tokens": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "store": True,
+    "tool_choice": "auto", "tools": [], "truncation": "disabled", "user": None,
+}  # fmt: skip
+
+
 class Response(Struct, kw_only=True):
     """The reply of `/v1/responses`, which repeats what was asked for. The first and the last event
     of a stream hold one."""
@@ -268,6 +277,37 @@ class Response(Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     output: list[Item]
     usage: ResponseUsage | None = None
+
+    @classmethod
+    def begin(
+        cls, id: str, created_at: int, model: str, body: ResponseRequest, params: SamplingParams
+    ) -> Response:
+        """Returns a response as it begins: its fields repeat the request. Raises `RequestError` for
+        a body that is nested too deeply for that."""
+        conversation, text = body.conversation_id, body.text or TextConfig()
+        begun = cls(
+            id=id,
+            created_at=created_at,
+            model=model,
+            conversation=None if conversation is None else ConversationId(id=conversation),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            reasoning=Reasoning(effort=body.reasoning.effort if body.reasoning else None),
+            temperature=params.temperature,
+            text=TextConfig(
+                format=text.format or TextFormat(), verbosity=text.verbosity or "medium"
+            ),
+            top_logprobs=body.num_logprobs or 0,
+            top_p=params.top_p,
+            status="in_progress",
+            output=[],
+            **{**_REPEATED, **body.given(*_REPEATED)},
+        )
+        try:
+            orjson.dumps(begun, default=msgspec.to_builtins)  # whose limit is the lower one
+        except orjson.JSONEncodeError as error:
+            raise RequestError("the body is nested too deeply to be repeated") from error
+        return begun
 
 
 class ResponseEvent(Struct, kw_only=True):
