@@ -229,16 +229,14 @@ class SamplingBody(SamplingFields, kw_only=True):
         found = [] if format is None or (spec := format.to_grammar()) is None else [spec]
         if outputs is not None:
             found += outputs.to_grammars("structured_outputs.")
-        guided = (self.guided_regex, self.guided_choice, self.guided_grammar)
-        if bytes(self.guided_json) or guided != (None, None, None):
-            older = StructuredOutputs(
-                json=self.guided_json,
-                regex=self.guided_regex,
-                choice=self.guided_choice,
-                grammar=self.guided_grammar,
-                whitespace_pattern=self.guided_whitespace_pattern,
-            )
-            found += older.to_grammars("guided_")
+        older = StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+            whitespace_pattern=self.guided_whitespace_pattern,
+        )
+        found += older.to_grammars("guided_")
         if self.grammar is not None:
             found.append(GrammarSpec("lark", self.grammar))
         if is_given(self.json_schema):

@@ -7,10 +7,10 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -34,7 +34,8 @@ from aioinfer.api.errors import json_response, shorten
 from aioinfer.api.openai.responses_body import Item, input_items
 from aioinfer.errors import FieldError, RequestError
 
-T = TypeVar("T")
+#: What aiohttp's form parser raises where a body is not a form.
+_NOT_A_FORM = AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError
 #: Items of one body, as with OpenAI.
 _Items = Annotated[list[Item], Meta(max_length=20)]
 #: Bytes of an uploaded file; OpenAI's bound for batches.
@@ -249,7 +250,12 @@ async def upload_file(request: web.Request) -> web.Response:
     if "boundary" not in request.headers.get("Content-Type", ""):
         raise RequestError("the Content-Type has no boundary", param="file")
     async with store.incoming() as place:
-        name, purpose = await _receive(request, place)
+        try:
+            name, purpose = await _receive(request, place)
+        except RequestError:
+            raise
+        except _NOT_A_FORM as error:
+            raise RequestError("the body is not a well-formed multipart form") from error
         if name is None:
             raise RequestError("the form has no file", param="file")
         if purpose != b"batch":
@@ -281,9 +287,9 @@ async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the response itself has not begun
     name = purpose = None
-    form = await _parsed(request.multipart())
+    form = await request.multipart()
     async with receiving(request.app[REQUEST_BODIES].counts) as count:
-        while (part := await _parsed(form.next())) is not None:
+        while (part := await form.next()) is not None:
             if not isinstance(part, BodyPartReader):
                 raise RequestError("a form within the form is not understood")
             if part.name == "file":
@@ -299,24 +305,13 @@ async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes
     return name, purpose
 
 
-async def _parsed(step: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a step of aiohttp's form parser. Raises `RequestError` for all that it
-    raises where a body is not a form."""
-    try:
-        return await step
-    except RequestError:
-        raise
-    except (AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError) as error:
-        raise RequestError("the body is not a well-formed multipart form") from error
-
-
 async def _write(part: BodyPartReader, place: Path, count: Callable[[int], None]) -> None:
     """Writes a part of a form to a file, in pieces, and counts the bytes. Raises
     `RequestError`."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
     try:
         size, buffer = 0, bytearray()
-        while chunk := await _parsed(part.read_chunk(2**16)):
+        while chunk := await part.read_chunk(2**16):
             count(len(chunk))
             size += len(chunk)
             if size > MAX_FILE_BYTES:
@@ -333,7 +328,7 @@ async def _write(part: BodyPartReader, place: Path, count: Callable[[int], None]
 
 async def _field(part: BodyPartReader) -> bytes:
     value = bytearray()
-    while chunk := await _parsed(part.read_chunk(_MAX_FIELD_BYTES)):
+    while chunk := await part.read_chunk(_MAX_FIELD_BYTES):
         value += chunk
         if len(value) > _MAX_FIELD_BYTES:
             raise RequestError("a field of the form is too long", param=part.name)
