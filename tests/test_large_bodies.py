@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -175,3 +177,32 @@ def test_the_same_bytes_elsewhere():
 def test_a_large_body_without_a_token_list_is_decoded_as_usual():
     raw = json.dumps({"prompt": "word " * 60_000}).encode()
     assert decode_large(raw, TokenizeRequest) == decode(raw, TokenizeRequest)
+
+
+FIRST_BODIES = """
+import contextlib, sys, threading
+from aiohttp import web
+from aioinfer.api.decoding import decode_large
+from aioinfer.api.routes import ROUTES, add_routes
+from aioinfer.errors import RequestError
+
+def decode(barrier, kind):
+    barrier.wait()
+    with contextlib.suppress(RequestError):
+        decode_large(b'{"messages": [{"role": "user", "content": "x"}]}', kind)
+
+add_routes(web.Application())
+sys.setswitchinterval(1e-6)
+for kind in {route.body for route in ROUTES if route.body is not None}:
+    barrier = threading.Barrier(8)
+    threads = [threading.Thread(target=decode, args=(barrier, kind)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_the_first_bodies_may_be_decoded_at_the_same_time() -> None:
+    """The decoder reads the declaration of a type at its first use, without a lock."""
+    subprocess.run([sys.executable, "-c", FIRST_BODIES], check=True, timeout=120)

@@ -83,6 +83,16 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
 B = TypeVar("B", bound=Body)
 
 
+def prepare(kind: type[Struct]) -> None:
+    """Has the decoder read the declaration of a body before threads decode one.
+
+    msgspec does so when a type is first used, and without a lock: a thread that decodes the type
+    meanwhile reads what is not there yet, and the process crashes.
+    """
+    for each in (kind, _outline(kind)):
+        msgspec.json.Decoder(each)
+
+
 def decode(raw: bytes, kind: type[B], *, check: bool = True, ignores_unknown: bool = False) -> B:
     """Decodes a body, and checks it unless `check` is false. With `ignores_unknown`, unknown field
     names are ignored.
@@ -133,7 +143,7 @@ def _check_fields(raw: bytes, kind: type[Body], num_values: int) -> None:
 
 
 @cache
-def _outline(kind: type[Body]) -> type[msgspec.Struct]:
+def _outline(kind: type[Struct]) -> type[msgspec.Struct]:
     """Returns a type of objects with the fields of a body, whose values are not decoded."""
     fields = [
         (field.encode_name, msgspec.Raw, msgspec.Raw()) for field in msgspec.structs.fields(kind)

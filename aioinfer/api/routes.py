@@ -39,6 +39,7 @@ from aioinfer.api.batch.objects import (
 )
 from aioinfer.api.batch.store import BatchObject, FileObject, Page
 from aioinfer.api.context import defer_continue
+from aioinfer.api.decoding import prepare
 from aioinfer.api.delivery import answer, handler_of
 from aioinfer.api.errors import PREFIX, Handler
 from aioinfer.api.generation import Dialect
@@ -191,6 +192,8 @@ ROUTES: tuple[Route, ...] = (
 def add_routes(app: web.Application) -> None:
     """Adds all of them to an application."""
     for route in ROUTES:
+        if route.body is not None:
+            prepare(route.body)
         if route.method == "GET":  # answers HEAD as well
             added = app.router.add_get(route.path, route.handler)
         else:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from aioinfer.api.anthropic import AnthropicDialect
 from aioinfer.api.context import decode_body
+from aioinfer.api.decoding import prepare
 from aioinfer.api.generation import Dialect
 from aioinfer.api.openai.chat import ChatDialect
 from aioinfer.api.openai.completions import CompletionDialect
@@ -54,6 +55,8 @@ class PromptReader:
 
     async def load(self) -> None:
         """Loads the tokenizer. Raises `ConfigError`."""
+        for dialect in _DIALECTS.values():
+            prepare(dialect.body_type)
         config = self._frontend.config
         folder = await asyncio.to_thread(find_model, config)
         await self._frontend.start_text(folder, _MAX_LEN)
