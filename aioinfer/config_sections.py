@@ -249,11 +249,12 @@ class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens beside the last one of a request. The text
     is that of plain decoding; drafts are verified only where that is expected to save time."""
 
-    method: Literal["none", "ngram", "draft", "eagle3"] = key(
+    method: Literal["none", "ngram", "draft", "eagle3", "mtp"] = key(
         "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
         "earlier occurrence of its last tokens; for tasks that repeat their input. `draft`: from a "
         "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "
-        "that was trained for the model, `speculation.model`.",
+        "that was trained for the model, `speculation.model`. `mtp`: from the head for further "
+        "tokens that the model's own checkpoint has.",
         "none",
     )
     model: str | None = key(

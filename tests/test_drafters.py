@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from aioinfer.config import SpeculationConfig
 from aioinfer.errors import ConfigError
+from aioinfer.features.speculation.drafting import Drafting, DraftRows
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
@@ -20,6 +21,7 @@ from aioinfer.models.drafters.eagle3 import make_eagle3
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import Request
 from tests.eagle_models import LAYOUTS, EagleReference, eagle_head
+from tests.mtp_models import mtp_model
 from tests.paged_model import PagedModel, load_model
 from tests.scheduled_worker import (
     GREEDY,
@@ -206,3 +208,50 @@ def test_a_target_that_keeps_states(tmp_path: Path) -> None:
     assert ahead.num_rows > ahead.num_kept > 0
     with pytest.raises(ConfigError, match="keep states cannot draft"):
         generate(folder, prompts, ahead=ahead, speculation=drafts_of(folder))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "deepseek_v3", "glm4_moe", "mimo"])
+def test_text_with_a_head_of_the_model(name: str, tmp_path: Path) -> None:
+    folder, _ = mtp_model(name, tmp_path, vocab_size=200)
+    prompts = prompts_that_begin_alike(5)
+    plain, _ = generate(folder, prompts, params=PARAMS)
+    ahead = RandomLookahead(MOST)
+    speculation = SpeculationConfig(method="mtp", max_draft_tokens=MOST)
+    outputs, _ = generate(
+        folder, prompts, budget=40, params=PARAMS, ahead=ahead, speculation=speculation
+    )
+    assert outputs == plain
+    assert ahead.num_rows > 60
+
+
+def test_drafts_of_two_passes_are_those_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states, tokens and positions go together: the head's first draft behind a prompt, and
+    the second one, for which its own output takes the place of hidden states."""
+    folder, reference = mtp_model("mimo", tmp_path, vocab_size=200)
+    prompt = [random.Random(4).randrange(200) for _ in range(24)]
+    drafts: dict[int, int] = {}
+    append = Drafting._append
+
+    def note(self: Drafting, logits: torch.Tensor, rows: DraftRows) -> None:
+        best = logits.argmax(-1).tolist()
+        for position, draft in zip(rows.positions.tolist(), best, strict=True):
+            drafts.setdefault(position, draft)
+        append(self, logits, rows)
+
+    monkeypatch.setattr(Drafting, "_append", note)
+    speculation = SpeculationConfig(method="mtp", max_draft_tokens=2)
+    ((first, *_),), _ = generate(
+        folder, [prompt], ahead=AlwaysAhead(2), speculation=speculation, block_size=16
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    table, head = model.model.embed_tokens.weight, model.lm_head.weight
+    with torch.inference_mode():
+        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0]
+        text = [*prompt[1:], first]
+        for position in (25, 26):
+            output = reference(hidden, table[torch.tensor(text)])
+            draft = int((output[-1] @ head.T).argmax())
+            assert drafts[position] == draft
+            hidden, text = torch.cat((hidden, output[-1:])), [*text, draft]

@@ -291,10 +291,10 @@ class LMHead:
         return DenseWeight([self._source], columns, backend, weight, is_half=is_half)
 
     def __call__(
-        self, hidden: torch.Tensor, norm: Norm, out: torch.Tensor | None = None
+        self, hidden: torch.Tensor, norm: Norm | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns the logits [S, local_size] of this rank's tokens, for hidden [S, hidden_size] and
-        the model's last norm: in the model's dtype with kernels, else in float32.
+        the model's last norm, or none: in the model's dtype with kernels, else in float32.
 
         Args:
             out: [S, shard_size] in the model's dtype to write to, of which the result is a part; by

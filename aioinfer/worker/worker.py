@@ -171,6 +171,7 @@ class Worker:
         )
         self._backend.cascade = config.cache.cascade_attention
         self._backend.state_dtype = config.cache.state_dtype
+        self._backend.wants_mtp = config.speculation.method == "mtp"
         served_len = config.model.max_model_len or model_config.max_len
         self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
         cache = select_cache_dtype(config, self._folder, self._model, dtype)

@@ -13,6 +13,7 @@ from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.eagle3 import Eagle3Config, make_eagle3
+from aioinfer.models.drafters.mtp import MtpDrafter
 from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
 
 #: The methods whose drafter has a checkpoint of its own, `speculation.model`.
@@ -55,7 +56,8 @@ def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Dr
     Raises:
         ConfigError: as `check_drafter`.
     """
-    if config.speculation.method not in WITH_CHECKPOINT:
+    method = config.speculation.method
+    if method not in (*WITH_CHECKPOINT, "mtp"):
         return None
     # the sums over the ranks have buffers as wide as the stream of one model
     backend = replace(target.backend, all_reduce=None)
@@ -63,9 +65,13 @@ def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Dr
         raise ConfigError(
             "speculation: engines that share their experts cannot have a model that drafts"
         )
+    if method == "mtp":
+        if not isinstance(target, DecoderModel) or target.mtp is None:
+            raise ConfigError("speculation.method = 'mtp' needs a model with such a head")
+        return MtpDrafter(target), Path(config.model.path)
     options = drafter_options(config)
     folder = Path(options.path)
-    if config.speculation.method == "eagle3":
+    if method == "eagle3":
         return _build_eagle3(folder, target, backend, options, served_len), folder
     longest = load_model_config(folder, options).max_len
     if longest < served_len:
