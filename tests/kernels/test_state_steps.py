@@ -134,7 +134,6 @@ def test_lookahead_over_states_samples_what_steps_without_do(name: str, tmp_path
     assert run([kernels, plain], ahead) == texts
     assert ahead.num_rows > ahead.num_kept > 2
     assert kernels.device.graphs.lookahead.replayed
-    assert kernels.device.graphs.decode.replayed
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("bamba", marks=pytest.mark.extended)])
