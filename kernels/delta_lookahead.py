@@ -169,7 +169,10 @@ def _delta_lookahead_kernel(
     places = (head * SHAPE.key_size + i)[:, None] * SHAPE.value_size + j[None, :]
     is_state = is_key[:, None] & is_value[None, :]
     state = tl.load(matrix + places, is_state & is_started, 0.0).to(tl.float32)
-    for t in range(first + count):
+    # Places in the matrix, a number for each of its numbers, would take as many registers if they
+    # were kept through the loop: they are computed where they are needed, from other terms.
+    end_offset = head * (SHAPE.key_size * SHAPE.value_size)
+    for t in tl.range(0, first + count, disable_licm=True):
         at = token + t - first  # the row's token, if it is not a replayed one
         q_inputs = _inputs_at(
             t, first, saved, rows, mixed_stride, window, is_started, q_channels, is_key, taps,
@@ -218,8 +221,8 @@ def _delta_lookahead_kernel(
         stored = state.to(matrices.dtype.element_ty)
         state = stored.to(tl.float32)
         if (t == first) | (t == matrix_end):
-            target = tl.where(t == first, next_matrix, end_matrix)
-            tl.store(target + places, stored, is_state)
+            target = tl.where(t == first, next_matrix, end_matrix) + end_offset
+            tl.store(target + (i[:, None] * SHAPE.value_size + j[None, :]), stored, is_state)
         scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
         o = o * scale * norm_weight * gate_of(gate, SHAPE)
         out_places = out + at * out_stride + head * SHAPE.value_size + j
