@@ -33,47 +33,76 @@ from aioinfer.kernels.delta_decode import (
     add_3,
     check_decode,
     delta_decode_config,
-    load_taps,
-    store_window,
 )
 from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.states import StateTables, decode_row
 
 
 @triton.jit
-def _inputs_at(
-    t, first, saved, rows, rows_stride, window, is_started, channels, mask, taps,
+def _input_at(
+    t, first, saved, rows, rows_stride, window, is_started, channels, mask, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Returns the convolution's input of channels at token t of a slot: of tokens below 0 from the
+    window, below `first` from `saved`, else from `rows`."""
+    token = tl.where(t < first, saved + t * CHANNELS, rows + (t - first) * rows_stride)
+    old = window + channels * (WIDTH - 1) + (t + WIDTH - 1)
+    places = tl.where(t < 0, old, token + channels)
+    return tl.load(places, mask & ((t >= 0) | is_started), 0.0)
+
+
+@triton.jit
+def _convolved_at(
+    t, first, saved, rows, rows_stride, window, is_started, conv, channels, mask,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the convolution's inputs [P, taps] of channels at token t of a slot, of which tokens
-    below `first` are in `saved`, and the others in `rows`; 0 past them."""
-    source = t - (WIDTH - 1) + taps
-    token = tl.where(
-        source < first, saved + source * CHANNELS, rows + (source - first) * rows_stride
-    )
-    old = window + channels[:, None] * (WIDTH - 1) + (source + WIDTH - 1)[None, :]
-    places = tl.where((source < 0)[None, :], old, token[None, :] + channels[:, None])
-    own = (taps < WIDTH) & ((source >= 0) | is_started)
-    return tl.load(places, mask[:, None] & own[None, :], 0.0).to(tl.float32)
+    """Returns the convolution of channels at token t, with SiLU, in float32.
+
+    Each tap is a vector of its own. With a tile of channels and taps Triton would keep the matrix
+    in the tile's layout beside its own, in twice the registers.
+    """
+    sums = tl.zeros_like(channels).to(tl.float32)
+    for tap in tl.static_range(WIDTH):
+        x = _input_at(
+            t - (WIDTH - 1) + tap, first, saved, rows, rows_stride, window, is_started, channels,
+            mask, WIDTH, CHANNELS,
+        )  # fmt: skip
+        sums += x.to(tl.float32) * tl.load(conv + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
+    return silu(sums)
 
 
 @triton.jit
 def _keep_window(
-    first, end, saved, rows, rows_stride, window, is_started, target, end_target, channels, mask,
-    taps, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    t, first, saved, rows, rows_stride, window, is_started, target, channels, mask,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the windows behind token `first`, and behind token `end` if that is not negative."""
-    x = _inputs_at(
-        first, first, saved, rows, rows_stride, window, is_started, channels, mask, taps, WIDTH,
+    """Stores the window behind token t. It may be stored over the old one: what is read of that is
+    behind all that has been written."""
+    for tap in tl.static_range(WIDTH - 1):
+        x = _input_at(
+            t - (WIDTH - 2) + tap, first, saved, rows, rows_stride, window, is_started, channels,
+            mask, WIDTH, CHANNELS,
+        )  # fmt: skip
+        tl.debug_barrier()  # every thread has read before another one writes
+        tl.store(target + channels * (WIDTH - 1) + tap, x, mask)
+
+
+@triton.jit
+def _keep_windows(
+    first, end, saved, rows, rows_stride, window, is_started, target, end_target, channels, mask,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Stores the windows behind token `first`, and behind token `end` if that is not negative: the
+    block of the old window may be that of `end` then, but not that of `first`."""
+    _keep_window(
+        first, first, saved, rows, rows_stride, window, is_started, target, channels, mask, WIDTH,
         CHANNELS,
     )  # fmt: skip
-    at_end = _inputs_at(
-        end, first, saved, rows, rows_stride, window, is_started, channels, mask & (end >= 0), taps,
-        WIDTH, CHANNELS,
-    )  # fmt: skip
-    tl.debug_barrier()  # every thread has read the old window, which may be the same
-    store_window(target, x, channels, mask, taps, WIDTH)
-    store_window(end_target, at_end, channels, mask & (end >= 0), taps, WIDTH)
+    if end >= 0:
+        _keep_window(
+            end, first, saved, rows, rows_stride, window, is_started, end_target, channels, mask,
+            WIDTH, CHANNELS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -106,8 +135,7 @@ def _delta_lookahead_kernel(
     matrix_tables, seq_lens, query_starts, slots, pending, counts, saved_mixed, saved_b, saved_a,
     tickets, mixed_stride, z_stride, b_stride, a_stride, out_stride, window_stride, matrix_stride,
     window_table_stride, matrix_table_stride,
-    SHAPE: tl.constexpr, SAVED: tl.constexpr, HAS_STARTS: tl.constexpr, TAPS: tl.constexpr,
-    PDL: tl.constexpr,
+    SHAPE: tl.constexpr, SAVED: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -119,7 +147,6 @@ def _delta_lookahead_kernel(
     WIDTH: tl.constexpr = SHAPE.width
     i = tl.arange(0, SHAPE.key_pad)
     j = tl.arange(0, SHAPE.value_pad)
-    taps = tl.arange(0, TAPS)
     is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
     wait_for_kernel(PDL)
     token, _, _, last = decode_row(seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size)
@@ -137,9 +164,6 @@ def _delta_lookahead_kernel(
     q_channels = key_head * SHAPE.key_size + i
     k_channels = KEYS + q_channels
     v_channels = 2 * KEYS + head * SHAPE.value_size + j
-    q_conv = load_taps(conv, q_channels, is_key, taps, WIDTH)
-    k_conv = load_taps(conv, k_channels, is_key, taps, WIDTH)
-    v_conv = load_taps(conv, v_channels, is_value, taps, WIDTH)
     decay_rate = tl.load(a_log + head).to(tl.float32)
     if SHAPE.by_channel:
         d = head * SHAPE.key_size + i
@@ -174,16 +198,16 @@ def _delta_lookahead_kernel(
     end_offset = head * (SHAPE.key_size * SHAPE.value_size)
     for t in tl.range(0, first + count, disable_licm=True):
         at = token + t - first  # the row's token, if it is not a replayed one
-        q_inputs = _inputs_at(
-            t, first, saved, rows, mixed_stride, window, is_started, q_channels, is_key, taps,
+        q = _convolved_at(
+            t, first, saved, rows, mixed_stride, window, is_started, conv, q_channels, is_key,
             WIDTH, CHANNELS,
         )  # fmt: skip
-        k_inputs = _inputs_at(
-            t, first, saved, rows, mixed_stride, window, is_started, k_channels, is_key, taps,
+        k = _convolved_at(
+            t, first, saved, rows, mixed_stride, window, is_started, conv, k_channels, is_key,
             WIDTH, CHANNELS,
         )  # fmt: skip
-        v_inputs = _inputs_at(
-            t, first, saved, rows, mixed_stride, window, is_started, v_channels, is_value, taps,
+        v = _convolved_at(
+            t, first, saved, rows, mixed_stride, window, is_started, conv, v_channels, is_value,
             WIDTH, CHANNELS,
         )  # fmt: skip
         is_row = t >= first
@@ -198,9 +222,6 @@ def _delta_lookahead_kernel(
             a_value = tl.load(a_places).to(tl.float32)
         decay = tl.exp(log_decay(a_value, decay_rate, bias))
 
-        q = silu(tl.sum(q_inputs * q_conv, 1))
-        k = silu(tl.sum(k_inputs * k_conv, 1))
-        v = silu(tl.sum(v_inputs * v_conv, 1))
         q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
         q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
         k_scale = tl.rsqrt(k_square + L2_EPS)
@@ -237,9 +258,9 @@ def _delta_lookahead_kernel(
         ticket = tickets + row * SHAPE.key_heads + key_head
         writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
     rows_ahead = rows + mixed_stride
-    _keep_window(
+    _keep_windows(
         first, window_end, saved, rows, mixed_stride, window, is_started, next_window, end_window,
-        v_channels, is_value, taps, WIDTH, CHANNELS,
+        v_channels, is_value, WIDTH, CHANNELS,
     )  # fmt: skip
     _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, v_channels, is_value)
     b_ahead, a_ahead = b + (token + 1) * b_stride, a + (token + 1) * a_stride
@@ -249,13 +270,13 @@ def _delta_lookahead_kernel(
         is_key if SHAPE.by_channel else True,
     )  # fmt: skip
     if writes_keys:
-        _keep_window(
+        _keep_windows(
             first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
-            end_window, q_channels, is_key, taps, WIDTH, CHANNELS,
+            end_window, q_channels, is_key, WIDTH, CHANNELS,
         )  # fmt: skip
-        _keep_window(
+        _keep_windows(
             first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
-            end_window, k_channels, is_key, taps, WIDTH, CHANNELS,
+            end_window, k_channels, is_key, WIDTH, CHANNELS,
         )  # fmt: skip
         _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, q_channels, is_key)
         _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, k_channels, is_key)
@@ -320,6 +341,6 @@ def delta_lookahead(
         *(x.stride(0) for x in (*inputs, out)), windows.states.stride(0),
         matrices.states.stride(0), windows.tables.stride(0), matrices.tables.stride(0),
         SHAPE=shape, SAVED=saved[0].shape[1], HAS_STARTS=query_starts is not None,
-        TAPS=triton.next_power_of_2(shape.width), PDL=pdl, num_warps=config.num_warps,
+        PDL=pdl, num_warps=config.num_warps,
         maxnreg=config.max_registers, launch_pdl=pdl,
     )  # fmt: skip

@@ -70,9 +70,9 @@ def test_lookahead(
         mixed_stride=CHANNELS + 4096, z_stride=CHANNELS + 4096, b_stride=64, a_stride=64,
         out_stride=4096, window_stride=CHANNELS * 3, matrix_stride=HEADS * 128 * 128,
         window_table_stride=320, matrix_table_stride=320, SHAPE=shape, SAVED=5,
-        HAS_STARTS=has_starts, TAPS=4, PDL=True,
+        HAS_STARTS=has_starts, PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) <= 32
+    assert spilled(kernel, tmp_path) <= (0 if state_dtype == torch.float32 else 32)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert "st.global.v4.b32" in kernel.asm["ptx"]
 
