@@ -68,7 +68,7 @@ def add_3(a, b, c, d, e, f):
 
 
 @triton.jit
-def store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
+def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
     """Stores all inputs but the oldest as the next token's window."""
     own = mask[:, None] & ((taps > 0) & (taps < WIDTH))[None, :]
     places = window + channels[:, None] * (WIDTH - 1) + taps[None, :] - 1
@@ -76,8 +76,7 @@ def store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_taps(conv, channels, mask, taps, WIDTH: tl.constexpr):
-    """Returns the taps [P, taps] of channels in float32; 0 past them."""
+def _load_weights(conv, channels, mask, taps, WIDTH: tl.constexpr):
     own = mask[:, None] & (taps < WIDTH)[None, :]
     return tl.load(conv + channels[:, None] * WIDTH + taps[None, :], own, 0.0).to(tl.float32)
 
@@ -111,9 +110,9 @@ def _delta_decode_kernel(
     q_channels = key_head * SHAPE.key_size + i
     k_channels = KEYS + q_channels
     v_channels = 2 * KEYS + head * SHAPE.value_size + j
-    q_conv = load_taps(conv, q_channels, is_key, taps, SHAPE.width)
-    k_conv = load_taps(conv, k_channels, is_key, taps, SHAPE.width)
-    v_conv = load_taps(conv, v_channels, is_value, taps, SHAPE.width)
+    q_conv = _load_weights(conv, q_channels, is_key, taps, SHAPE.width)
+    k_conv = _load_weights(conv, k_channels, is_key, taps, SHAPE.width)
+    v_conv = _load_weights(conv, v_channels, is_value, taps, SHAPE.width)
     decay_rate = tl.load(a_log + head).to(tl.float32)
     if SHAPE.by_channel:
         bias = tl.load(dt_bias + head * SHAPE.key_size + i, is_key, 0.0).to(tl.float32)
@@ -187,10 +186,10 @@ def _delta_decode_kernel(
     tl.store(
         out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
     )
-    store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
+    _store_window(next_window, v_inputs, v_channels, is_value, taps, SHAPE.width)
     if writes_keys:
-        store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
-        store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
+        _store_window(next_window, q_inputs, q_channels, is_key, taps, SHAPE.width)
+        _store_window(next_window, k_inputs, k_channels, is_key, taps, SHAPE.width)
         if SHAPE.group > 1:
             tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
 
