@@ -48,10 +48,21 @@ class MicroBatches:
         self._last_due = 2**62
         return self._plan_ahead
 
+    @property
+    def num_left(self) -> int:
+        """Decodes that the step may still take."""
+        return self._left
+
+    def is_due(self, request: Request) -> bool:
+        """Whether the last token of a request is there in time, or on its way where that is
+        allowed. After a step with lookahead its result has to come first: stages before the last
+        one do not know how many tokens were kept."""
+        pending = request.num_pending
+        return not pending or (pending == 1 and request.sampled_step <= self._last_due)
+
     def takes(self, request: Request) -> bool:
         """Whether the step takes the next tokens of a request, and counts it if it decodes."""
-        pending = request.num_pending
-        if pending and (pending > 1 or request.sampled_step > self._last_due):
+        if not self.is_due(request):
             return False
         if request.total - request.num_computed > 1:
             return True

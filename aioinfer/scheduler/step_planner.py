@@ -191,7 +191,10 @@ class StepPlanner:
             if request.total - request.num_computed == 1
             and request.prompt_len <= request.num_computed
             and request.total < request.plan_limit
+            and (self._micro_batches is None or self._micro_batches.is_due(request))
         ]
+        if self._micro_batches is not None:
+            decodes = decodes[: self._micro_batches.num_left]
         return feature.lookahead(decodes)
 
     def _with_reserve(self, request: Request, end: int, missing: int) -> int:

@@ -299,7 +299,8 @@ class StageLinks:
         if self._device.type == "cuda":
             uploaded = uploaded.pin_memory()
         row, slot, position = uploaded.to(self._device, non_blocking=True)
-        # a row that failed must still leave an id that can be embedded
+        # a row that failed must still leave an id that can be embedded; one that was skipped is
+        # behind the last known token, where the next drafts are written
         slots.tokens[slot, position] = tokens[row].clamp(min=0)
 
     def _drop_replaced(self, plan: StepPlan) -> None:

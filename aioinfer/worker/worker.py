@@ -424,7 +424,13 @@ class Worker:
 
     @property
     def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead."""
+        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead. A pipeline
+        looks ahead on CPUs alone, and not where layers keep states: a stage before the last one
+        does not know how many rows were kept."""
+        is_staged = self._config.parallel.pipeline_parallel_size > 1
+        keeps_states = any(group.keeps_states for group in self._groups)
+        if is_staged and (keeps_states or self.device.type != "cpu"):
+            return 0
         return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:

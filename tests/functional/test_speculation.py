@@ -1,6 +1,6 @@
 """Speculation changes no text: with drafts of n-grams, wherever a row costs nothing, each request
 gets what it gets without, under every way of sampling, preemption, chunks, aborts, lost workers,
-and with two ranks."""
+and with two ranks or stages."""
 
 from __future__ import annotations
 
@@ -150,6 +150,7 @@ def expected(plain: LLM, stop: str) -> list[list[CompletionOutput]]:
         {"scheduler__max_num_batched_tokens": 9},
         {"scheduler__max_num_seqs": 3},
         {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2},
+        {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2},
     ],
     ids=str,
 )
