@@ -269,6 +269,20 @@ def test_equal_requests_get_equally_many_drafts() -> None:
     assert min(kept.values()) > 0.8 * kept.total() / 64
 
 
+def test_drafts_do_not_seem_to_save_time_by_themselves() -> None:
+    """A plain step takes no longer than one with drafts: what was measured while other work ran on
+    the machine is out of date."""
+    costs = StepCosts()
+    for _ in range(6):
+        costs.learn(1, 1.0, has_lookahead=False)
+        costs.learn(2, 1.2, has_lookahead=True)
+    for _ in range(6):
+        costs.learn(1, 2.0, has_lookahead=False)
+    assert costs.plain(1) > 1.3
+    costs.learn(2, 1.2, has_lookahead=True)
+    assert costs.plain(1) <= costs.with_lookahead(2) == pytest.approx(1.2)
+
+
 def test_a_probe_of_a_drafter_waits_for_its_drafts() -> None:
     """A step that looks ahead without drafts makes those that the next one verifies."""
     planning = make_planning(start_times(of_cpu), method="draft")

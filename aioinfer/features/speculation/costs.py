@@ -64,11 +64,16 @@ class RowTimes:
         else:
             known = seconds
         self._seconds[index], self.is_known = known, True
-        for smaller in range(index - 1, -1, -1):
-            if 0.0 < self._seconds[smaller] <= known:
+        self.limit(index - 1, known)
+
+    def limit(self, index: int, seconds: float) -> None:
+        """Notes that steps of `SIZES[index]` rows take no longer than so many seconds, and fewer
+        rows neither: what was measured before is out of date."""
+        for smaller in range(index, -1, -1):
+            if 0.0 < self._seconds[smaller] <= seconds:
                 break
-            if self._seconds[smaller]:  # fewer rows take no longer: that is out of date
-                self._seconds[smaller] = known
+            if self._seconds[smaller]:
+                self._seconds[smaller] = seconds
 
     def is_stale(self, rows: int, step: int) -> bool:
         """Whether steps of so many rows have to be measured by step number `step`."""
@@ -123,6 +128,8 @@ class StepCosts:
         if expected:  # the first steps of a size may be slower
             seconds = min(seconds, _OUTLIER * expected)
         times.learn(rows, seconds, self._step)
+        if has_lookahead:  # or drafts would seem to save time by themselves
+            self._plain.limit(_index(rows), times.seconds(rows))
         if at_start := times.at_start(rows):
             factor = times.factor + max(_WEIGHT, 1.0 / self._step) * (
                 seconds / at_start - times.factor
