@@ -28,6 +28,7 @@ from aioinfer.config_sections import (
     ChatConfig,
     LimitsConfig,
     LoggingConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     PoolingConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "Config",
     "LimitsConfig",
     "LoggingConfig",
+    "LoraConfig",
     "ModelConfig",
     "ParallelConfig",
     "PoolingConfig",
@@ -75,6 +77,7 @@ class Config:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)

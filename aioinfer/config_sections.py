@@ -271,6 +271,38 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters (LoRA) of the model. A request names one in the place of the model, and requests of
+    several adapters and of none share steps."""
+
+    adapters: dict[str, str] = key(
+        "Adapters by name, each a folder as peft saves it, a hub id or `package:NAME/FOLDER`. "
+        "`/v1/load_lora_adapter` adds further ones.",
+        {},
+    )
+    max_adapters: int | None = key(
+        "Adapters on a GPU at a time; requests of others wait. Default: as many as `adapters` has, "
+        "at most 8; 0 for a server without adapters.",
+        None,
+        minimum=0,
+        maximum=64,
+    )
+    max_rank: int = key(
+        "Maximum rank of an adapter. GPU memory grows with it.", 16, minimum=1, maximum=256
+    )
+    host_bytes: int = key(
+        "Memory of the host for adapters that are not on a GPU, for each worker.",
+        8 * 2**30,
+        minimum=0,
+    )
+
+    @property
+    def num_slots(self) -> int:
+        """How many adapters there may be on a GPU."""
+        return min(8, len(self.adapters)) if self.max_adapters is None else self.max_adapters
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The workers."""
 

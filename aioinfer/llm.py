@@ -203,6 +203,23 @@ class LLM(BackgroundModel):
                 completion.message = message.to_dict()
         return outputs
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Adds an adapter (LoRA), which requests have by `SamplingParams.adapter`; in the place of
+        one with its name. Raises `ConfigError` if it does not go with the model.
+
+        Args:
+            path: a folder as peft saves it, a hub id or `package:NAME/FOLDER`.
+        """
+        self.run(self.frontend.adapters.add(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes an adapter. Raises `RequestError` if there is none of this name."""
+
+        async def remove() -> None:
+            self.frontend.adapters.remove(name)
+
+        self.run(remove())
+
     def beam_search(
         self,
         prompts: GivenPrompt | Sequence[GivenPrompt],
@@ -288,7 +305,7 @@ class LLM(BackgroundModel):
                     arrived = time.perf_counter()
                     constraints = [await self.frontend.compile(each) for _, each, _ in some]
                     prepared = await asyncio.gather(
-                        *(self.frontend.prepare(prompt) for prompt, _, _ in some)
+                        *(self.frontend.prepare(prompt, adapter=p.adapter) for prompt, p, _ in some)
                     )
                     for prompt, constraint, (_, sampling, priority) in zip(
                         prepared, constraints, some, strict=True

@@ -309,6 +309,7 @@ class SamplingParams:
         extra_args: arguments of step features of other packages, by name (docs/features.md).
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.
+        adapter: the name of the adapter (LoRA) that the model has for the request, or None.
     """
 
     n: int = integer(1, 1, MAX_N)
@@ -341,6 +342,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     beam_search: BeamSearch | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for parameter in PARAMETERS:

@@ -403,7 +403,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
     def _message(self, content: list[ReplyBlock], num_tokens: int) -> MessageReply:
         return MessageReply(
             id=self.id,
-            model=self.frontend.config.served_model_names[0],
+            model=self.model_name,
             content=content,
             usage=self._usage(num_tokens),
         )

@@ -27,7 +27,6 @@ from aioinfer.api.errors import shorten
 from aioinfer.api.http.connections import HttpCounts
 from aioinfer.api.http.limits import RATE_LIMITER
 from aioinfer.api.http.logs import RECORD
-from aioinfer.config import Config
 from aioinfer.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
         ignores_unknown = config.server.unknown_fields == "ignore"
         body = await decode_body(parts, kind, ignores_unknown=ignores_unknown)
-    check_model(config, body.model)
+    check_model(request.app[FRONTEND], body.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), body.model
     return body
@@ -298,11 +297,10 @@ def _check_content_type(request: web.Request) -> None:
         )
 
 
-def check_model(config: Config, model: str | None) -> None:
+def check_model(frontend: Frontend, model: str | None) -> None:
     """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
-    served = config.served_model_names
-    if model is not None and model not in served:
-        names = ", ".join(repr(name) for name in served)
+    if model is not None and model not in frontend.model_names():
+        names = ", ".join(map(repr, frontend.model_names()))
         raise RequestError(
             f"the model {shorten(model)!r} does not exist; this server serves {names}",
             param="model",

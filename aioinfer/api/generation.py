@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.api.decoding import Body
 from aioinfer.api.errors import error_event, local_path
 from aioinfer.api.http.logs import request_id
 from aioinfer.api.prompts import with_token_ids
@@ -86,6 +87,11 @@ class ChoiceWriter:
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
+def adapter_of(frontend: Frontend, body: Body) -> str | None:
+    """Returns the adapter that a body names as its model, or None."""
+    return body.model if body.model in frontend.adapters else None
+
+
 B = TypeVar("B", bound=GenerationBody)
 
 
@@ -101,6 +107,8 @@ class Dialect(Generic[B]):
         id_prefix: of its replies' ids.
         content_type: of a stream.
         request, body, frontend: what is answered, and the model that answers.
+        adapter: the adapter that the body names as its model, or None.
+        model_name: the name of the model in replies.
         id: of the reply, with which the ids of the engine's requests begin.
         turn: of a conversation, once it is decoded.
     """
@@ -115,6 +123,8 @@ class Dialect(Generic[B]):
     def __init__(self, request: web.Request, body: B):
         self.request, self.body = request, body
         self.frontend = request.app[FRONTEND]
+        self.adapter = adapter_of(self.frontend, body)
+        self.model_name = self.adapter or self.frontend.config.served_model_names[0]
         self.id = self.id_prefix + request_id(request)
 
     @property
@@ -159,6 +169,8 @@ class Dialect(Generic[B]):
     def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
         """Returns the generation of prompts (token ids) for the body."""
         body = self.body
+        if self.adapter is not None:
+            params = replace(params, adapter=self.adapter)
         return Generation(
             self.id,
             prompts,

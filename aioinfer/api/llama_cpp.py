@@ -440,7 +440,7 @@ class LlamaDialect(Dialect[LlamaCompletion]):
         num_prompt = len(output.prompt_token_ids)
         return LlamaReply(
             index=index,
-            model=self.frontend.config.served_model_names[0],
+            model=self.model_name,
             tokens_predicted=num_tokens,
             tokens_evaluated=num_prompt,
             generation_settings=_settings(self.body, output.params),

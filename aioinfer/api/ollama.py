@@ -446,7 +446,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
         calls: Sequence[Block] = (),
         **fields: Any,
     ) -> Line:
-        name, now = self.frontend.config.served_model_names[0], _iso(time.time())
+        name, now = self.model_name, _iso(time.time())
         line = Line(model=name, created_at=now, **fields)
         if not isinstance(self.body, OllamaChat):
             line.response, line.thinking = content, thinking

@@ -18,7 +18,9 @@ from aioinfer.api.admin.control import (
     AbortReply,
     AbortRequest,
     ExpertLoads,
+    LoadAdapter,
     Placement,
+    UnloadAdapter,
 )
 from aioinfer.api.admin.info import Load, Model, ModelList, ServerInfo, Status, Version
 from aioinfer.api.admin.openapi import Route
@@ -177,6 +179,8 @@ ROUTES: tuple[Route, ...] = (
     _get("/tokenizer_info", info.tokenizer_info),
     _get("/metrics", metrics.show_metrics, content_type="text/plain"),
     _post("/abort", control.abort, AbortRequest, AbortReply),
+    _post("/v1/load_lora_adapter", control.load_adapter, LoadAdapter, Status),
+    _post("/v1/unload_lora_adapter", control.unload_adapter, UnloadAdapter, Status),
     _post("/pause", control.pause, None, Status),
     _post("/resume", control.resume, None, Status),
     _post("/reset_prefix_cache", control.reset_prefix_cache, None, Status),

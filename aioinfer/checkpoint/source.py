@@ -35,10 +35,22 @@ def resolve_model(config: ModelConfig, key: str = "model.path") -> Path:
     """
     path = _locate(config.path, key)
     if path is None:
-        return _downloaded(config)
+        patterns = _TEXT_FILES + ([] if config.has_random_weights else ["*.safetensors"])
+        return _downloaded(config.path, config.revision, patterns, "model.path")
     if path.is_dir():
         return path
     return _converted(path.resolve(), keeps_quantized=config.quantization == "auto")
+
+
+def resolve_folder(name: str, key: str) -> Path:
+    """Returns the folder that a name stands for, after downloading a hub id. Raises `ConfigError`,
+    which names the key."""
+    path = _locate(name, key)
+    if path is None:
+        return _downloaded(name, None, [*_TEXT_FILES, "*.safetensors"], key)
+    if not path.is_dir():
+        raise ConfigError(f"{key} = {name!r}: {path} is no folder")
+    return path
 
 
 def check_files(config: ModelConfig) -> None:
@@ -173,22 +185,18 @@ def _converted(file: Path, *, keeps_quantized: bool) -> Path:
     return folder
 
 
-def _downloaded(config: ModelConfig) -> Path:
-    """Returns the local snapshot of a hub id, downloaded where it is not there yet."""
+def _downloaded(name: str, revision: str | None, patterns: list[str], key: str) -> Path:
+    """Returns the local snapshot of a hub id, with the files that match `patterns`, downloaded
+    where it is not there yet. Raises `ConfigError`, which names the key."""
     from huggingface_hub import snapshot_download
 
-    patterns = _TEXT_FILES + ([] if config.has_random_weights else ["*.safetensors"])
     try:
         return Path(
             snapshot_download(
-                config.path,
-                revision=config.revision,
-                allow_patterns=patterns,
-                ignore_patterns=_OTHER_LAYOUTS,
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_LAYOUTS
             )
         )
     except Exception as error:  # the hub's client has a dozen kinds
         raise ConfigError(
-            f"model.path = {config.path!r} is no local folder, and the hub does not "
-            f"give it: {error}"
+            f"{key} = {name!r} is no local folder, and the hub does not give it: {error}"
         ) from error

@@ -72,12 +72,14 @@ class PreparedPrompt:
         tokens: the same, as int32.
         hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
         root: the parent of the first one.
+        adapter: what the feature of adapters knows of its adapter; None for none.
     """
 
     token_ids: list[int]
     tokens: array[int]
     hashes: list[bytes]
     root: bytes
+    adapter: Any = None
 
 
 class PromptEncoder:

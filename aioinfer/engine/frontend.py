@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +37,8 @@ from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
 from aioinfer.features import load_halves
+from aioinfer.features.adapters.planning import Planning as Adapters
+from aioinfer.features.adapters.registry import Adapter, AdapterRegistry
 from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.features.token_states.planning import check_states
 from aioinfer.ipc.anonymous_file import RendezvousFiles
@@ -58,6 +61,7 @@ class Frontend:
         tokenizer: the model's; None with `model.skip_tokenizer`, when only token ids go in and out.
         message_format: how the model writes thoughts and tool calls.
         folder: the model's.
+        adapters: that requests may name.
         defaults, vocab_size, hidden_size, pooling: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
@@ -85,6 +89,8 @@ class Frontend:
         without it, workers are not restarted.
         """
         self.config = config
+        self.adapters = AdapterRegistry(config)
+        self.adapters.on_remove = self._forget_adapter
         self.dead_reason: str | None = None
         self.engines = [
             Engine(
@@ -156,6 +162,7 @@ class Frontend:
                 starts = [
                     group.create_task(self._threads.run(lambda: self._load_for_engines(folder)))
                 ]
+                starts.append(group.create_task(self.adapters.start(folder)))
                 # all load the same weights at the same time: the bar of the first stands for all
                 starts += [
                     group.create_task(e.start(on_progress if not e.number else no_progress))
@@ -209,6 +216,10 @@ class Frontend:
         await self._dead.wait()
         self._require_alive()
 
+    def _forget_adapter(self, adapter: Adapter) -> None:
+        for engine in self.engines:
+            engine.features.of(Adapters).forget(adapter)
+
     def _load_for_engines(self, folder: Path) -> None:
         """Loads what prompts need, and builds what grammars need: up to 2 s beside the loading of
         the weights, and 0.1 GB for a vocabulary of 150 000. Else the first request with a grammar
@@ -227,6 +238,10 @@ class Frontend:
             model.tokenizer, model.vocab_size, model.defaults.eos_token_ids
         )
         return self._restrictions
+
+    def model_names(self) -> list[str]:
+        """Returns the names that a request's `model` may have: the model's, and its adapters'."""
+        return [*self.config.served_model_names, *(each.name for each in self.adapters)]
 
     def check_states(self, num_tokens: int) -> None:
         """Raises `RequestError` if a vector for each of so many tokens is too much to ask for."""
@@ -383,7 +398,7 @@ class Frontend:
         arrived = time.perf_counter()
         self._require_alive()
         constraint = await self.compile(params)
-        prepared = await self.prepare(prompt, add_special_tokens, cache_salt)
+        prepared = await self.prepare(prompt, add_special_tokens, cache_salt, params.adapter)
         return self.admit(
             prepared,
             params,
@@ -407,15 +422,25 @@ class Frontend:
         return await self._restrictions.compile(params)
 
     async def prepare(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
+        self,
+        prompt: str | Sequence[int],
+        add_special_tokens: bool = True,
+        cache_salt: str = "",
+        adapter: str | None = None,
     ) -> PreparedPrompt:
-        """The first half of `submit`, which may take long; see `PromptEncoder.prepare`.
+        """The first half of `submit`, which may take long; see `PromptEncoder.prepare`. Prompts for
+        several adapters share no KV blocks.
 
         Raises `RequestError`.
         """
         if isinstance(prompt, str):
             self.require_tokenizer("prompt")
-        return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
+        if adapter is None:
+            return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
+        found = self.adapters.get(adapter)
+        salt = f"{cache_salt}\0adapter {found.number}"
+        prepared = await self._encoder.prepare(prompt, add_special_tokens, salt)
+        return replace(prepared, adapter=found)
 
     def admit(
         self,
@@ -433,6 +458,7 @@ class Frontend:
         other share a step.
 
         Args:
+            prompt: the result of `prepare` for the adapter of `params`.
             constraint: the result of `compile` for `params`.
             arrived: when the request did, of `time.perf_counter`.
         """

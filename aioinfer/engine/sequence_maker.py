@@ -228,7 +228,7 @@ class SequenceMaker:
             )
         submitted = SubmittedRequest(
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
-            self._config.max_num_batched_tokens, output.report_progress,
+            self._config.max_num_batched_tokens, output.report_progress, prompt.adapter,
         )  # fmt: skip
         make_detokenizer = self._detokenizers(output)
         for index in range(params.num_sequences):

@@ -28,6 +28,7 @@ FEATURES = (
     "prompt_progress",
     "expert_load",
     "speculation",
+    "adapters",
     "masks",
 )
 HALVES = ("planning", "worker")

@@ -16,6 +16,7 @@ from aioinfer.layers.state_rows import SavedInputs
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
+    from aioinfer.layers.adapters import AdapterSlots
 
 
 class Scratch:
@@ -59,6 +60,7 @@ class Backend:
             keep the inputs; (0, 0) where no row looks ahead. The worker sets it before layers are
             bound.
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
+        adapters: the adapters on the device; None where there are none.
         wants_mtp: whether the model is to have its head that predicts further tokens.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
@@ -79,6 +81,7 @@ class Backend:
     is_hopper: bool = False
     saved_rows: tuple[int, int] = (0, 0)
     cascade: bool = False
+    adapters: AdapterSlots | None = None
     wants_mtp: bool = False
     all_reduce: AllReduce | None = None
     stage: int = 0

@@ -57,6 +57,8 @@ class ColumnParallelLinear:
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""
         self.weight.row_order = order
+        if self.weight.adapted is not None:
+            self.weight.adapted.row_order = order
         if self.bias is not None:
             self.bias.copy_(self.bias[order.to(self.bias.device)])
 
@@ -80,7 +82,9 @@ class ColumnParallelLinear:
         if norm is None or (stream.is_reduced and not stream.is_parallel):
             x = stream.inputs
         else:
-            format = self.weight.input_format(len(stream))
+            adapted = self.weight.adapted  # which take inputs as they are
+            is_plain = adapted is None or not adapted.is_active
+            format = self.weight.input_format(len(stream)) if is_plain else None
             x = stream.normed(norm) if format is None else stream.normed_for(norm, format)
             norm = None
         if self._epilogue.norm is not norm or self._epilogue.gate is not gate:
@@ -126,6 +130,13 @@ class RowParallelLinear:
     def finalize(self) -> None:
         """Prepares the loaded weight for the device."""
         self.weight.finalize()
+
+    def read_in_order(self, order: torch.Tensor) -> None:
+        """Has the input `order[i]` (int64 [in]) at place i: that of `Weight.input_order`. Called
+        before `finalize`."""
+        self.weight.reads_in_order = True
+        if self.weight.adapted is not None:
+            self.weight.adapted.input_order = order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [T, out], the same on every rank, for this rank's part of x [T, in]."""

@@ -53,7 +53,7 @@ class MLP(Part):
         channels = self.down.weight.input_order()
         if channels is not None:
             self.up.reorder_rows(channels)
-            self.down.weight.reads_in_order = True
+            self.down.read_in_order(channels)
 
     def warm_up(self, hidden_size: int) -> None:
         """See `Part.warm_up`."""
@@ -119,7 +119,8 @@ class GatedMLP(Part):
         from aioinfer.kernels.gated_product import interleave
 
         channels = self.down.weight.input_order()
-        self.down.weight.reads_in_order = channels is not None
+        if channels is not None:
+            self.down.read_in_order(channels)
         channels = torch.arange(self._channels) if channels is None else channels.cpu()
         self.gate_up.reorder_rows(interleave(torch.cat((channels, channels + self._channels))))
 

@@ -188,15 +188,22 @@ class PartMaker:
         self, sources: list[Source], in_features: int | None = None, *, bias: bool = False
     ) -> ColumnParallelLinear:
         """Returns a column-parallel layer, by default of the residual stream."""
-        weight = self.weight(sources, Shard.whole(in_features or self.hidden_size))
+        columns = Shard.whole(in_features or self.hidden_size)
+        weight = self._adapted(self.weight(sources, columns), sources, columns)
         return self.keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
         """Returns a row-parallel layer; its outputs are the residual stream's."""
         source = Source(name, Shard.whole(self.hidden_size))
-        weight = self.weight([source], columns)
+        weight = self._adapted(self.weight([source], columns), [source], columns)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
         return self.keep(linear)
+
+    def _adapted(self, weight: Weight, sources: Sequence[Source], columns: Shard) -> Weight:
+        """Returns a weight whose products adapters may change, if there are any."""
+        if self.backend.adapters is not None:
+            weight.adapted = self.backend.adapters.adapt(sources, columns)
+        return weight
 
     def rotary(self, rope: RopeConfig, head_size: int) -> RotaryTable:
         """Returns the table of a variant, made once for all layers that have it."""
@@ -271,7 +278,8 @@ class PartMaker:
         them, and then forgotten. Yields a list that has their weights when the block has ended."""
         kept = self.backend, self._made, self._tables
         first = ParallelGroup(0, self.backend.group.size)
-        self.backend = replace(self.backend, device=torch.device("meta"), group=first)
+        meta = torch.device("meta")
+        self.backend = replace(self.backend, device=meta, group=first, adapters=None)
         self._made, self._tables = _Made(), {}
         measured: list[tuple[str, WeightShard]] = []
         try:

@@ -40,6 +40,8 @@ class StepInputs:
         rotary: int32 [T], or [3, T] for tables with sections (see `rotary.Sections`): where rotary
             embeddings place each token; None: at its position.
         replays: where layers with a state look ahead; else None.
+        adapters: int32 [T], the adapter slot of each token, -1 for none and in padding; None where
+            no token has one.
     """
 
     input_ids: torch.Tensor
@@ -49,6 +51,7 @@ class StepInputs:
     groups: tuple[GroupInputs, ...]
     rotary: torch.Tensor | None = None
     replays: Replays | None = None
+    adapters: torch.Tensor | None = None
 
     @property
     def rotary_positions(self) -> torch.Tensor:

@@ -404,6 +404,12 @@ class DecoderModel(BoundLayers):
         parts.append("pictures are not read yet" if self._has_other_parts else "")
         return "; ".join(filter(None, parts))
 
+    def plan(self, step: Step) -> None:
+        """See `CausalLM.plan`."""
+        super().plan(step)
+        if self.backend.adapters is not None:
+            self.backend.adapters.plan(step)
+
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
         from aioinfer.layers.kernel_experts import ExchangedMixtureMLP, connect

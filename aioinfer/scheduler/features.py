@@ -37,6 +37,7 @@ class SubmittedRequest:
         vocab_size, hidden_size: of the model.
         token_budget: the maximum of tokens that a step computes.
         report: wakes the reader of the request's output.
+        adapter: what the feature of adapters knows of the request's adapter; None for none.
     """
 
     params: SamplingParams
@@ -46,6 +47,7 @@ class SubmittedRequest:
     hidden_size: int
     token_budget: int
     report: Any = None
+    adapter: Any = None
 
 
 class StepFeature:
@@ -61,6 +63,8 @@ class StepFeature:
         reserve: tokens behind the last row of a request for which a step that looks ahead should
             have KV blocks.
         is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
+        holds_back: whether `holds` may let a request wait.
+        announces: whether `announce` may have a section.
     """
 
     name: ClassVar[str]
@@ -69,6 +73,8 @@ class StepFeature:
     looks_ahead: bool = False
     reserve: int = 0
     is_waiting: bool = False
+    holds_back: bool = False
+    announces: bool = False
 
     def __init__(self, host: Any):
         self.host = host
@@ -80,6 +86,11 @@ class StepFeature:
         Raises `RequestError` if the request asks for something that is wrong or too much.
         """
         return None
+
+    def holds(self, request: Request, use: Any) -> bool:
+        """Whether a waiting request with this use may not be admitted yet; others go before it.
+        Called if the feature `holds_back`, when the request is next in the queue."""
+        return False
 
     def limit(self, use: Any, wanted: int, rows: Sequence[Row]) -> int:
         """Returns how many of `wanted` tokens of a request with this use the step may compute,
@@ -102,6 +113,11 @@ class StepFeature:
 
     def plan(self, rows: Sequence[Row]) -> Section | None:
         """Returns the plan's section for the rows of a step, which will be posted."""
+        return None
+
+    def announce(self) -> Section | None:
+        """Returns a section of a plan that will be posted, whatever its rows are. Called for every
+        plan, if the feature `announces`."""
         return None
 
     def confirm_post(self, step_id: int, rows: Sequence[Row]) -> None:
@@ -143,6 +159,8 @@ class StepFeatures:
             if twice := [name for name in given if given.count(name) > 1]:
                 raise ConfigError(f"features: several {what} {twice[0]!r}")
         self._by_name = {feature.name: feature for feature in features}
+        self._holding = {each.name: each for each in features if each.holds_back}
+        self._announcing = [each for each in features if each.announces]
         self._reporting = [(each, each.reports) for each in features if each.reports is not None]
         self.ahead = next((each for each in features if each.looks_ahead), None)
 
@@ -161,6 +179,13 @@ class StepFeatures:
         """Whether a feature lets no step be planned; see `StepFeature.is_waiting`."""
         return any(feature.is_waiting for feature in self)
 
+    def hold(self, request: Request) -> bool:
+        """Whether a waiting request may not be admitted yet; see `StepFeature.holds`."""
+        return bool(self._holding) and any(
+            use.feature in self._holding and self._holding[use.feature].holds(request, use)
+            for use in request.uses
+        )
+
     def limit(self, request: Request, wanted: int, rows: Mapping[str, Sequence[Row]]) -> int:
         """Returns how many of `wanted` tokens of a request the step may compute, which has `rows`
         so far; see `StepFeature.limit`."""
@@ -170,8 +195,10 @@ class StepFeatures:
         return wanted
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
-        """Returns the sections of the plan with `rows`; see `StepFeature.plan`."""
-        found = (self._by_name[name].plan(of_feature) for name, of_feature in rows.items())
+        """Returns the sections of the plan with `rows`, which will be posted; see
+        `StepFeature.plan` and `announce`."""
+        found = [self._by_name[name].plan(of_feature) for name, of_feature in rows.items()]
+        found += [feature.announce() for feature in self._announcing]
         return [section for section in found if section is not None]
 
     def confirm_post(self, step_id: int, rows: Mapping[str, Sequence[Row]]) -> None:

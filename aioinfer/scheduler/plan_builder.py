@@ -215,7 +215,7 @@ class PlanBuilder:
         self._packer.add(
             Admission(
                 request.slot, tokens, request.prompt_len, request.params, request.seed,
-                _banned_tokens(request), request.num_computed,
+                _banned_tokens(request), request.num_computed, request.adapter,
             )
         )  # fmt: skip
 

@@ -233,7 +233,8 @@ class StepPlanner:
             request = waiting.first()
             if request is None:
                 break  # all that wait were set aside
-            if request.is_idle or self._awaits_leader(request, builder.step_id):
+            waits = request.is_idle or self._awaits_leader(request, builder.step_id)
+            if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
             elif self._kv_cache.computes_state(request):
                 held_back.append(self._waiting.set_aside())

@@ -312,6 +312,7 @@ def _prepare_inputs(
     rotary = None
     if slots.rotary_offsets is not None:
         rotary = (positions + slots.rotary_offsets[token_slots]).int().expand(3, -1)
+    adapters = slots.params["adapter"][token_slots] - 1 if slots.has_adapters else None
     return StepInputs(
         input_ids=slots.tokens[token_slots, positions + shift],
         positions=positions.int(),
@@ -319,6 +320,7 @@ def _prepare_inputs(
         seq_lens=(starts + lengths).int(),
         groups=tuple(groups),
         rotary=rotary,
+        adapters=adapters,
     )
 
 

@@ -192,6 +192,10 @@ class WorkerFeature:
 
     # ---------------------------------------------------------------- a step, in this order
 
+    def begin(self, plan: StepPlan) -> None:
+        """Prepares for a plan, before anything of it is launched; called on every stage for work
+        without a `section`."""
+
     def propose(self, rows: ProposalRows) -> None:
         """Writes a draft into `Slots.tokens[slot, base + offset]` for each row with an offset above
         0, from the tokens of its slot up to `base`: any token id, right or wrong.
@@ -431,6 +435,11 @@ class StepWorks:
             return StepCalls(plan)
         found = ((self._by_section.get(type(section)), section) for section in plan.sections)
         return StepCalls(plan, [Active(work, part) for work, part in found if work is not None])
+
+    def begin(self, plan: StepPlan) -> None:
+        """Calls `WorkerFeature.begin` of work of every step."""
+        for work in self._of_every_step:
+            work.begin(plan)
 
     def propose(self, rows: ProposalRows) -> None:
         """Calls `WorkerFeature.propose` of the feature that proposes drafts. Without one, whatever

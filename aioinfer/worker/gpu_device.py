@@ -18,9 +18,11 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
+from aioinfer.kernels.adapters import assign_adapters
 from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.kernels.states import plan_replays
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import (
     GroupInputs,
@@ -108,15 +110,19 @@ class StepBuffers:
         rows, tokens: the maxima of a step.
         max_pending: the maximum of tokens that a row replays (see `StepInputs.replays`); 0 for
             steps that replay none.
+        adapters: the adapters on the device, if there are any.
 
     Attributes:
         rows, tokens: the same.
         whole: the buffers. Block tables start as zeros: padding names a block that exists.
     """
 
-    def __init__(self, slots: Slots, rows: int, tokens: int, max_pending: int = 0):
+    def __init__(
+        self, slots: Slots, rows: int, tokens: int, max_pending: int = 0,
+        adapters: AdapterSlots | None = None,
+    ):  # fmt: skip
         self.rows, self.tokens = rows, tokens
-        self._slots, self._max_pending = slots, max_pending
+        self._slots, self._max_pending, self._adapters = slots, max_pending, adapters
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=slots.device)
@@ -130,8 +136,9 @@ class StepBuffers:
         if max_pending:
             replays = Replays(zeros(rows), zeros(rows), zeros(rows))
         self.whole = StepInputs(
-            zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary, replays
-        )
+            zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary, replays,
+            None if adapters is None else zeros(tokens),
+        )  # fmt: skip
 
     def views(self, num_tokens: int, rows: int) -> StepInputs:
         """Returns the beginnings of the buffers."""
@@ -147,6 +154,7 @@ class StepBuffers:
             ),
             None if whole.rotary is None else whole.rotary[:, :num_tokens],
             None if whole.replays is None else Replays(*(x[:rows] for x in whole.replays)),
+            None if whole.adapters is None else whole.adapters[:num_tokens],
         )
 
     def prepare(
@@ -176,6 +184,9 @@ class StepBuffers:
             )  # fmt: skip
         if inputs.replays is not None:
             plan_replays(rows, offsets, slots.state_lens, inputs.replays, self._max_pending)
+        if inputs.adapters is not None and self._adapters is not None and self._adapters.is_active:
+            of_slots = slots.params["adapter"]
+            assign_adapters(rows[0], inputs.query_starts, of_slots, inputs.adapters)
         return inputs
 
     def clear(self) -> StepInputs:
@@ -226,7 +237,8 @@ class GpuDevice(Device):
         size, dtype = model.stream_size, model.backend.dtype
         self.max_tokens = max(max_tokens, rows)
         self.plan = PlanBuffer(rows, len(slots.block_tables), device)
-        self.buffers = StepBuffers(slots, rows, self.max_tokens, model.backend.saved_rows[1])
+        max_pending, adapters = model.backend.saved_rows[1], model.backend.adapters
+        self.buffers = StepBuffers(slots, rows, self.max_tokens, max_pending, adapters)
         self.logits = torch.empty(rows, model.vocabulary.shard_size, dtype=dtype, device=device)
         self.stream = torch.empty(0, size, dtype=dtype, device=device)
         self.decoded: torch.Tensor | None = None
@@ -234,7 +246,10 @@ class GpuDevice(Device):
             self.received = torch.zeros(self.max_tokens, size, dtype=dtype, device=device)
         if not is_last:
             self.decoded = torch.zeros(rows, size, dtype=dtype, device=device)
-        self.graphs = StepGraphs(self.plan, slots, looks_for_prefixes=model.backend.cascade)
+        self.graphs = StepGraphs(
+            self.plan, slots, looks_for_prefixes=model.backend.cascade,
+            adapters=model.backend.adapters,
+        )  # fmt: skip
         self._local_size, self._backend = model.vocabulary.local_size, model.backend
         self._hidden_size = model.hidden_size
         self._needs_host_rows = not model.supports_prefill_graphs
@@ -367,10 +382,11 @@ class GpuDevice(Device):
     def replay_layers(self, step: Step) -> ResidualStream | None:
         """See `Device.replay_layers`."""
         num_tokens = len(step.inputs.input_ids)
-        size = self.graphs.mixed.fit(num_tokens)
+        graphs = self.graphs.layers
+        size = graphs.fit(num_tokens)
         if not size:
             return None
-        self.graphs.mixed.replay(size)
+        graphs.replay(size)
         return ResidualStream.unpacked(self.stream[:num_tokens], self._hidden_size, self._backend)
 
     def replay_idle(self) -> bool:

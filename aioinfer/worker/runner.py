@@ -118,6 +118,7 @@ class ModelRunner:
         returns no tokens."""
         began = time.perf_counter_ns()
         device, links = self.device, self.links
+        self.works.begin(plan)
         device.begin(plan)
         plan = device.resolve(plan)
         calls = self.works.of(plan) if self.samples else StepCalls(plan)

@@ -213,6 +213,7 @@ class Slots:
         occurrences: the counts for penalties.
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         uses_kernels: whether Triton kernels write and read the slots, and not plain torch.
+        has_adapters: whether requests may have adapters, by "adapter" of `params`.
     """
 
     def __init__(
@@ -233,6 +234,7 @@ class Slots:
 
         self.device = device
         self.uses_kernels = uses_kernels
+        self.has_adapters = False
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
@@ -300,8 +302,7 @@ class Slots:
         words, rows, tokens, bias_ids, bias_values, banned_ids = staged
         at = words[:, WORD["slot"]].long()
         self.records[:, at] = words.T
-        seeds = words[:, WORD["seed_low"] :][:, :2].clone(memory_format=torch.contiguous_format)
-        self.seeds[at] = seeds.view(torch.int64)[:, 0]
+        self.seeds[at] = words[:, WORD["seed_low"] :][:, :2].reshape(-1).view(torch.int64)
         self.occurrences.row_of_slot[at] = rows
         values = bias_values.view(torch.float32)
         lists = (

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -269,10 +269,11 @@ class GraphBodies:
     def launch_mixed(self, tokens: int) -> None:
         """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
         GPU describe."""
-        device = self._device
+        device, adapters = self._device, self._model.backend.adapters
         taps = None if device.taps is None else device.taps[:tokens]
         step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
-        _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
+        with nullcontext() if adapters is None else adapters.expecting(tokens):
+            _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -287,11 +288,15 @@ class GraphBodies:
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(device.slots.device)[0]
         pool, rows = torch.cuda.graph_pool_handle(), len(device.slots.tokens)
+        adapters = self._model.backend.adapters or nullcontext()
         device.plan.clear_growth()
         graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
-        if device.plan.rows > rows:
-            sizes = lookahead_sizes(device.plan.rows)
-            graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool, run_each=True)
+        with adapters:
+            if device.plan.rows > rows:
+                sizes = lookahead_sizes(device.plan.rows)
+                graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool, run_each=True)
+            if self._model.backend.adapters is not None:
+                graphs.adapted.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
         # whether other engines' ranks wait for steps without rows
         if self._model.backend.expert_group is not None:
             graphs.idle.capture([1], self.launch_idle, pool, run_each=True)
@@ -306,6 +311,9 @@ class GraphBodies:
             sizes = mixed_sizes(min(device.max_tokens, most))
             self.clear_mixed(sizes[-1])
             graphs.mixed.capture(sizes, self.launch_mixed, pool, run_each=False)
+            if self._model.backend.adapters is not None:
+                with adapters:
+                    graphs.mixed_adapted.capture(sizes, self.launch_mixed, pool, run_each=False)
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 

@@ -19,6 +19,7 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, StateSpec, group_layers, groups_of_stage
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.drafters.drafter import Drafter
@@ -220,7 +221,9 @@ class Worker:
         config, folder = self._config, self._folder
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
+            adapters = self._make_adapters(dtype)
             self._model = build_model(folder, self._backend, config.model)
+            self._backend.adapters = None  # a drafter has none
             drafter = build_drafter(config, self._model, served_len)
         self._drafter: Drafter | None = None
         if drafter is not None:
@@ -235,6 +238,20 @@ class Worker:
                 raise ConfigError(
                     "speculation.model: a model whose layers keep states cannot draft"
                 )
+        if adapters is not None:
+            with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
+                adapters.allocate(self._max_tokens)
+            self._backend.adapters = adapters
+
+    def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
+        """Returns the slots of adapters, if there are any, for the model that is made next."""
+        lora, backend = self._config.lora, self._backend
+        if lora.num_slots:
+            backend.adapters = AdapterSlots(
+                lora.num_slots, lora.max_rank, dtype, self.device,
+                uses_kernels=backend.has_kernels,
+            )  # fmt: skip
+        return backend.adapters
 
     @property
     def _weights_bytes(self) -> int:
@@ -316,13 +333,13 @@ class Worker:
         bodies = GraphBodies(runner, device)
         timing = self._make_kernel_timing(bodies)
         with compile_only():
-            steps.run_all()
-            bodies.warm_up()
+            self._run_kinds(steps.run_all)
+            self._run_kinds(bodies.warm_up)
             if timing is not None:
                 timing.prepare()
             self._peers.drain_stages()
         with self._peers.together("warming up", self.on_stuck):
-            steps.run_all()
+            self._run_kinds(steps.run_all)
             if timing is not None:
                 self.timed_choices = timing.run()
                 device.kv.zero(1)  # the timed layers have written there
@@ -334,6 +351,13 @@ class Worker:
                     device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
         self.graph_bytes = device.graphs.nbytes
+
+    def _run_kinds(self, run: Callable[[], None]) -> None:
+        """Launches steps without adapters, and with adapters if there can be any."""
+        run()
+        if self._backend.adapters is not None:
+            with self._backend.adapters:
+                run()
 
     def _make_kernel_timing(self, bodies: GraphBodies) -> KernelTiming | None:
         """Returns the choice of kernels for products; None where they stay at their defaults."""
@@ -384,8 +408,7 @@ class Worker:
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
         )
-        rows = max_num_seqs + max_lookahead
-        tokens = max(config.scheduler.max_num_batched_tokens, rows)
+        rows, tokens = max_num_seqs + max_lookahead, self._max_tokens
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         self._bind(kv, rows, tokens)
         links = self._peers.link_stages(model.stream_size, self._backend.dtype)
@@ -421,6 +444,13 @@ class Worker:
             raise ConfigError(
                 "speculation: the kernels lack the shape of a layer of the model that drafts"
             )
+
+    @property
+    def _max_tokens(self) -> int:
+        """The maximum of tokens in a step."""
+        limits = self._config.scheduler
+        rows = limits.max_num_seqs + self._config.max_lookahead
+        return max(limits.max_num_batched_tokens, rows)
 
     @property
     def _max_lookahead(self) -> int:
@@ -460,10 +490,10 @@ class Worker:
         plan = steps.largest_plan(lengths)
         if self.device.type != "cpu":
             with compile_only():
-                steps.run(plan)
+                self._run_kinds(lambda: steps.run(plan))
                 self._peers.drain_stages()
         with self._peers.together("the largest step", self.on_stuck):
-            steps.run(plan)
+            self._run_kinds(lambda: steps.run(plan))
 
 
 def _read_placement(config: Config) -> ExpertPlacement | None:

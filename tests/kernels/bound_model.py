@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
@@ -29,17 +30,23 @@ class Bound:
         self, folder: Path, *, kernels: bool, fill: float = 0.0,
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False, quantization: str = "auto",
-        expert_placement: ExpertPlacement | None = None,
+        expert_placement: ExpertPlacement | None = None, num_adapters: int = 0,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
             CPU, torch.float32, ranks, has_kernels=kernels, expert_parallel=expert_parallel,
             expert_placement=expert_placement or ExpertPlacement(),
         )  # fmt: skip
+        if num_adapters:
+            self.backend.adapters = AdapterSlots(
+                num_adapters, 8, torch.float32, CPU, uses_kernels=kernels
+            )
         self.model: Any = build_model(
             folder, self.backend, model_options(quantization=quantization)
         )
         self.model.load(folder, "auto", 0, lambda done, total: None)
+        if self.backend.adapters is not None:
+            self.backend.adapters.allocate(80)
         groups = self.groups = group_layers(self.model.kv_specs)
         kv = KVTensors(groups, [6] * len(groups), BLOCK_SIZE, cache_dtype, CPU)
         self.kv = kv.tensors

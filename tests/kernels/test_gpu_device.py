@@ -26,6 +26,7 @@ from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
+from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model
@@ -148,9 +149,9 @@ class Drafts(WorkerFeature):
 MAX_LOOKAHEAD = 5
 
 
-def make_runner(folder: Path, *, kernels: bool) -> Any:
+def make_runner(folder: Path, *, kernels: bool, num_adapters: int = 0) -> Any:
     """A runner with a graph for each decode step, if it has kernels."""
-    bound = Bound(folder, kernels=kernels)
+    bound = Bound(folder, kernels=kernels, num_adapters=num_adapters)
     keeps_states = any(group.keeps_states for group in bound.groups)
     replays = keeps_states and bound.model.looks_ahead(BLOCK_SIZE)
     if replays:
@@ -172,6 +173,10 @@ def make_runner(folder: Path, *, kernels: bool) -> Any:
     bodies = GraphBodies(runner, device)
     device.graphs.decode = Graphs(bodies.launch_decode)  # type: ignore[assignment]
     device.graphs.lookahead = Graphs(bodies.launch_lookahead_decode)  # type: ignore[assignment]
+    if num_adapters:
+        device.graphs.adapted = Graphs(bodies.launch_decode)  # type: ignore[assignment]
+        device.graphs.mixed_adapted = Graphs(bodies.launch_mixed)  # type: ignore[assignment]
+        bodies.clear_mixed(40)
     return runner
 
 
@@ -427,6 +432,55 @@ def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
     assert not device.plan.values[: 6 * 9].any()
     assert (device.plan.growth_sections()[0] == -1).all()
     assert torch.equal(runner.slots.tokens, tokens)
+
+
+def enter_adapter(slots: AdapterSlots, slot: int, rank: int) -> None:
+    """Puts a random adapter into a slot."""
+    generator = torch.Generator().manual_seed(slot)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.empty(shape).normal_(0.0, 0.3, generator=generator)
+
+    weights = {}
+    for product in slots.products:
+        for module in product.modules:
+            out, inputs = product.shape_of(module)
+            weights[module] = AdapterWeights(random(rank, inputs), random(out, rank), 0.5)
+    slots.enter(slot, slots.pack(weights, pinned=False), rank)
+
+
+def test_rows_of_several_adapters_share_steps(folder: Path) -> None:
+    """Prompts, of which the layers are a graph, decodes, a step without adapters, and lookahead."""
+    runner, plain = (
+        make_runner(folder, kernels=kernels, num_adapters=2) for kernels in (True, False)
+    )
+    first = first_plan()
+    records = first.sections[0].records
+    records["adapter"] = [2, 0, 1]
+    plans = [
+        first,
+        *(plan_of(step, [2, 0, 1], [LENGTHS[s] + step - 1 for s in (2, 0, 1)], [1] * 3)
+          for step in (1, 2, 3)),
+        plan_of(4, [1], [LENGTHS[1] + 3], [1]),
+    ]  # fmt: skip
+    for each in (runner, plain):
+        for slot, rank in enumerate((8, 3)):
+            enter_adapter(each.model.backend.adapters, slot, rank)
+        each.works.begin_service()
+    for plan in plans:
+        found, expected = (each.step(plan).wait() for each in (runner, plain))
+        assert found.tokens.tolist() == expected.tokens.tolist()
+    graphs = runner.device.graphs
+    assert graphs.mixed_adapted.replayed == [sum(LENGTHS) + 1]
+    assert graphs.adapted.replayed == [4, 4, 4]
+    assert graphs.decode.replayed == [2]
+    drafts = lookahead_plan(5, [(0, LENGTHS[0] + 3, 1), (2, LENGTHS[2] + 3, 0)], settled=1)
+    found, expected = (each.step(drafts).wait() for each in (runner, plain))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert graphs.lookahead.replayed == [4]
+    without = make_runner(folder, kernels=False)
+    others = [without.step(plan).wait().tokens.tolist() for plan in plans]
+    assert others[:4] != [plain.step(plan).wait().tokens.tolist() for plan in plans[:4]]
 
 
 def with_prompt(plan: StepPlan) -> StepPlan:

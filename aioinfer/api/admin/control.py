@@ -8,18 +8,18 @@ and `/reset_prefix_cache`), and the load of a mixture's experts (`GET /experts`,
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.admin.info import Status
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.engine.engine import Engine
-from aioinfer.errors import RequestError
+from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
@@ -67,6 +67,38 @@ class Placement(Struct, kw_only=True):
 
     version: int
     layers: dict[str, list[list[int]]]
+
+
+class LoadAdapter(Body, kw_only=True):
+    """`POST /v1/load_lora_adapter`. `lora_path` is a folder of the server, a hub id or
+    `package:NAME/FOLDER`."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1)]
+
+
+class UnloadAdapter(Body, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+async def load_adapter(request: web.Request) -> web.Response:
+    """Adds an adapter, in the place of one with its name: requests name it as their `model`. 400
+    for one that is not there or does not go with the model."""
+    body = await read_body(request, LoadAdapter)
+    try:
+        await request.app[FRONTEND].adapters.add(body.lora_name, body.lora_path)
+    except ConfigError as error:
+        raise RequestError(str(error), param="lora_path") from error
+    return json_response(Status(status="loaded"))
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    """Removes an adapter; running requests keep it. 404 for one that is not there."""
+    body = await read_body(request, UnloadAdapter)
+    request.app[FRONTEND].adapters.remove(body.lora_name)
+    return json_response(Status(status="unloaded"))
 
 
 async def pause(request: web.Request) -> web.Response:

@@ -162,16 +162,16 @@ class ServerInfo(Struct, kw_only=True):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """Lists the names under which the model is served."""
+    """Lists the names under which the model is served, and its adapters."""
     frontend = request.app[FRONTEND]
-    names = frontend.config.served_model_names
+    names = frontend.model_names()
     return json_response(ModelList(data=[_card(request.app, name) for name in names]))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Describes the model under one of its names; 404 for any other."""
     name = request.match_info["id"]
-    check_model(request.app[FRONTEND].config, name)
+    check_model(request.app[FRONTEND], name)
     return json_response(_card(request.app, name))
 
 
@@ -277,10 +277,12 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 def _card(app: web.Application, name: str) -> Model:
     frontend = app[FRONTEND]
     created = app[STARTED]
+    is_adapter = name in frontend.adapters
     return Model(
         id=name,
         created=created,
-        root=frontend.config.model.path,
+        root=frontend.adapters.get(name).folder if is_adapter else frontend.config.model.path,
+        parent=frontend.config.served_model_names[0] if is_adapter else None,
         max_model_len=frontend.max_model_len,
         permission=[ModelPermission(id=f"modelperm-{name}", created=created)],
     )

@@ -92,6 +92,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "TokenizeRequest": {"prompt": "Hello, world!", "return_token_strs": True},
     "DetokenizeRequest": {"tokens": [1, 2, 3]},
     "AbortRequest": {"request_id": "cmpl-…"},
+    "LoadAdapter": {"lora_name": "rivers", "lora_path": "/adapters/rivers"},
+    "UnloadAdapter": {"lora_name": "rivers"},
     "CreateBatch": {
         "input_file_id": "file-…",
         "endpoint": "/v1/chat/completions",

@@ -57,8 +57,11 @@ MONITORING_PATHS = frozenset(
 )
 #: Paths that act on the whole server: they need an admin key.
 ADMIN_PATHS = frozenset(
-    ("/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume")
-)
+    (
+        "/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    )
+)  # fmt: skip
 _PERIOD_S = 60.0
 #: When a key with as many requests as it may have at a time should try again: how long the others
 #: take is unknown.

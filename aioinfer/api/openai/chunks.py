@@ -115,7 +115,7 @@ class ChunkDialect(Dialect[S]):
         self.envelope: dict[str, Any] = {
             "id": self.id,
             "created": stream_state(request).created,
-            "model": self.frontend.config.served_model_names[0],
+            "model": self.model_name,
             "system_fingerprint": request.app[FINGERPRINT],
         }
         usage = None if body.include_usage else UNSET

@@ -23,7 +23,7 @@ from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, encode, read_body
 from aioinfer.api.delivery import collect, submitted
 from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.generation import Generation
+from aioinfer.api.generation import Generation, adapter_of
 from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling_bodies import (
@@ -100,7 +100,8 @@ class PoolingDialect(Generic[B]):
         self.request, self.body = request, body
         self.frontend = request.app[FRONTEND]
         self.pooling = self.frontend.pooling
-        self.model = self.frontend.config.served_model_names[0]
+        self.adapter = adapter_of(self.frontend, body)
+        self.model = self.adapter or self.frontend.config.served_model_names[0]
 
     def kind(self) -> str:
         """Returns how the prompts are pooled. Raises `RequestError` if the model cannot do it."""
@@ -142,7 +143,7 @@ class PoolingDialect(Generic[B]):
         generation = Generation(
             f"{self.id_prefix}-{request_id(self.request)}",
             prompts,
-            SamplingParams(temperature=0, pooling=kind),
+            SamplingParams(temperature=0, pooling=kind, adapter=self.adapter),
             priority=self.body.priority,
         )
         num_tokens = sum(map(len, prompts))

@@ -161,7 +161,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     async def decode(self) -> Generation | web.StreamResponse:
         """See `Dialect.decode`."""
         found = await super().decode()
-        model = self.frontend.config.served_model_names[0]
+        model = self.model_name
         self._begun = Response.begin(self.id, self._created, model, self.body, self.turn.params)
         if isinstance(found, Generation) and self.body.background:
             return await self._begin_in_background(found)

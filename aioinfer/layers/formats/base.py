@@ -28,6 +28,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source
 
 if TYPE_CHECKING:
     from aioinfer.kernels.quantize import InputFormat
+    from aioinfer.layers.adapters import AdaptedProduct
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -109,11 +110,13 @@ class Weight(ABC):
         gate: how the outputs of gate and up lie, if SiLU of the one times the other is what the
             product is for: in "halves", or "interleaved" as in `kernels.activation`; "" for others.
         reads_in_order: whether the inputs come in the order of `input_order`.
+        adapted: what adapters add to the product; None where there are none.
     """
 
     only: Candidate | None = None
     gate: Literal["", "halves", "interleaved"] = ""
     reads_in_order = False
+    adapted: AdaptedProduct | None = None
 
     def __init__(self, sources: Sequence[Source], columns: Shard, backend: Backend):
         self._sources, self._columns, self._backend = sources, columns, backend
@@ -189,6 +192,26 @@ class Weight(ABC):
         With `add_to`, returns that tensor, or parts (float32 [P, T, out]), whose sum over the first
         dimension is yet to be added to it.
         """
+        if self.adapted is not None and self.adapted.is_active:
+            return self._multiply_adapted(x, epilogue, self.adapted)
+        return self._multiply(x, epilogue)
+
+    def _multiply_adapted(
+        self, x: torch.Tensor, epilogue: Epilogue, adapted: AdaptedProduct
+    ) -> torch.Tensor:
+        """Computes `multiply` with the adapters of the step's tokens."""
+        norm, bias, gate, total, out = epilogue
+        if norm is not None:
+            x = norm(x)
+        product = self._multiply(x, Epilogue(None, bias, None, total, None if gate else out))
+        rows = product if total is None else total
+        adapted.add(x.flatten(0, -2), rows.flatten(0, -2))
+        if gate is None:
+            return product
+        product = self._activate(product, gate)
+        return product if out is None else out.copy_(product)
+
+    def _multiply(self, x: Any, epilogue: Epilogue) -> torch.Tensor:
         norm, bias, gate, total, out = epilogue
         if bias is not None and total is not None:
             total.add_(bias)  # before the product, which may stay in parts

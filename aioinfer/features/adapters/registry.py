@@ -1,0 +1,155 @@
+"""The adapters that requests may name, in the server's process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from aioinfer.checkpoint.source import resolve_folder
+from aioinfer.config import Config
+from aioinfer.errors import ConfigError, RequestError
+from aioinfer.features.adapters.checkpoint import AdapterConfig, read_shapes
+from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.registry import build_model
+
+#: (out, in) of the modules that adapters may change.
+Modules = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter.
+
+    Attributes:
+        number: of all that there have been, no two have the same.
+        name: by which requests name it.
+        folder: with its files.
+        rank: the largest of its modules.
+    """
+
+    number: int
+    name: str
+    folder: str
+    rank: int
+
+
+class AdapterRegistry:
+    """Adapters by name.
+
+    Args:
+        config: of the server.
+
+    Attributes:
+        on_remove: called with each adapter that is removed.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._folder = Path()
+        self._by_name: dict[str, Adapter] = {}
+        self._numbers = count()
+        self._modules: Modules | None = None
+        self._lock = asyncio.Lock()
+        self.on_remove: Callable[[Adapter], None] = lambda adapter: None
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(self._by_name.values())
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an adapter of this name."""
+        return name in self._by_name
+
+    def get(self, name: str) -> Adapter:
+        """Returns the adapter of a name. Raises `RequestError` if there is none."""
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            raise _unknown(name)
+        return adapter
+
+    async def start(self, folder: Path) -> None:
+        """Adds the adapters of `lora.adapters`, of the model in a folder. Raises `ConfigError`."""
+        self._folder = folder
+        for name, path in self._config.lora.adapters.items():
+            await self.add(name, path)
+
+    async def add(self, name: str, path: str) -> Adapter:
+        """Adds an adapter once its files have been checked; in the place of one with its name,
+        which running requests keep.
+
+        Args:
+            path: a folder, a hub id or `package:NAME/FOLDER`.
+
+        Raises:
+            ConfigError: it is not there, or not supported, or does not go with the model.
+        """
+        if not self._config.lora.num_slots:
+            raise ConfigError("this server has no adapters: lora.max_adapters is 0")
+        if name in self._config.served_model_names:
+            raise ConfigError(f"{name!r} is the name of the model")
+        async with self._lock:
+            folder, rank = await asyncio.to_thread(self._check, path)
+            old = self._by_name.get(name)
+            adapter = Adapter(next(self._numbers), name, str(folder), rank)
+            self._by_name[name] = adapter
+        if old is not None:
+            self.on_remove(old)
+        return adapter
+
+    def remove(self, name: str) -> Adapter:
+        """Removes an adapter: no further request may name it. Raises `RequestError`."""
+        adapter = self._by_name.pop(name, None)
+        if adapter is None:
+            raise _unknown(name)
+        self.on_remove(adapter)
+        return adapter
+
+    def _check(self, path: str) -> tuple[Path, int]:
+        """Returns folder and rank of an adapter. Raises `ConfigError`."""
+        folder = resolve_folder(path, "the adapter")
+        config, shapes = AdapterConfig.read(folder), read_shapes(folder)
+        if self._modules is None:
+            self._modules = adaptable_modules(self._folder, self._config)
+        rank = 0
+        for module, sides in shapes.items():
+            known = self._modules.get(module)
+            if known is None:
+                raise ConfigError(f"{folder}: adapters cannot change {module} of this model")
+            wanted = config.rank_of(module)
+            rank = max(rank, wanted)
+            expected = {"down": (wanted, known[1]), "up": (known[0], wanted)}
+            if sides != expected:
+                raise ConfigError(
+                    f"{folder}: the matrices of {module} have the shapes {sides}, and not "
+                    f"{expected}: it is an adapter of another model, or its rank is another"
+                )
+        most = self._config.lora.max_rank
+        if rank > most:
+            raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
+        return folder, rank
+
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(
+        f"there is no adapter {name!r}", param="lora_name", status=404, code="model_not_found"
+    )
+
+
+def adaptable_modules(folder: Path, config: Config) -> Modules:
+    """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
+    it is not built from our layers."""
+    device, group = torch.device("meta"), ParallelGroup(0, 1)
+    slots = AdapterSlots(1, 1, torch.float32, device, uses_kernels=False)
+    backend = Backend(device, torch.float32, group, adapters=slots)
+    if not isinstance(build_model(folder, backend, config.model), DecoderModel):
+        return {}
+    return {
+        module: product.shape_of(module) for product in slots.products for module in product.modules
+    }

@@ -1,0 +1,278 @@
+"""Adapters (LoRA): texts are those of peft over transformers, in float32, for requests of several
+adapters and of none in the same steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.errors import ConfigError, GenerationError, RequestError
+from aioinfer.features.adapters.planning import Planning
+from aioinfer.features.adapters.worker import Work
+from aioinfer.llm import LLM
+from aioinfer.sampling_params import SamplingParams
+from tests.adapters import adapted_text, make_adapter
+from tests.test_multiprocess import workers
+from tests.tiny_models import tiny_model
+
+OUTPUT = 10
+SETTINGS: dict[str, Any] = {
+    "parallel.executor": "inline",
+    "parallel.device": "cpu",
+    "model.dtype": "float32",
+    "model.skip_tokenizer": True,
+    "cache.block_size": 16,
+    "cache.num_blocks": 60,
+    "scheduler.max_num_seqs": 6,
+    "scheduler.max_num_batched_tokens": 37,
+    "lora.max_rank": 64,
+}
+#: Ranks of all modules, of some, and of a scale of another kind.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "small": {"rank": 4},
+    "large": {"rank": 64, "use_rslora": True},
+    "attention": {"rank": 8, "target_modules": ["q_proj", "v_proj", "qkv_proj"]},
+    "patterns": {"rank": 4, "rank_pattern": {"down_proj": 9}, "alpha_pattern": {"o_proj": 3}},
+}
+
+
+class Adapted:
+    """A model with adapters.
+
+    Attributes:
+        folder: of the model.
+        adapters: the folder of each by name.
+    """
+
+    def __init__(self, family: str, folder: Path):
+        self.folder = tiny_model(family, folder / "model")
+        self.adapters = {
+            name: make_adapter(self.folder, folder / name, seed=seed, **fields)
+            for seed, (name, fields) in enumerate(ADAPTERS.items())
+        }
+        rng = random.Random(3)
+        self.prompt = [rng.randrange(3, 500) for _ in range(45)]
+        self._texts: dict[str | None, list[int]] = {}
+
+    def text(self, name: str | None) -> list[int]:
+        """The text of the adapter, by peft."""
+        if name not in self._texts:
+            adapter = None if name is None else self.adapters[name]
+            self._texts[name] = adapted_text(self.folder, adapter, self.prompt, OUTPUT)
+        return self._texts[name]
+
+    def llm(self, **settings: Any) -> LLM:
+        """An engine with all adapters."""
+        paths = {name: str(path) for name, path in self.adapters.items()}
+        given = {**SETTINGS, "lora.adapters": paths, **settings}
+        return LLM(str(self.folder), settings=given, progress=False)
+
+    def check(self, llm: LLM, names: Sequence[str | None]) -> None:
+        """Generates for these adapters in the same steps."""
+        params = [SamplingParams(temperature=0, max_tokens=OUTPUT, adapter=name) for name in names]
+        outputs = llm.generate([{"prompt_token_ids": self.prompt}] * len(names), params)
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        assert texts == [self.text(name) for name in names]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "phi3"])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(request.param, tmp_path_factory.mktemp(request.param))
+
+
+NAMES = (None, "small", "large", "attention", "patterns", "small")
+
+
+def test_requests_of_several_adapters_share_steps(adapted: Adapted) -> None:
+    texts = [adapted.text(name) for name in ADAPTERS]
+    assert len({*map(tuple, texts), tuple(adapted.text(None))}) == len(ADAPTERS) + 1
+    with adapted.llm() as llm:
+        adapted.check(llm, NAMES)
+        adapted.check(llm, [*reversed(NAMES)])  # from the prefix cache
+        adapted.check(llm, [None, None])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_adapters_take_turns_in_fewer_slots(adapted: Adapted, count: int) -> None:
+    """More adapters than slots, more requests than run at a time, and too few blocks for all."""
+    few = {"lora.max_adapters": count, "lora.host_bytes": 0, "cache.num_blocks": 10}
+    with adapted.llm(**few) as llm:
+        adapted.check(llm, [*NAMES, *reversed(NAMES), *NAMES])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel.tensor_parallel_size": 2},
+        {"parallel.pipeline_parallel_size": 2},
+        {"parallel.data_parallel_size": 2},
+    ],
+)
+def test_ranks_have_their_parts_of_adapters(llama: Adapted, settings: dict[str, Any]) -> None:
+    with llama.llm(**settings, **{"parallel.executor": "multiprocess"}) as llm:
+        llama.check(llm, NAMES)
+
+
+def test_drafts_do_not_change_the_text_of_adapters(llama: Adapted) -> None:
+    with llama.llm(**{"speculation.method": "ngram"}) as llm:
+        llama.check(llm, NAMES)
+
+
+def states_of(adapted: Adapted, **settings: Any) -> dict[str | None, Any]:
+    """The mean of the prompt's hidden states with each adapter."""
+    params = [SamplingParams(temperature=0, pooling="mean", adapter=name) for name in NAMES[:-1]]
+    with adapted.llm(**settings) as llm:
+        outputs = llm.generate([{"prompt_token_ids": adapted.prompt}] * len(params), params)
+    return {name: each.pooled for name, each in zip(NAMES, outputs, strict=False)}
+
+
+def test_quantized_weights_get_what_adapters_add(llama: Adapted) -> None:
+    """States are nearer to those of the weights as they are than to those of other adapters."""
+    exact, quantized = states_of(llama), states_of(llama, **{"model.quantization": "int8"})
+    for name, states in quantized.items():
+        nearest = min(exact, key=lambda other: abs(exact[other] - states).sum())
+        assert nearest == name
+        assert abs(exact[name] - states).mean() > 1e-4  # it is quantized
+
+
+def test_samples_and_states_of_a_prompt_have_its_adapter(llama: Adapted) -> None:
+    """Whatever else runs, and though the prefix cache has the keys of others for the prompt."""
+    samples = SamplingParams(n=3, seed=5, max_tokens=4, adapter="small")
+    states = [
+        SamplingParams(temperature=0, pooling="mean", adapter=name) for name in ("small", "large")
+    ]
+    prompt = {"prompt_token_ids": llama.prompt}
+    with llama.llm() as llm:
+        (one,) = llm.generate([prompt], samples)
+        of_small, of_large = (each.pooled for each in llm.generate([prompt] * 2, states))
+        _, again, small = llm.generate(
+            [prompt] * 3, [SamplingParams(max_tokens=1), samples, states[0]]
+        )
+    texts = [each.token_ids for each in one.completions]
+    assert texts == [each.token_ids for each in again.completions]
+    assert len({*map(tuple, texts)}) > 1
+    assert small.pooled == pytest.approx(of_small, abs=1e-3)
+    assert of_large != pytest.approx(of_small, abs=0.1)
+
+
+def test_adapters_come_and_go(llama: Adapted, tmp_path: Path) -> None:
+    """Of one name: requests have the one that is there when they come, and never keys of the one
+    before."""
+    folder = make_adapter(llama.folder, tmp_path, seed=9)
+    other = adapted_text(llama.folder, folder, llama.prompt, OUTPUT)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="small")
+    prompt = {"prompt_token_ids": llama.prompt}
+    with llama.llm() as llm:
+        llama.check(llm, NAMES)
+        for path, text in ((folder, other), (llama.adapters["small"], llama.text("small"))):
+            llm.load_adapter("small", str(path))
+            assert llm.generate([prompt], params)[0].completions[0].token_ids == text
+        llm.unload_adapter("small")
+        with pytest.raises(RequestError, match="no adapter 'small'"):
+            llm.generate([prompt], params)
+        with pytest.raises(RequestError, match="no adapter 'small'"):
+            llm.unload_adapter("small")
+        llama.check(llm, [None, "large"])
+
+
+def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
+    """Loaded and unloaded while others run."""
+    names = [f"adapter {number}" for number in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=3, adapter=name) for name in names]
+    with llama.llm(**{"lora.max_adapters": 2, "lora.max_rank": 4, "lora.adapters": {}}) as llm:
+        for _ in range(2):
+            for name in names:
+                llm.load_adapter(name, str(llama.adapters["small"]))
+            outputs = llm.generate([{"prompt_token_ids": llama.prompt}] * len(names), params)
+            for output in outputs:
+                assert output.completions[0].token_ids == llama.text("small")[:3]
+            for name in names:
+                llm.unload_adapter(name)
+        llama.check(llm, [None])
+        (engine,) = llm.frontend.engines
+        work = engine.features.of(Planning)
+        assert not [*llm.frontend.adapters]
+        assert not work.known
+        (host,) = [
+            each.host
+            for each in engine._workers.executor._worker.runner.works.all
+            if isinstance(each, Work)
+        ]
+        assert not host.numbers
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_path: Path) -> None:
+    source = llama.adapters["small"]
+    config = json.loads((source / "adapter_config.json").read_text("utf-8"))
+    tensors = load_file(source / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    elsewhere = name.replace("layers.0", "layers.7")
+    wide = torch.zeros(4, 65)
+    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ({"use_dora": True}, {}, "use_dora is not supported"),
+        ({"bias": "all"}, {}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save is not supported"),
+        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
+        ({"r": 8}, {}, "another model, or its rank is another"),
+        ({}, {name: wide}, "an adapter of another model"),
+        ({}, {elsewhere: wide}, r"cannot change model\.layers\.7\.self_attn\.q_proj"),
+        ({}, {"base_model.model.lm_head.weight": wide}, "no LoRA of linear layers"),
+    ]
+    with llama.llm() as llm:
+        for number, (fields, more, message) in enumerate(cases):
+            save(tmp_path / str(number), config | fields, tensors | more)
+            with pytest.raises(ConfigError, match=message):
+                llm.load_adapter("wrong", str(tmp_path / str(number)))
+        with pytest.raises(ConfigError, match="there is no such file or folder"):
+            llm.load_adapter("wrong", str(tmp_path / "nowhere"))
+        (tmp_path / "0" / "adapter_model.safetensors").write_bytes(b"broken")
+        save_config = tmp_path / "0" / "adapter_config.json"
+        save_config.write_text(json.dumps(config), "utf-8")
+        with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):
+            llm.load_adapter("wrong", str(tmp_path / "0"))
+        llama.check(llm, NAMES)
+    with pytest.raises(ConfigError, match=r"has rank 64, and the server's lora\.max_rank is 16"):
+        llama.llm(**{"lora.max_rank": 16}).close()
+    with pytest.raises(ConfigError, match=r"lora\.max_adapters is 0"):
+        llama.llm(**{"lora.max_adapters": 0}).close()
+
+
+def test_an_adapter_whose_files_go_fails_its_requests_alone(llama: Adapted, tmp_path: Path) -> None:
+    folder = make_adapter(llama.folder, tmp_path, seed=9)
+    prompt = {"prompt_token_ids": llama.prompt}
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="gone")
+    with llama.llm(**{"lora.host_bytes": 0}) as llm:
+        llm.load_adapter("gone", str(folder))
+        (folder / "adapter_model.safetensors").unlink()
+        for _ in range(2):
+            with pytest.raises(GenerationError, match="the adapter 'gone' cannot be read"):
+                llm.generate([prompt], params)
+        llama.check(llm, NAMES)
+
+
+@pytest.mark.slow
+def test_new_workers_get_their_adapters_again(llama: Adapted) -> None:
+    with llama.llm(**{"parallel.executor": "multiprocess"}) as llm:
+        llama.check(llm, NAMES)
+        for process in workers():
+            process.kill()
+        llama.check(llm, NAMES)
