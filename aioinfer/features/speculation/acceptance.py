@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 #: Weight of the last step in both averages, and at most of a request's first steps: what is known
 #: of others counts like `_PRIOR` steps of its own.
-_WEIGHT, _PRIOR = 0.08, 0.75
+_WEIGHT, _PRIOR = 0.08, 1.0
 #: Weight of a draft that a step did not have, where all that it had were kept.
 _UNTRIED_WEIGHT = 0.02
 #: A draft that is kept where hardly any was shows that the text repeats something: the next steps
 #: try at least so hard.
-_DORMANT, _RETURN = 0.12, 0.5
+_DORMANT, _RETURN = 0.2, 0.5
 #: Probabilities of a new request are those of the others, but within these bounds.
 _MIN_NEW, _MAX_NEW = 0.15, 0.5
 #: What a request without drafts comes nearer to the average of all with each choice.

@@ -27,7 +27,7 @@ from aioinfer.scheduler.features import StepFeature
 from aioinfer.scheduler.request import Request
 
 #: The part of the time that probes may cost.
-MAX_PROBE_COST = 0.003
+MAX_PROBE_COST = 0.005
 #: Drafts must promise so much more tokens a second: less is within what measured times differ.
 _MIN_GAIN = 1.02
 #: Requests that are probed in a step, and steps between two probes at least.
