@@ -3,8 +3,8 @@ token has an adapter of its own or none.
 
 Tokens are sorted by adapter into tiles of `TILE`, so that a program has one adapter and multiplies
 matrices (as S-LoRA, Sheng et al. 2023, and Punica, Chen et al. 2023, do). The first product divides
-its input channels among programs, whose sums the second one adds up. Everything that depends on the
-mix of adapters is on the GPU: a CUDA graph holds for any mix.
+its input channels among programs, of which the last adds up the sums of all. Everything that
+depends on the mix of adapters is on the GPU: a CUDA graph holds for any mix.
 """
 # ruff: noqa: N803  (matrices and compile-time constants are written in capitals)
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from aioinfer.kernels.launch import is_last_of, wait_for_kernel
 
 #: Tokens of a tile.
 TILE = 32
@@ -132,18 +133,21 @@ def sort_by_adapter(adapters: torch.Tensor, tiles: AdapterTiles, num_slots: int)
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["width", "x_stride", "a_stride", "slot_stride", "h_stride"])
+@triton.jit(do_not_specialize=["width", "x_stride", "a_stride", "slot_stride"])
 def _shrink_kernel(
-    x, A, h, order, slots, widths, width, modules, x_stride, a_stride, slot_stride, h_stride,
+    x, A, parts, shrunk, tickets, order, slots, widths, width, modules, x_stride, a_stride,
+    slot_stride,
     SPLITS: tl.constexpr, INPUTS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(2)
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_kernel(PDL)
     slot = tl.load(slots + tile)
     if slot < 0:
         return
-    rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
+    rank = block * RANKS + tl.arange(0, RANKS)
     ranks = tl.load(widths + slot) * modules
-    if tl.program_id(1) * RANKS >= ranks:
+    if block * RANKS >= ranks:
         return
     place = tile * TILE + tl.arange(0, TILE)
     token = tl.load(order + place)
@@ -156,17 +160,28 @@ def _shrink_kernel(
         given = tl.load(row + channel[None, :], (token >= 0)[:, None] & here[None, :], 0.0)
         part = tl.load(weight + channel[None, :], (rank < ranks)[:, None] & here[None, :], 0.0)
         total = tl.dot(given, tl.trans(part), total, input_precision="ieee")
-    where = h + split * h_stride + place[:, None] * tl.num_programs(1) * RANKS + rank[None, :]
-    tl.store(where, total)
+    number = tile * tl.num_programs(1) + block
+    at = tl.arange(0, TILE)[:, None] * RANKS + tl.arange(0, RANKS)[None, :]
+    if SPLITS > 1:
+        part_size: tl.constexpr = TILE * RANKS
+        tl.store(parts + (number * SPLITS + split) * part_size + at, total)
+        if not is_last_of(tickets + number, SPLITS):
+            return
+        total = tl.zeros([TILE, RANKS], tl.float32)
+        for other in tl.static_range(SPLITS):
+            total += tl.load(
+                parts + (number * SPLITS + other) * part_size + at, cache_modifier=".cg"
+            )
+    tl.store(shrunk + number * TILE * RANKS + at, total.to(shrunk.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["channels", "y_stride", "b_stride", "slot_stride", "h_stride"])
+@triton.jit(do_not_specialize=["channels", "y_stride", "b_stride", "slot_stride"])
 def _expand_kernel(
-    h, B, y, order, slots, widths, channels, modules, blocks, y_stride, b_stride, slot_stride,
-    h_stride,
-    SPLITS: tl.constexpr, CHANNELS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
+    shrunk, B, y, order, slots, widths, channels, modules, blocks, y_stride, b_stride, slot_stride,
+    CHANNELS: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    wait_for_kernel(PDL)
     slot = tl.load(slots + tile)
     if slot < 0:
         return
@@ -176,27 +191,47 @@ def _expand_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     weight = B + slot.to(tl.int64) * slot_stride + channel.to(tl.int64)[:, None] * b_stride
     total = tl.zeros([TILE, CHANNELS], tl.float32)
+    at = tl.arange(0, TILE)[:, None] * RANKS + tl.arange(0, RANKS)[None, :]
     for first in range(0, ranks, RANKS):
         rank = first + tl.arange(0, RANKS)
-        given = tl.zeros([TILE, RANKS], tl.float32)
-        where = h + place[:, None] * blocks * RANKS + rank[None, :]
-        for split in tl.static_range(SPLITS):
-            given += tl.load(where + split * h_stride)
+        given = tl.load(shrunk + (tile * blocks + first // RANKS) * TILE * RANKS + at)
         here = (channel < channels)[:, None] & (rank < ranks)[None, :]
         part = tl.load(weight + rank[None, :], here, 0.0)
-        total = tl.dot(given.to(part.dtype), tl.trans(part), total, input_precision="ieee")
+        total = tl.dot(given, tl.trans(part), total, input_precision="ieee")
     target = y + token.to(tl.int64)[:, None] * y_stride + channel[None, :]
     here = (token >= 0)[:, None] & (channel < channels)[None, :]
     old = tl.load(target, here, 0.0)
     tl.store(target, (old.to(tl.float32) + total).to(old.dtype), here)
 
 
-def shrunk_size(tokens: int, num_slots: int, ranks: int) -> int:
-    """Returns how many float32 numbers `add_adapters` needs between its products, for up to
-    `tokens` tokens and modules of `ranks` ranks together."""
-    padded = -(-ranks // _RANKS) * _RANKS
-    sizes = {*(limit for limit, _ in _SPLITS if limit < tokens), tokens}
-    return max(_splits(size) * max_tiles(size, num_slots) * TILE * padded for size in sizes)
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Memory between the two products.
+
+    Attributes:
+        parts: float32, sums over a part of the input channels.
+        shrunk: the sums of these, in the dtype of the products.
+        tickets: int32, zeros, which count programs.
+    """
+
+    parts: torch.Tensor
+    shrunk: torch.Tensor
+    tickets: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, tokens: int, num_slots: int, ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> AdapterRoom:
+        """Returns the memory for up to `tokens` tokens, and modules of `ranks` ranks together."""
+        blocks = triton.cdiv(ranks, _RANKS)
+        sizes = {*(limit for limit, _ in _SPLITS if limit < tokens), tokens}
+        most = max(_splits(size) * max_tiles(size, num_slots) for size in sizes)
+        tiles, numbers = max_tiles(tokens, num_slots), blocks * TILE * _RANKS
+        return cls(
+            torch.empty(most * numbers, dtype=torch.float32, device=device),
+            torch.empty(tiles * numbers, dtype=dtype, device=device),
+            torch.zeros(tiles * blocks, dtype=torch.int32, device=device),
+        )
 
 
 #: Up to so many tokens, among how many programs the input channels of a tile are divided.
@@ -215,7 +250,9 @@ def add_adapters(
     tiles: AdapterTiles,
     ranks: torch.Tensor,
     modules: int,
-    shrunk: torch.Tensor,
+    room: AdapterRoom,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Adds the product of each token with its adapter to y, in place.
 
@@ -228,18 +265,19 @@ def add_adapters(
         tiles: of the T tokens.
         ranks: int32 [slots], of each adapter.
         modules: how many modules the product merges.
-        shrunk: float32 [`shrunk_size`], overwritten.
+        room: for T tokens and A's ranks at least.
+        pdl: launch as programmatic dependents of the kernel before (Hopper and later).
     """
     splits, blocks = _splits(len(x)), triton.cdiv(A.shape[1], _RANKS)
     count = len(tiles.slots)
-    stride = count * TILE * blocks * _RANKS
     _shrink_kernel[(count, blocks, splits)](
-        x, A, shrunk, tiles.order, tiles.slots, ranks, x.shape[1], modules, x.stride(0),
-        A.stride(1), A.stride(0), stride,
-        SPLITS=splits, INPUTS=_INPUTS, RANKS=_RANKS, TILE=TILE, num_warps=4,
+        x, A, room.parts, room.shrunk, room.tickets, tiles.order, tiles.slots, ranks, x.shape[1],
+        modules, x.stride(0), A.stride(1), A.stride(0),
+        SPLITS=splits, INPUTS=_INPUTS, RANKS=_RANKS, TILE=TILE, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     _expand_kernel[(count, triton.cdiv(y.shape[1], _CHANNELS))](
-        shrunk, B, y, tiles.order, tiles.slots, ranks, y.shape[1], modules, blocks, y.stride(0),
-        B.stride(1), B.stride(0), stride,
-        SPLITS=splits, CHANNELS=_CHANNELS, RANKS=_RANKS, TILE=TILE, num_warps=4,
+        room.shrunk, B, y, tiles.order, tiles.slots, ranks, y.shape[1], modules, blocks,
+        y.stride(0), B.stride(1), B.stride(0),
+        CHANNELS=_CHANNELS, RANKS=_RANKS, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.adapters import AdapterTiles
+    from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
 
 #: Slots begin at multiples of so many numbers, as do the matrices in them.
 _ALIGNMENT = 64
@@ -112,7 +112,9 @@ class AdaptedProduct:
             from aioinfer.kernels.adapters import add_adapters
 
             tiles = slots.tiles_of(len(x))
-            add_adapters(x, down, up, y, tiles, slots.ranks, len(self.modules), slots.shrunk)
+            add_adapters(
+                x, down, up, y, tiles, slots.ranks, len(self.modules), slots.room, pdl=slots.pdl
+            )
             return
         for slot, tokens in slots.tokens_of(len(x)):
             used = int(slots.ranks[slot]) * len(self.modules)
@@ -134,18 +136,19 @@ class AdapterSlots:
         products: that adapters may change.
         memory: [count, numbers of a slot]; made by `allocate`.
         ranks: int32 [count], of the adapter in each slot; on a CPU on the host.
-        shrunk: float32, the kernels' sums between the two matrices.
+        room: the kernels' memory between the two matrices.
+        pdl: whether kernels are launched as programmatic dependents.
     """
 
     memory: torch.Tensor
-    shrunk: torch.Tensor
+    room: AdapterRoom
 
     def __init__(
         self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
-        *, uses_kernels: bool,
+        *, uses_kernels: bool, pdl: bool = False,
     ):  # fmt: skip
         self.count, self.max_rank = count, max_rank
-        self.uses_kernels = uses_kernels
+        self.uses_kernels, self.pdl = uses_kernels, pdl
         self.is_active = False
         self.products: list[AdaptedProduct] = []
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
@@ -191,11 +194,10 @@ class AdapterSlots:
         self.memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         if not self.uses_kernels:
             return
-        from aioinfer.kernels.adapters import AdapterTiles, shrunk_size
+        from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
 
         width = max((product.width for product in self.products), default=0)
-        size = shrunk_size(tokens, self.count, width)
-        self.shrunk = torch.empty(size, dtype=torch.float32, device=self._device)
+        self.room = AdapterRoom.empty(tokens, self.count, width, self._dtype, self._device)
         self._tiles = AdapterTiles.empty(tokens, self.count, self._device)
         self._sampled_tiles = AdapterTiles.empty(tokens, self.count, self._device)
 

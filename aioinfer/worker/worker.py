@@ -249,7 +249,7 @@ class Worker:
         if lora.num_slots:
             backend.adapters = AdapterSlots(
                 lora.num_slots, lora.max_rank, dtype, self.device,
-                uses_kernels=backend.has_kernels,
+                uses_kernels=backend.has_kernels, pdl=backend.pdl,
             )  # fmt: skip
         return backend.adapters
 

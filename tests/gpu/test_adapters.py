@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from aioinfer.kernels.adapters import AdapterTiles, add_adapters, shrunk_size, sort_by_adapter
+from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles, add_adapters, sort_by_adapter
 from engine_settings import engine_settings
 from random_models import random_model
 from safetensors.torch import load_file, save_file
@@ -44,8 +44,8 @@ def test_products_of_half_precision(tokens: int, width: int, out: int, modules: 
         expected[rows] += shrunk @ second[slot, :, :used].float().t()
     tiles = AdapterTiles.empty(tokens, 3, GPU)
     sort_by_adapter(adapters, tiles, 3)
-    room = torch.full((shrunk_size(tokens, 3, modules * rank),), torch.nan, device=GPU)
-    add_adapters(x, first, second, y, tiles, ranks, modules, room)
+    room = AdapterRoom.empty(tokens, 3, modules * rank, torch.bfloat16, GPU)
+    add_adapters(x, first, second, y, tiles, ranks, modules, room, pdl=True)
     torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.02)
 
 

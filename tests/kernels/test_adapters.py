@@ -6,11 +6,11 @@ import pytest
 import torch
 from aioinfer.kernels.adapters import (
     TILE,
+    AdapterRoom,
     AdapterTiles,
     add_adapters,
     assign_adapters,
     max_tiles,
-    shrunk_size,
     sort_by_adapter,
 )
 
@@ -77,6 +77,9 @@ def test_each_token_gets_the_product_of_its_adapter(
             expected[token] += second[slot, :, :used] @ (first[slot, :used] @ x[token])
     tiles = AdapterTiles.empty(tokens, num_slots, CPU)
     sort_by_adapter(adapters, tiles, num_slots)
-    shrunk = torch.full((shrunk_size(tokens, num_slots, most),), torch.nan)
-    add_adapters(x, first, second, y, tiles, ranks, modules, shrunk)
+    room = AdapterRoom.empty(tokens, num_slots, most, torch.float32, CPU)
+    room.parts.fill_(torch.nan)
+    room.shrunk.fill_(torch.nan)
+    add_adapters(x, first, second, y, tiles, ranks, modules, room)
+    assert not room.tickets.any()
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-4)
