@@ -21,10 +21,9 @@ from aioinfer.kernels.launch import is_last_of, wait_for_kernel
 TILE = 32
 #: Tokens that the sort takes at a time.
 _BLOCK = 256
-#: Output channels of a program, and ranks that it takes at a time.
-_CHANNELS, _RANKS = 128, 32
-#: Input channels that a program takes at a time.
-_INPUTS = 128
+#: Output channels of a program, the maximum of ranks that it takes at a time, and the bytes of a
+#: token's input channels.
+_CHANNELS, _MAX_RANKS, _INPUT_BYTES = 128, 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +222,11 @@ class AdapterRoom:
         cls, tokens: int, num_slots: int, ranks: int, dtype: torch.dtype, device: torch.device
     ) -> AdapterRoom:
         """Returns the memory for up to `tokens` tokens, and modules of `ranks` ranks together."""
-        blocks = triton.cdiv(ranks, _RANKS)
+        block = _ranks_at_a_time(ranks)
+        blocks = triton.cdiv(ranks, block)
         sizes = {*(limit for limit, _ in _SPLITS if limit < tokens), tokens}
         most = max(_splits(size) * max_tiles(size, num_slots) for size in sizes)
-        tiles, numbers = max_tiles(tokens, num_slots), blocks * TILE * _RANKS
+        tiles, numbers = max_tiles(tokens, num_slots), blocks * TILE * block
         return cls(
             torch.empty(most * numbers, dtype=torch.float32, device=device),
             torch.empty(tiles * numbers, dtype=dtype, device=device),
@@ -235,11 +235,15 @@ class AdapterRoom:
 
 
 #: Up to so many tokens, among how many programs the input channels of a tile are divided.
-_SPLITS = ((64, 8), (256, 4), (1024, 2))
+_SPLITS = ((64, 16), (256, 8), (1024, 2))
 
 
 def _splits(tokens: int) -> int:
     return next((splits for limit, splits in _SPLITS if tokens <= limit), 1)
+
+
+def _ranks_at_a_time(ranks: int) -> int:
+    return min(max(16, triton.next_power_of_2(ranks)), _MAX_RANKS)
 
 
 def add_adapters(
@@ -268,16 +272,17 @@ def add_adapters(
         room: for T tokens and A's ranks at least.
         pdl: launch as programmatic dependents of the kernel before (Hopper and later).
     """
-    splits, blocks = _splits(len(x)), triton.cdiv(A.shape[1], _RANKS)
+    splits, block = _splits(len(x)), _ranks_at_a_time(A.shape[1])
+    blocks = triton.cdiv(A.shape[1], block)
     count = len(tiles.slots)
     _shrink_kernel[(count, blocks, splits)](
         x, A, room.parts, room.shrunk, room.tickets, tiles.order, tiles.slots, ranks, x.shape[1],
         modules, x.stride(0), A.stride(1), A.stride(0),
-        SPLITS=splits, INPUTS=_INPUTS, RANKS=_RANKS, TILE=TILE, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        SPLITS=splits, INPUTS=_INPUT_BYTES // x.element_size(), RANKS=block, TILE=TILE, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     _expand_kernel[(count, triton.cdiv(y.shape[1], _CHANNELS))](
         room.shrunk, B, y, tiles.order, tiles.slots, ranks, y.shape[1], modules, blocks,
         y.stride(0), B.stride(1), B.stride(0),
-        CHANNELS=_CHANNELS, RANKS=_RANKS, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        CHANNELS=_CHANNELS, RANKS=block, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -196,8 +196,11 @@ class AdapterSlots:
             return
         from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
 
-        width = max((product.width for product in self.products), default=0)
-        self.room = AdapterRoom.empty(tokens, self.count, width, self._dtype, self._device)
+        widths = {product.width for product in self.products}
+        self.room = max(
+            (AdapterRoom.empty(tokens, self.count, n, self._dtype, self._device) for n in widths),
+            key=lambda room: room.shrunk.numel(),
+        )
         self._tiles = AdapterTiles.empty(tokens, self.count, self._device)
         self._sampled_tiles = AdapterTiles.empty(tokens, self.count, self._device)
 

@@ -382,7 +382,7 @@ class GraphBodies:
         section = device.plan.row_section(0, rows)
         self._runner.compute(
             device.prepare_rows(
-                [section] * 3, rows + WARM_UP_TOKENS, rows // 2, (section, section),
+                [section] * 3, rows + WARM_UP_TOKENS, rows - 1, (section, section),
                 longest=1, host=host, has_lookahead=has_lookahead,
             )
         )  # fmt: skip
