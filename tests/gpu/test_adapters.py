@@ -99,7 +99,12 @@ def generate(
     model: Path, prompts: list[list[int]], names: list[str | None], **settings: Any
 ) -> list[list[int]]:
     """Returns greedy texts."""
-    given = engine_settings(parallel__executor="inline", model__skip_tokenizer=True) | settings
+    given = (
+        engine_settings(
+            parallel__executor="inline", model__skip_tokenizer=True, model__max_model_len=512
+        )
+        | settings
+    )
     params = [SamplingParams(temperature=0, max_tokens=24, adapter=name) for name in names]
     with LLM(str(model), settings=given, progress=False) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
