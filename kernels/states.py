@@ -130,12 +130,13 @@ def _replay_kernel(
             after = after & (tl.load(offsets + at, after, 0) == count)
             count += after.to(tl.int32)
     start = tl.load(starts + row, mask, 0)
-    ahead = start - tl.load(state_lens + slot, is_first, 0)
-    ahead = tl.where(is_first, tl.minimum(tl.maximum(ahead, 0), max_pending), 0)
+    known = tl.load(state_lens + slot, is_first, -1)
+    ahead = tl.where(known >= 0, tl.minimum(tl.maximum(start - known, 0), max_pending), 0)
     tl.store(row_slots + row, slot, mask)
     tl.store(pending + row, ahead, mask)
     tl.store(counts + row, count, mask)
-    tl.store(state_lens + slot, start + length, is_first)
+    # a slot that keeps no inputs has the state that it will need, whatever copies change
+    tl.store(state_lens + slot, tl.where(count > 1, start + length, -1), is_first)
 
 
 def plan_replays(
@@ -152,8 +153,9 @@ def plan_replays(
         rows: slots, starts and lengths, each int32 [R]; length 0 is padding.
         offsets: int32 [R], the number of each row among the adjacent rows of its slot; None if all
             are 0.
-        state_lens: int32 [num_slots], the tokens behind which the states in memory are; the state
-            of a slot is behind its first row once the step has run.
+        state_lens: int32 [num_slots], the tokens behind which the states in memory are: the state
+            of a slot is behind its first row once the step has run. Negative for a slot that keeps
+            no inputs of further rows, which never replays any.
         replays: is filled for these rows: slots, pending and counts, int32 [R] each.
         max_pending: the maximum of replayed tokens.
     """

@@ -142,10 +142,12 @@ class SymbolicWorker:
             self._check_keys(slot, start, length)
         offsets = [0] * len(rows) if lookahead is None else lookahead.offsets.tolist()
         firsts = [row[:3] for row, offset in zip(rows, offsets, strict=True) if not offset]
+        kept = {row[0] for row, offset in zip(rows, offsets, strict=True) if offset}
         for number in self.state_groups:
             self._advance_states(number, firsts)
         for slot, start, length in firsts:
-            self.state_lens[slot] = start + length
+            is_kept = slot in kept  # the inputs of its further rows
+            self.state_lens[slot] = start + length if is_kept else -1
         if lookahead is None:
             sampled = [
                 self._sample(slot, start + length)
@@ -259,13 +261,19 @@ class SymbolicWorker:
                     f"in group {number}"
                 )
 
+    def state_of(self, slot: int, start: int) -> int:
+        """Returns behind how many tokens the state of a slot is, whose next row begins at
+        `start`."""
+        known = self.state_lens[slot]
+        return start if known < 0 else known
+
     def _advance_states(self, group: int, rows: list[tuple[int, int, int]]) -> None:
         """Checks the state in memory of the slot of each first row (slot, start, length), and
         writes the states at the ends of the blocks from there on and of the row itself."""
         size, cache = self.block_size, self.caches[group]
         used: dict[int, int] = {}  # block -> the row that reads or writes it
         written: dict[int, int] = {}  # block -> state
-        rows = [(slot, self.state_lens[slot], start + length) for slot, start, length in rows]
+        rows = [(slot, self.state_of(slot, start), start + length) for slot, start, length in rows]
         for slot, start, end in rows:
             table = self.tables[group * self.max_num_seqs + slot]
             prefixes = self._prefixes(slot, end)

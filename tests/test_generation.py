@@ -61,7 +61,7 @@ def anthropic_writer() -> ChoiceWriter:
     config = SimpleNamespace(served_model_names=["m"])
     frontend: Any = SimpleNamespace(tokenizer=None, message_format=FORMAT, config=config)
     dialect = AnthropicDialect.__new__(AnthropicDialect)
-    dialect.frontend, dialect.id = frontend, "msg_1"
+    dialect.frontend, dialect.id, dialect.model_name = frontend, "msg_1", "m"
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=True)
     dialect.blocks = Blocks(lambda kind: f"{kind}_1")
     return dialect.choice(OUTPUT, 0, 0)

@@ -40,6 +40,8 @@ def make_server(**settings: Any) -> HttpServer:
                 max_model_len=2**20,
                 is_healthy=lambda: True,
                 is_ready=lambda: True,
+                adapters=(),
+                model_names=lambda: config.served_model_names,
                 loop_lag=LoopLag(lambda: False),
             ),
         ),

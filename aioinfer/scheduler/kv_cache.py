@@ -331,7 +331,7 @@ class KVCacheManager:
             for kind in self._kinds:
                 kind.free(request, old)
         request.num_committed = 0
-        request.num_computed = prefix.num_tokens
+        request.num_computed = request.num_settled = prefix.num_tokens
         equal = (_count_equal(*pair) for pair in zip(old, request.blocks, strict=bool(old)))
         return min(equal, default=0)
 

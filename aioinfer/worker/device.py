@@ -333,9 +333,11 @@ def _replays(plan: StepPlan, state_lens: I32) -> Replays:
         firsts = np.flatnonzero(ahead.offsets == 0)
     slots, starts = plan.slots[firsts], plan.starts[firsts]
     pending, counts = (np.zeros(len(plan.slots), np.int32) for _ in range(2))
-    pending[firsts] = starts - state_lens[slots]
+    known = state_lens[slots]
+    pending[firsts] = np.where(known >= 0, starts - known, 0)
     counts[firsts] = np.diff(firsts, append=len(plan.slots))
-    state_lens[slots] = starts + plan.lengths[firsts]
+    # a slot that keeps no inputs has the state that it will need, whatever copies change
+    state_lens[slots] = np.where(counts[firsts] > 1, starts + plan.lengths[firsts], -1)
     return Replays(*(torch.tensor(each) for each in (plan.slots, pending, counts)))
 
 

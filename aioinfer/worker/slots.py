@@ -202,7 +202,7 @@ class Slots:
             other models.
         state_lens: int32 [S], the tokens behind which the states of layers are in memory, once the
             steps launched so far have run, in models that keep states and look ahead (see
-            `layers.step.Replays`); None in others.
+            `layers.step.Replays`), negative where no inputs are kept; None in others.
         seeds: int64 [S], the 64 bits that key the sampler's noise.
         records: int32 [fields of a record, S], the records of the requests field by field.
         params: float32 or int32 [S] by the name of a record's field, views of `records`: all that

@@ -4,16 +4,14 @@ server runs."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-import torch
-from safetensors.torch import save_file
 
+from tests.adapter_files import write_adapter
 from tests.functional.conftest import Served, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -25,16 +23,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0, "
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random adapter of SmolLM2, whose weights are in a GGUF file, which peft does not read."""
-    folder, generator = tmp_path_factory.mktemp("adapter"), torch.Generator().manual_seed(1)
-    tensors = {}
-    for layer in range(30):
-        name = f"base_model.model.model.layers.{layer}.mlp.down_proj.lora_"
-        for side, shape in (("A", (4, 1536)), ("B", (576, 4))):
-            tensors[f"{name}{side}.weight"] = torch.randn(shape, generator=generator) * 0.05
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 16}
-    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    """An adapter of SmolLM2, whose weights are in a GGUF file, which peft does not read."""
+    folder = tmp_path_factory.mktemp("adapter")
+    modules = {f"model.layers.{layer}.mlp.down_proj": (576, 1536) for layer in range(30)}
+    write_adapter(folder, modules, rank=4, deviation=0.4)
     return folder
 
 

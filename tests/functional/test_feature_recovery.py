@@ -24,6 +24,7 @@ from aioinfer.features import FEATURES
 from aioinfer.features.expert_load import worker as expert_load
 from aioinfer.features.expert_load.planning import Planning as ExpertLoad
 from aioinfer.sampling_params import BeamSearch, GrammarSpec
+from tests.adapter_files import write_adapter
 from tests.disturbance import worker_pids
 from tests.gpu.random_models import random_model, random_prompts
 
@@ -61,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "token_states": {"pooling": "all"},
     "prompt_progress": {"temperature": 0.0, "reports_progress": True},
     "expert_load": {"temperature": 0.0},
+    "adapters": {"temperature": 1.0, "adapter": "one"},
     "only_even": {"temperature": 1.0, "extra_args": {"only_even": True}},
     "watch_token": {"temperature": 1.0, "extra_args": {"watch_token": 17}},
     "together": {
@@ -170,12 +172,19 @@ def merged(deltas: list[Delta]) -> Delta:
     return first.join()
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Returns the configuration of an engine of the model, with an adapter."""
+    return BASE | {"lora.adapters": {"one": str(folder / "adapter")}}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(
+    model = random_model(
         tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, family="qwen3_moe",
         initializer_range=0.3, eos_token_id=None,
     )  # fmt: skip
+    write_adapter(model / "adapter", {"model.layers.0.self_attn.q_proj": (128, 64)}, rank=4)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +192,7 @@ def llm(folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "_FIRST_DELAY_S", 0.0)
         patch.setattr(expert_load, "INTERVAL_S", 0.0)
-        with LLM(str(folder), settings=BASE, progress=False) as llm:
+        with LLM(str(folder), settings=settings_of(folder), progress=False) as llm:
             yield llm
 
 
@@ -238,7 +247,7 @@ def test_requests_go_on_with_another_engine(folder: Path, expected: dict[str, Fo
         "parallel.data_parallel_size": 2,
         "parallel.restart_workers": 0,
     }
-    with LLM(str(folder), settings=BASE | settings, progress=False) as llm:
+    with LLM(str(folder), settings=settings_of(folder) | settings, progress=False) as llm:
         results = llm.run(run_with_death(llm))
         first, second = llm.frontend.engines
         assert first.dead_reason is not None
@@ -256,7 +265,7 @@ def test_all_at_once_and_a_worker_that_is_killed(folder: Path, expected: dict[st
     }
     others = worker_pids()
     with (
-        LLM(str(folder), settings=BASE | settings, progress=False) as llm,
+        LLM(str(folder), settings=settings_of(folder) | settings, progress=False) as llm,
         ThreadPoolExecutor(1) as pool,
     ):
         engine = llm.frontend.engines[0]

@@ -451,7 +451,7 @@ async def test_hostile_output_is_neutralised(page: Page, hostile: str) -> None:
     }  # fmt: skip
     attributes = f"{nodes}.flatMap((node) => node.getAttributeNames())"
     assert set(await page.run(attributes)) <= {
-        "class", "href", "target", "rel", "title", "type", "tabindex"
+        "class", "dir", "href", "target", "rel", "title", "type", "tabindex"
     }  # fmt: skip
     links = "[...document.querySelectorAll('.answer a')]"
     addresses = await page.run(f"{links}.map((link) => link.href)")

@@ -3,7 +3,6 @@ of a model whose weights have the adapter added."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.worker.gpu_device import GpuDevice
+from tests.adapter_files import write_adapter
 
 GPU = torch.device("cuda")
 RANKS = {"first": 8, "second": 16, "third": 3}
@@ -51,19 +51,14 @@ def test_products_of_half_precision(tokens: int, width: int, out: int, modules: 
 
 def make_adapter(folder: Path, model: Path, rank: int) -> tuple[Path, dict[str, torch.Tensor]]:
     """Saves a random adapter of all layers; returns it, and the model's weights with it added."""
-    generator = torch.Generator().manual_seed(rank)
-    merged, tensors = load_file(model / "model.safetensors"), {}
-    for name in [name for name in merged if name.endswith("_proj.weight")]:
-        out, width = merged[name].shape
-        down = torch.randn(rank, width, generator=generator) / width**0.5
-        up = torch.randn(out, rank, generator=generator) * 0.1
-        merged[name] = merged[name] + 2 * up @ down
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        tensors |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    merged = load_file(model / "model.safetensors")
+    modules = {
+        name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
+        for name, tensor in merged.items()
+        if name.endswith("_proj.weight")
+    }
+    for module, added in write_adapter(folder, modules, rank=rank).items():
+        merged[f"{module}.weight"] = merged[f"{module}.weight"] + added
     return folder, merged
 
 

@@ -414,7 +414,6 @@ def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_feature
 
 
 def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
-    """Steps with lookahead are for what slots alone cannot fill."""
     runner = make_runner(folder, kernels=True)
     device, lengths = runner.device, []
     tokens = runner.slots.tokens.clone()
@@ -427,8 +426,11 @@ def test_captured_steps_are_timed_and_leave_no_plan(folder: Path) -> None:
 
     device.graphs.decode, device.graphs.lookahead = captured(4, 1, 2), captured(3, 9, 6)
     times = GraphBodies(runner, device).time_decodes()
-    assert times == [(rows, 0.00025) for rows in (1, 2, 4, 6, 9)]
-    assert lengths == [[1] * 9] * 10
+    assert times == [
+        *((rows, 0.00025, False) for rows in (1, 2, 4)),
+        *((rows, 0.00025, True) for rows in (3, 6, 9)),
+    ]
+    assert lengths == [[1] * 9] * 12
     assert not device.plan.values[: 6 * 9].any()
     assert (device.plan.growth_sections()[0] == -1).all()
     assert torch.equal(runner.slots.tokens, tokens)

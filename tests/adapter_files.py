@@ -1,0 +1,38 @@
+"""Random adapters as peft saves them, written without it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_adapter(
+    folder: Path, modules: Mapping[str, tuple[int, int]], *, rank: int, deviation: float = 0.1
+) -> dict[str, torch.Tensor]:
+    """Saves a random adapter into `folder`, which is made if it is not there.
+
+    Args:
+        folder: of the adapter.
+        modules: (out, in) of the checkpoint's modules that it changes.
+        rank: of all of them; its product is scaled by 2.
+        deviation: of what it adds, for inputs of a deviation of 1, per rank and half.
+
+    Returns:
+        what is added to each module's weight [out, in].
+    """
+    generator, tensors, added = torch.Generator().manual_seed(rank), {}, {}
+    for module, (out, width) in modules.items():
+        down = torch.randn(rank, width, generator=generator) / width**0.5
+        up = torch.randn(out, rank, generator=generator) * deviation
+        name = f"base_model.model.{module}.lora_"
+        tensors |= {f"{name}A.weight": down, f"{name}B.weight": up}
+        added[module] = 2 * up @ down
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    return added
