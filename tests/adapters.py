@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
 
-
-def reference(folder: Path) -> Any:
-    """Returns the model of transformers."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+from tests.test_models import reference_model
 
 
 def make_adapter(
@@ -25,8 +21,8 @@ def make_adapter(
     torch.manual_seed(seed)
     fields = {"target_modules": "all-linear", "lora_alpha": 2 * rank, **fields}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        model = get_peft_model(reference(model_folder), LoraConfig(r=rank, **fields))
+        warnings.simplefilter("ignore")
+        model = get_peft_model(reference_model(model_folder), LoraConfig(r=rank, **fields))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -39,10 +35,10 @@ def adapted_text(
     model_folder: Path, adapter: Path | None, prompt: Sequence[int], count: int
 ) -> list[int]:
     """Returns `count` greedy tokens, each computed from the whole text, as peft computes them."""
-    model = reference(model_folder)
+    model = reference_model(model_folder)
     if adapter is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore")
             model = PeftModel.from_pretrained(model, adapter).eval()
     text = list(prompt)
     for _ in range(count):

@@ -99,6 +99,21 @@ def test_requests_of_several_adapters_share_steps(adapted: Adapted) -> None:
         adapted.check(llm, [None, None])
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2", "falcon", "qwen3_5_text", "bamba"])
+def test_products_of_other_families(family: str, tmp_path: Path) -> None:
+    """Norms behind products, scaled and transposed weights, parts side by side, states."""
+    model = tiny_model(family, tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", seed=0)
+    prompt = [random.Random(4).randrange(3, 500) for _ in range(40)]
+    params = [SamplingParams(temperature=0, max_tokens=4, adapter=name) for name in (None, "one")]
+    settings = {**SETTINGS, "lora.adapters": {"one": str(adapter)}}
+    with LLM(str(model), settings=settings, progress=False) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 2, params)
+    texts = [output.completions[0].token_ids for output in outputs]
+    assert texts == [adapted_text(model, folder, prompt, 4) for folder in (None, adapter)]
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_adapters_take_turns_in_fewer_slots(adapted: Adapted, count: int) -> None:
     """More adapters than slots, more requests than run at a time, and too few blocks for all."""
