@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.planning import Planning
-from aioinfer.features.adapters.worker import Work
+from aioinfer.features.adapters.worker import HostAdapters, Work
+from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
 from tests.adapters import adapted_text, make_adapter
@@ -291,3 +293,20 @@ def test_new_workers_get_their_adapters_again(llama: Adapted) -> None:
         for process in workers():
             process.kill()
         llama.check(llm, NAMES)
+
+
+def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
+    """An adapter that is asked for stays, though there is room for one alone and others are being
+    read; what was read before goes."""
+    slots = AdapterSlots(1, 64, torch.float32, torch.device("cpu"), uses_kernels=False)
+    slots.adapt([Source("model.layers.0.self_attn.q_proj", Shard.whole(128))], Shard.whole(64))
+    host, folder = HostAdapters(slots, 0, pinned=False), str(llama.adapters["small"])
+    first = host.read(1, folder)
+    first.result()
+    assert host.report() == [(1, False)]
+    host.read(2, folder)
+    assert host.read(1, folder) is first
+    host.read(2, folder).result()
+    assert host.report() == [(2, False)]
+    host.read(2, folder)
+    assert host.numbers == {2}

@@ -74,6 +74,9 @@ _SMALL_BODY = 64 * 1024
 #: Some editors and languages begin UTF-8 with it; JSON (RFC 8259, 8.1) lets a reader ignore it.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+#: Names of models that an error lists.
+_NAMED = 20
+
 B = TypeVar("B", bound=Body)
 
 #: The parts of a body that was received before `read_body` is called.
@@ -299,8 +302,10 @@ def _check_content_type(request: web.Request) -> None:
 
 def check_model(frontend: Frontend, model: str | None) -> None:
     """Raises `RequestError` (404) unless `model` is missing or one of the served names."""
-    if model is not None and model not in frontend.model_names():
-        names = ", ".join(map(repr, frontend.model_names()))
+    served = frontend.config.served_model_names
+    if model is not None and model not in served and model not in frontend.adapters:
+        known = frontend.model_names()
+        names = ", ".join(map(repr, known[:_NAMED])) + " and others" * (len(known) > _NAMED)
         raise RequestError(
             f"the model {shorten(model)!r} does not exist; this server serves {names}",
             param="model",

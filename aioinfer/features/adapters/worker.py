@@ -59,7 +59,7 @@ class HostAdapters:
             future = self._thread.submit(self._read, folder)
             self._kept[number] = self._unreported[number] = future
         self._kept.move_to_end(number)
-        self._shrink()
+        self._shrink(number)
         return self._kept[number]
 
     def drop(self, number: int) -> None:
@@ -71,8 +71,9 @@ class HostAdapters:
             weights = read_weights(Path(folder))
             return _Packed(self._slots.pack(weights, pinned=self._pinned), rank_of(weights))
 
-    def _shrink(self) -> None:
-        done = [number for number, future in self._kept.items() if future.done()]
+    def _shrink(self, used: int) -> None:
+        """Forgets what is too much, but not `used`."""
+        done = [n for n, future in self._kept.items() if future.done() and n != used]
         most = max(1, self._max_bytes // self._slots.slot_bytes)
         for number in done[: max(0, len(self._kept) - most)]:
             if number not in self._unreported:
