@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -301,12 +302,14 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     slots = AdapterSlots(1, 64, torch.float32, torch.device("cpu"), uses_kernels=False)
     slots.adapt([Source("model.layers.0.self_attn.q_proj", Shard.whole(128))], Shard.whole(64))
     host, folder = HostAdapters(slots, 0, pinned=False), str(llama.adapters["small"])
-    first = host.read(1, folder)
+    first, may_go_on = host.read(1, folder), threading.Event()
     first.result()
+    host._thread.submit(may_go_on.wait, 30)
+    second = host.read(2, folder)
     assert host.report() == [(1, False)]
-    host.read(2, folder)
     assert host.read(1, folder) is first
-    host.read(2, folder).result()
+    may_go_on.set()
+    second.result()
     assert host.report() == [(2, False)]
-    host.read(2, folder)
+    assert host.read(2, folder) is second
     assert host.numbers == {2}
