@@ -416,8 +416,9 @@ class ServerConfig:
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
-        "`/abort`, `/reset_prefix_cache`, `/experts`), and nothing else. Tables of `api_key_file` "
-        "with `admin = true` open them, too; without either they are answered 403.",
+        "`/abort`, `/reset_prefix_cache`, `/experts`, `/v1/load_lora_adapter`), and nothing else. "
+        "Tables of `api_key_file` with `admin = true` open them, too; without either they are "
+        "answered 403.",
         None,
         secret=True,
     )

@@ -223,13 +223,14 @@ def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
         (engine,) = llm.frontend.engines
         work = engine.features.of(Planning)
         assert not [*llm.frontend.adapters]
-        assert not work.known
+        assert not work._reading | work._read | work._failed
+        assert {slot.number for slot in work._slots} == {-1}
         (host,) = [
             each.host
             for each in engine._workers.executor._worker.runner.works.all
             if isinstance(each, Work)
         ]
-        assert not host.numbers
+        assert not host._kept
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -312,4 +313,4 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     second.result()
     assert host.report() == [(2, False)]
     assert host.read(2, folder) is second
-    assert host.numbers == {2}
+    assert {*host._kept} == {2}

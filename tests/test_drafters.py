@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -54,8 +55,10 @@ class AlwaysAhead(RandomLookahead):
         return dict.fromkeys(decodes, self._most)
 
 
-def drafts_of(model: Path, method: str = "draft") -> SpeculationConfig:
-    return SpeculationConfig(method=method, model=str(model), max_draft_tokens=MOST)  # type: ignore[arg-type]
+def drafts_of(
+    model: Path, method: Literal["draft", "eagle3", "mtp"] = "draft"
+) -> SpeculationConfig:
+    return SpeculationConfig(method=method, model=str(model), max_draft_tokens=MOST)
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> None:
@@ -136,7 +139,8 @@ def test_an_eagle_head_computes_what_plain_torch_does(
     reference = EagleReference(tensors, layout, norms_residual=norms_residual)
     rng = random.Random(2)
     text = torch.tensor([rng.randrange(200) for _ in range(24)], dtype=torch.int32)
-    table = tensors["embed_tokens.weight"] if norms_residual else target.embedding.weight  # type: ignore[union-attr]
+    assert target.embedding is not None
+    table = tensors["embed_tokens.weight"] if norms_residual else target.embedding.weight
     paged = PagedModel(head, 16)  # type: ignore[arg-type]
     taps = torch.randn(24, 3, 64, generator=torch.Generator().manual_seed(1))
     expected = reference.forward(reference.combine(taps), table[text.long()])

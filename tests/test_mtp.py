@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
@@ -50,6 +51,18 @@ def test_the_head_computes_what_transformers_does(name: str, tmp_path: Path) -> 
     output = torch.cat(outputs)
     expected = reference(hidden, embedded)
     assert (output - expected).abs().max() < 2e-5 * expected.std()
+
+
+def test_adapters_do_not_change_the_head(tmp_path: Path) -> None:
+    """A drafter's passes have other tokens than the step whose tokens are sorted by adapter."""
+    folder, _ = mtp_model("glm4_moe", tmp_path)
+    slots = AdapterSlots(1, 4, torch.float32, CPU, uses_kernels=False)
+    backend = Backend(CPU, torch.float32, ParallelGroup(0, 1), adapters=slots, wants_mtp=True)
+    build_model(folder, backend, model_options())
+    assert backend.adapters is slots
+    modules = {module for product in slots.products for module in product.modules}
+    assert "model.layers.1.self_attn.q_proj" in modules
+    assert not any("layers.2." in module for module in modules)
 
 
 def test_whether_a_checkpoint_has_a_head(tmp_path: Path) -> None:

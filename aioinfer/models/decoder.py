@@ -293,6 +293,8 @@ class DecoderModel(BoundLayers):
             raise ConfigError(
                 'speculation.method = "mtp" needs a model with a head that predicts further tokens'
             )
+        # made without adapters: they sort a step's tokens, and the head's passes hold others
+        adapters, self.backend.adapters = self.backend.adapters, None
         if self.backend.num_stages > 1:
             with self._make.measuring():
                 specs = mtp().layer.kv_specs
@@ -300,6 +302,7 @@ class DecoderModel(BoundLayers):
             self.mtp = mtp()
             specs = self.mtp.layer.kv_specs
             self.layer_numbers = range(self.layer_numbers.start, self.layer_numbers.stop + 1)
+        self.backend.adapters = adapters
         self.kv_specs = [*self.kv_specs, specs]
 
     @property

@@ -221,7 +221,7 @@ class Worker:
         config, folder = self._config, self._folder
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
-            adapters = self._make_adapters(dtype)
+            adapters = self._backend.adapters = self._make_adapters(dtype)
             self._model = build_model(folder, self._backend, config.model)
             self._backend.adapters = None  # a drafter has none
             drafter = build_drafter(config, self._model, served_len)
@@ -238,7 +238,7 @@ class Worker:
                 raise ConfigError(
                     "speculation.model: a model whose layers keep states cannot draft"
                 )
-        if adapters is not None:
+        if adapters is not None and adapters.products:
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
                 adapters.allocate(self._max_tokens)
             self._backend.adapters = adapters
@@ -246,12 +246,12 @@ class Worker:
     def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
         """Returns the slots of adapters, if there are any, for the model that is made next."""
         lora, backend = self._config.lora, self._backend
-        if lora.num_slots:
-            backend.adapters = AdapterSlots(
-                lora.num_slots, lora.max_rank, dtype, self.device,
-                uses_kernels=backend.has_kernels, pdl=backend.pdl,
-            )  # fmt: skip
-        return backend.adapters
+        if not lora.num_slots:
+            return None
+        return AdapterSlots(
+            lora.num_slots, lora.max_rank, dtype, self.device,
+            uses_kernels=backend.has_kernels, pdl=backend.pdl,
+        )  # fmt: skip
 
     @property
     def _weights_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """GPU workers that are lost while a server process serves: new ones take their place, and streams
 go on with the text of an undisturbed run.
 
-In float32, so that tokens that are computed anew, in other steps, are the same. States are computed
-anew from the tokens, too.
+In float32, so that tokens that are computed again, in other steps, are the same. States are
+computed again from the tokens, too.
 """
 
 from __future__ import annotations

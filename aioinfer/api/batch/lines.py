@@ -261,7 +261,9 @@ class BatchServer:
         # of; pyproject.toml pins the version for `_handle`
         loop = asyncio.get_running_loop()
         # a connection without a transport: aiohttp asks it for a request's peer, and there is none
-        self._protocol = web.RequestHandler(web.Server(app._handle), loop=loop, access_log=None)  # type: ignore[arg-type]
+        handle: Any = app._handle  # typed for `web.Request`, where a server takes any request
+        no_log: Any = None  # typed as a logger; None writes no access log
+        self._protocol = web.RequestHandler(web.Server(handle), loop=loop, access_log=no_log)
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Returns the result of a request. A request that the server has no room for waits; one
@@ -307,9 +309,9 @@ class BatchServer:
         payload = StreamReader(BaseProtocol(loop), _NO_LIMIT, loop=loop)
         payload.feed_data(body)
         payload.feed_eof()
-        task = asyncio.current_task()
-        # a reply that is no stream is returned unsent: nothing uses the writer
-        request = web.Request(message, payload, self._protocol, None, task, loop)  # type: ignore[arg-type]
+        writer: Any = None  # a reply that is no stream is returned unsent
+        task: Any = asyncio.current_task()
+        request = web.Request(message, payload, self._protocol, writer, task, loop)
         request[ACCOUNT] = account
         response = await self._app._handle(request)
         if not isinstance(response, web.Response) or not isinstance(response.body, bytes):

@@ -62,7 +62,7 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} |
 }
 
 
-#: A text that nobody takes for something else.
+#: A text that needs no quotes in a line of the log.
 _WORD = re.compile(r"[A-Za-z0-9_.:/@,+-]+")
 
 

@@ -101,12 +101,6 @@ class Planning(StepFeature):
         return False
 
     @property
-    def known(self) -> set[int]:
-        """The adapters that workers have, or are to have."""
-        in_slots = {slot.number for slot in self._slots if slot.number >= 0}
-        return in_slots | self._reading | self._read | self._failed
-
-    @property
     def _is_alone(self) -> bool:
         """Whether nothing runs: there is no step without the request that is next in the queue."""
         return not self.host.scheduler().num_running

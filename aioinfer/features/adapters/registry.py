@@ -53,10 +53,9 @@ class AdapterRegistry:
 
     def __init__(self, config: Config):
         self._config = config
-        self._folder = Path()
         self._by_name: dict[str, Adapter] = {}
         self._numbers = count()
-        self._modules: Modules | None = None
+        self._modules: Modules = {}
         self._lock = asyncio.Lock()
         self.on_remove: Callable[[Adapter], None] = lambda adapter: None
 
@@ -76,7 +75,8 @@ class AdapterRegistry:
 
     async def start(self, folder: Path) -> None:
         """Adds the adapters of `lora.adapters`, of the model in a folder. Raises `ConfigError`."""
-        self._folder = folder
+        if self._config.lora.num_slots:  # not while requests run: it takes the interpreter a while
+            self._modules = await asyncio.to_thread(adaptable_modules, folder, self._config)
         for name, path in self._config.lora.adapters.items():
             await self.add(name, path)
 
@@ -115,8 +115,6 @@ class AdapterRegistry:
         """Returns folder and rank of an adapter. Raises `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
         config, shapes = AdapterConfig.read(folder), read_shapes(folder)
-        if self._modules is None:
-            self._modules = adaptable_modules(self._folder, self._config)
         rank = 0
         for module, sides in shapes.items():
             known = self._modules.get(module)

@@ -48,11 +48,6 @@ class HostAdapters:
         self._kept: OrderedDict[int, Future[_Packed]] = OrderedDict()
         self._unreported: dict[int, Future[_Packed]] = {}
 
-    @property
-    def numbers(self) -> set[int]:
-        """The adapters that are there, or are being read."""
-        return {*self._kept}
-
     def read(self, number: int, folder: str) -> Future[_Packed]:
         """Begins to read an adapter that is not there, and returns it."""
         if number not in self._kept:
