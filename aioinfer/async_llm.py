@@ -30,6 +30,7 @@ from aioinfer.arguments import (
 from aioinfer.engine.chat_turn import MessageBuilder, Turn, conversation_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import EngineDeadError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
@@ -384,9 +385,12 @@ class AsyncLLM:
             EngineDeadError: the workers are gone.
             GenerationError: the request was ended before all of it was computed.
         """
-        self._require_open()
         params = self.frontend.pooling.params(pooling, takes_all=True)
-        output = await self.frontend.submit(as_prompt(prompt), params, priority=priority)
+        return await self._pool(as_prompt(prompt), params, priority)
+
+    async def _pool(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> F32:
+        self._require_open()
+        output = await self.frontend.submit(prompt, params, priority=priority)
         try:
             await output.collect()
         finally:
@@ -403,19 +407,25 @@ class AsyncLLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         pooling: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> F32:
         """Returns the embedding of a text, float32 [dimensions]. Embeddings that are asked for
         together (`asyncio.gather`) share steps. For arguments and errors see `LLM.embed`."""
         model = self.frontend.pooling
         model.check_dimensions(dimensions, self.frontend.hidden_size)
-        before, pooling = model.prompt(prompt_name), model.params(pooling).pooling
+        before, params = model.prompt(prompt_name), model.params(pooling)
         prompt = as_prompt(text)
-        state = await self.encode(before + prompt if isinstance(prompt, str) else prompt, pooling)
+        prompt = before + prompt if isinstance(prompt, str) else prompt
+        prompt = await cut_text(self.frontend, prompt, truncate_prompt_tokens)
+        state = await self._pool(prompt, params)
         return model.embedding(state, dimensions, normalize)
 
     async def score(self, query: str, document: str) -> float:
         """Returns the similarity of two texts, as `LLM.score` does."""
         model = self.frontend.pooling
+        if (head := model.cross_encoder) is not None:
+            state = await self._pool(*await cross_prompt(self.frontend, query, document))
+            return float(head.probabilities(state)[0])
         kind = model.params().pooling
         first, second = await asyncio.gather(
             self.encode(model.prompt_of("query") + query, kind),

@@ -28,6 +28,7 @@ from aioinfer.arguments import (
 from aioinfer.background import BackgroundModel
 from aioinfer.engine.chat_turn import conversation_turn, parse_message
 from aioinfer.engine.output import RequestOutput
+from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import GenerationError
 from aioinfer.features.logprobs.planning import TokenLogprob
@@ -239,6 +240,7 @@ class LLM(BackgroundModel):
         dimensions: int | None = None,
         normalize: bool | None = None,
         pooling: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[F32]:
         """Returns the embedding of each text, float32 [dimensions], in the same order.
 
@@ -249,6 +251,8 @@ class LLM(BackgroundModel):
             dimensions: keep so many of the first values; all if missing.
             normalize: whether an embedding's length is 1; as the model does it if missing.
             pooling: "last", "mean" or "cls"; as the model does it if missing.
+            truncate_prompt_tokens: keep so many tokens of a text at most, -1: as many as fit; a
+                text that is too long is refused if missing.
 
         Raises:
             RequestError: one of them is wrong; the others are aborted.
@@ -257,17 +261,21 @@ class LLM(BackgroundModel):
         model = self.frontend.pooling
         model.check_dimensions(dimensions, self.frontend.hidden_size)
         prompt = model.prompt(prompt_name)
-        states = self._pooled(as_prompts(texts), prompt, model.params(pooling))
+        params, kept = model.params(pooling), truncate_prompt_tokens
+        states = self._pooled(as_prompts(texts), prompt, params, kept)
         return [model.embedding(state, dimensions, normalize) for state in states]
 
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
-        """Returns the similarity of each pair of texts, or of one query to each document: the
-        cosine of the angle between their embeddings.
+        """Returns the similarity of each pair of texts, or of one query to each document: what a
+        cross-encoder gives them, or the cosine of the angle between their embeddings.
 
         Raises the errors of `embed`; `RequestError` too if there are as many of neither.
         """
         pairs = as_pairs(queries, documents)
         model = self.frontend.pooling
+        if (head := model.cross_encoder) is not None:
+            states = self.run(self._cross_states(pairs))
+            return [float(head.probabilities(state)[0]) for state in states]
         unique = list(dict.fromkeys(query for query, _ in pairs))
         found = self._pooled(unique, model.prompt_of("query"), model.params())
         of_query = dict(zip(unique, found, strict=True))
@@ -278,13 +286,35 @@ class LLM(BackgroundModel):
             for (query, _), state in zip(pairs, states, strict=True)
         ]
 
-    def _pooled(self, inputs: Sequence[Prompt], prompt: str, params: SamplingParams) -> list[F32]:
-        """Returns the pooled states of inputs, with `prompt` before each input that is a text."""
+    def _pooled(
+        self,
+        inputs: Sequence[Prompt],
+        prompt: str,
+        params: SamplingParams,
+        kept: int | None = None,
+    ) -> list[F32]:
+        """Returns the pooled states of inputs, with `prompt` before each input that is a text, each
+        cut to `kept` tokens as by `truncate_prompt_tokens`."""
         texts = [prompt + each if isinstance(each, str) else each for each in inputs]
-        count = len(texts)
-        found = self.run(self._generate(texts, [params] * count, [0] * count))
+
+        async def pool() -> list[F32]:
+            cut = texts
+            if kept is not None:
+                cut = [await cut_text(self.frontend, text, kept) for text in texts]
+            return await self._states(cut, [params] * len(cut))
+
+        return self.run(pool())
+
+    async def _cross_states(self, pairs: Sequence[tuple[str, str]]) -> list[F32]:
+        """Returns the pooled states of pairs of texts for the model's head."""
+        made = [await cross_prompt(self.frontend, *pair) for pair in pairs]
+        return await self._states([ids for ids, _ in made], [params for _, params in made])
+
+    async def _states(self, prompts: list[Prompt], params: Sequence[SamplingParams]) -> list[F32]:
+        """Returns the pooled states of prompts."""
+        found = await self._generate(prompts, params, [0] * len(prompts))
         states = [output.pooled for output in found if output.pooled is not None]
-        if len(states) < count:
+        if len(states) < len(prompts):
             raise GenerationError("a request was ended before all of it was computed")
         return states
 

@@ -310,6 +310,8 @@ class SamplingParams:
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.
         adapter: the name of the adapter (LoRA) that the model has for the request, or None.
+        second_text: the position in the prompt from which on its tokens are of the second of two
+            texts (BERT's token types); 0: there is one text.
     """
 
     n: int = integer(1, 1, MAX_N)
@@ -343,6 +345,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     beam_search: BeamSearch | None = None
     adapter: str | None = None
+    second_text: int = integer(0, 0, MAX_INT32, crosses=True)
 
     def __post_init__(self) -> None:
         for parameter in PARAMETERS:

@@ -225,14 +225,13 @@ def test_the_vocabulary_is_looked_up_only_where_it_is_used(all_tokenizers):
     "decoder",
     [
         None,
-        tokenizers.decoders.WordPiece(),
-        tokenizers.decoders.Metaspace(),
+        tokenizers.decoders.CTC(),
         tokenizers.decoders.Sequence(
             [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", left=1)]
         ),
         tokenizers.decoders.Strip("x", left=1),
     ],
-    ids=["none", "WordPiece", "Metaspace", "ByteLevel and more", "Strip of x"],
+    ids=["none", "CTC", "ByteLevel and more", "Strip of x"],
 )
 def test_decoders_of_other_kinds_are_refused(decoder):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -240,3 +239,15 @@ def test_decoders_of_other_kinds_are_refused(decoder):
         backend.decoder = decoder
     with pytest.raises(ConfigError, match="not supported"):
         DecodeRules.of(backend)
+
+
+def test_word_pieces_and_unigrams():
+    """Of encoders; punctuation keeps the space before it, since tokens are converted one by one."""
+    pieces = {"[CLS]": 0, "run": 1, "##ning": 2, ".": 3}
+    word_pieces = tokenizers.Tokenizer(tokenizers.models.WordPiece(pieces, unk_token="[CLS]"))
+    word_pieces.decoder = tokenizers.decoders.WordPiece()
+    assert Tokenizer(word_pieces, {}, None).decode([1, 2, 1, 3]) == "running run ."
+    unigrams = [("<s>", 0.0), ("\u2581run", -1.0), ("ning", -1.0)]
+    unigram = tokenizers.Tokenizer(tokenizers.models.Unigram(unigrams, unk_id=0))
+    unigram.decoder = tokenizers.decoders.Metaspace()
+    assert Tokenizer(unigram, {}, None).decode([1, 2, 1]) == "running run"

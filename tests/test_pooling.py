@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from aioinfer.config import PoolingConfig
-from aioinfer.engine.served_model import ClassificationHead, Pooling, cosine_similarity
+from aioinfer.engine.pooling_head import ClassificationHead, DenseLayer
+from aioinfer.engine.served_model import Pooling, cosine_similarity
 from aioinfer.errors import ConfigError, RequestError
 
 
@@ -55,7 +56,11 @@ def test_what_the_folder_says(
         ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),
         ({"1_Pooling/config.json": CLS | {"pooling_mode_lasttoken": True}}, " and "),
         ({"1_Pooling/config.json": CLS | {"include_prompt": False}}, "include_prompt"),
-        ({"modules.json": [*MODULES, module("Dense", "3_Dense")]}, "Dense"),
+        (
+            {"modules.json": [*MODULES, module("Dense", "3_Dense")]},
+            "3_Dense has no model",
+        ),
+        ({"modules.json": [*MODULES, module("LSTM", "3_LSTM")]}, "LSTM"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -102,9 +107,9 @@ def test_embeddings_of_states() -> None:
 
 def test_probabilities() -> None:
     weight = np.array([[1, 0], [0, 1], [0, 0]], np.float32)
-    head = ClassificationHead(weight, ("a", "b", "c"))
+    head = ClassificationHead((DenseLayer(weight),), ("a", "b", "c"))
     found = head.probabilities(np.array([100, 0], np.float32))
     assert found.argmax() == 0
     assert np.isclose(found.sum(), 1)
-    single = ClassificationHead(weight[:1], ("a",))
+    single = ClassificationHead((DenseLayer(weight[:1]),), ("a",), activation="sigmoid")
     assert single.probabilities(np.array([0, 5], np.float32)).tolist() == [0.5]

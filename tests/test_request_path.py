@@ -67,6 +67,7 @@ def make_runner(slots: Slots) -> ModelRunner:
     model: Any = SimpleNamespace(
         vocabulary=Vocabulary(VOCAB_SIZE, ParallelGroup.single()),
         finishes_with_hidden_states=True,
+        scores_tokens=True,
         plan=lambda step: None,
         begin=lambda step, out, received: None,
         take_part=lambda: None,

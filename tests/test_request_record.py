@@ -23,7 +23,7 @@ from tests.plans import ids
 #: A value for each parameter that crosses, unlike its default.
 VALUES: dict[str, Any] = {
     "temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 2.0**-126, "repetition_penalty": 0.01,
-    "presence_penalty": -2.0, "frequency_penalty": 1.7,
+    "presence_penalty": -2.0, "frequency_penalty": 1.7, "second_text": 5,
 }  # fmt: skip
 
 

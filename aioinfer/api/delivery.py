@@ -102,7 +102,7 @@ async def submitted(
                 outputs.append(
                     await frontend.submit(
                         prompt,
-                        params,
+                        generation.params_of(index),
                         priority=priority,
                         request_id=f"{generation.name}-{index}",
                         flow=account.flow,

@@ -50,6 +50,7 @@ class Generation:
         streams: whether the client reads the output while it comes.
         priority: the one that the body names.
         cache_salt: divides the prefix cache; None is for everyone.
+        second_texts: `SamplingParams.second_text` of each prompt; empty: 0 of all.
     """
 
     name: str
@@ -58,6 +59,12 @@ class Generation:
     streams: bool = False
     priority: int | None = None
     cache_salt: str | None = None
+    second_texts: Sequence[int] = ()
+
+    def params_of(self, prompt: int) -> SamplingParams:
+        """Returns the parameters of a prompt, by its number."""
+        second = self.second_texts[prompt] if self.second_texts else 0
+        return replace(self.params, second_text=second) if second else self.params
 
 
 class ChoiceWriter:

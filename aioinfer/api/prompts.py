@@ -24,6 +24,7 @@ from aioinfer.api.protocol import (
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
+from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_LOGIT_BIAS
 from aioinfer.text.message_parser import ToolUse
@@ -31,8 +32,6 @@ from aioinfer.text.message_parser import ToolUse
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
-#: Tokens of a prompt before `truncate_prompt_tokens` cuts it: a million take a second to encode.
-_MAX_UNCUT_TOKENS = 2**20
 #: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
 _JOINT = "☺"
 
@@ -170,23 +169,14 @@ class Truncated(Protocol):
 
 def max_uncut(body: Truncated) -> int | None:
     """Returns how many tokens a prompt may have before it is cut; None where it is not cut."""
-    return None if body.truncate_prompt_tokens is None else _MAX_UNCUT_TOKENS
+    return None if body.truncate_prompt_tokens is None else MAX_UNCUT_TOKENS
 
 
 def cut(frontend: Frontend, body: Truncated, ids: list[int], room: int) -> list[int]:
-    """Returns the last `truncate_prompt_tokens` of a prompt, or the first with a `truncation_side`
-    of "right"; with -1 as many as `room`. Raises `RequestError` for more than the model has."""
-    kept = body.truncate_prompt_tokens
-    if kept is None:
-        return ids
-    if kept > frontend.max_model_len:
-        raise FieldError(
-            "truncate_prompt_tokens",
-            f"is {kept}, which is more than this model's maximum context length of "
-            f"{frontend.max_model_len} tokens. Please request a smaller truncation size.",
-        )
-    kept = kept if kept > 0 else room
-    return ids[:kept] if body.truncation_side == "right" else ids[-kept:]
+    """Returns the tokens of a prompt that a body keeps; with a `truncate_prompt_tokens` of -1 as
+    many as `room`. Raises `RequestError` for more than the model has."""
+    kept = max_kept(frontend, body.truncate_prompt_tokens, room)
+    return cut_prompt(frontend, ids, kept, body.truncation_side)
 
 
 def _room(frontend: Frontend, body: SamplingBody) -> int:

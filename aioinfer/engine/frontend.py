@@ -62,7 +62,7 @@ class Frontend:
         message_format: how the model writes thoughts and tool calls.
         folder: the model's.
         adapters: that requests may name.
-        defaults, vocab_size, hidden_size, pooling: see `ServedModel`.
+        defaults, vocab_size, hidden_size, pooling, is_encoder: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
@@ -76,6 +76,7 @@ class Frontend:
     vocab_size: int
     hidden_size: int
     pooling: Pooling
+    is_encoder: bool
 
     def __init__(
         self,
@@ -234,8 +235,11 @@ class Frontend:
         self.tokenizer, self.message_format = model.tokenizer, model.message_format
         self.defaults, self.pooling = model.defaults, model.pooling
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
+        self.is_encoder = model.is_encoder
         self._restrictions = RestrictionCompiler(
-            model.tokenizer, model.vocab_size, model.defaults.eos_token_ids
+            model.tokenizer if model.generates else None,
+            model.vocab_size,
+            model.defaults.eos_token_ids,
         )
         return self._restrictions
 
@@ -470,10 +474,11 @@ class Frontend:
             )
         if params.stop:
             self.require_tokenizer("stop")
-        if params.pooling is None and self.pooling.head is not None:
+        if params.pooling is None and not self._model.generates:
+            is_a = "has a classification head" if self.pooling.head else "is an encoder"
             raise RequestError(
-                "this model has a classification head and cannot generate: use /classify, /score, "
-                "/rerank or /v1/embeddings"
+                f"this model {is_a} and cannot generate: use /v1/embeddings, /score, /rerank or "
+                "/classify"
             )
         max_len = self._limits.end_of(len(prompt.tokens), params)
         self._limits.check_logprobs(len(prompt.tokens), max_len - len(prompt.tokens), params)

@@ -229,6 +229,7 @@ class SequenceMaker:
         submitted = SubmittedRequest(
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
             self._config.max_num_batched_tokens, output.report_progress, prompt.adapter,
+            is_whole=self._model.is_encoder,
         )  # fmt: skip
         make_detokenizer = self._detokenizers(output)
         for index in range(params.num_sequences):

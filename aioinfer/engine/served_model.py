@@ -4,12 +4,13 @@ how its hidden states become embeddings, scores and classes (`Pooling`).
 `Frontend` loads it in a thread while the workers load the weights.
 
 The workers return the pooled hidden state of a prompt, float32 and as it is; the rest is a few
-operations on one vector, done here: truncation, normalisation, the classification head.
+operations on one vector, done here: dense modules, truncation, normalisation, the classification
+head (`pooling_head`).
 
 Which pooling a model was trained for stands in its folder, in the files that sentence-transformers
 writes: `modules.json`, the configuration of its pooling module (usually `1_Pooling/config.json`)
 and `config_sentence_transformers.json`. The section `[pooling]` of the configuration goes over
-them. Without any: the last token's state, normalised.
+them. Without any: the last token's state, of encoders the mean of all, normalised.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ import numpy as np
 
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, ModelConfig, PoolingConfig
+from aioinfer.engine.pooling_head import (
+    ClassificationHead,
+    DenseLayer,
+    read_dense_modules,
+    read_head,
+)
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.kernels.cpu_cache import compile_ahead
@@ -44,32 +51,7 @@ _MODES = {
 }
 _NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 #: Modules that stand before pooling, or whose operations are done here.
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
-
-
-@dataclass(frozen=True, slots=True)
-class ClassificationHead:
-    """The classification head of a checkpoint: maps the last token's state to classes.
-
-    Attributes:
-        weight: float32 [classes, hidden_size].
-        labels: the names of the classes.
-    """
-
-    weight: F32
-    labels: tuple[str, ...]
-
-    def logits(self, state: F32) -> F32:
-        """Returns float32 [classes] for a pooled state [hidden_size]."""
-        return self.weight @ state
-
-    def probabilities(self, state: F32) -> F32:
-        """Returns float32 [classes]: the softmax, or the sigmoid of a single class."""
-        logits = self.logits(state).astype(np.float64)
-        if len(logits) == 1:
-            return (1 / (1 + np.exp(-logits))).astype(np.float32)
-        powers = np.exp(logits - logits.max())
-        return (powers / powers.sum()).astype(np.float32)
+_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +65,7 @@ class Pooling:
         default_prompt: the name of the prompt that is used where none is named, or None.
         obstacle: why the model cannot embed, or None.
         head: the classification head, if the checkpoint has one.
+        dense: applied to pooled states, one after the other, before all else.
     """
 
     kind: str = "last"
@@ -91,13 +74,26 @@ class Pooling:
     default_prompt: str | None = None
     obstacle: str | None = None
     head: ClassificationHead | None = None
+    dense: tuple[DenseLayer, ...] = ()
 
     @classmethod
-    def load(cls, folder: Path, config: PoolingConfig) -> Pooling:
-        """Reads a model's folder. Raises `ConfigError` if a file of it cannot be read."""
+    def load(cls, folder: Path, config: PoolingConfig, default: str = "last") -> Pooling:
+        """Reads a model's folder. Raises `ConfigError` if a file of it cannot be read.
+
+        Args:
+            folder: of the model.
+            config: the section `[pooling]`.
+            default: the kind where neither says one.
+        """
         modules = _read_modules(folder)
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
         kind, obstacle = _read_kind(folder, modules)
+        kind = kind or default
+        dense: tuple[DenseLayer, ...] = ()
+        try:
+            dense = read_dense_modules(folder, modules)
+        except ConfigError as error:
+            obstacle = str(error)
         if unknown := [name for name in kinds if name not in _KNOWN_MODULES]:
             obstacle = f"modules.json has modules that are not supported: {', '.join(unknown)}"
         normalize = "Normalize" in kinds if modules else True
@@ -109,7 +105,8 @@ class Pooling:
             {str(name): str(text) for name, text in prompts.items()},
             own.get("default_prompt_name"),
             obstacle if config.type is None else None,
-            _read_head(folder),
+            read_head(folder),
+            dense,
         )
 
     def params(self, kind: str | None = None, *, takes_all: bool = False) -> SamplingParams:
@@ -150,19 +147,30 @@ class Pooling:
         found = next((name for name in names if name in self.prompts), None)
         return self.prompt(found)
 
-    @staticmethod
-    def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+    def embedding_size(self, hidden_size: int) -> int:
+        """Returns how many values an embedding has, of hidden states of `hidden_size`."""
+        return len(self.dense[-1].weight) if self.dense else hidden_size
+
+    def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
         """Raises `RequestError` for a number of values that an embedding cannot have."""
-        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        most = self.embedding_size(hidden_size)
+        if dimensions is not None and not 1 <= dimensions <= most:
             raise RequestError(
-                f"dimensions must be in [1, {hidden_size}], not {dimensions}", param="dimensions"
+                f"dimensions must be in [1, {most}], not {dimensions}", param="dimensions"
             )
+
+    @property
+    def cross_encoder(self) -> ClassificationHead | None:
+        """The head that scores pairs of texts: one with a single class; None for none."""
+        return self.head if self.head is not None and len(self.head.labels) == 1 else None
 
     def embedding(
         self, state: F32, dimensions: int | None = None, normalize: bool | None = None
     ) -> F32:
         """Returns the embedding of a pooled state, or of each of several [P, hidden_size]: its
         first `dimensions` values, normalised."""
+        for layer in self.dense:
+            state = layer(state)
         found = state if dimensions is None else state[..., :dimensions]
         if self.normalize if normalize is None else normalize:
             if found.ndim > 1:
@@ -193,7 +201,8 @@ def _read_modules(folder: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _read_kind(folder: Path, modules: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """Returns how the model's pooling module pools, and why that cannot be done here, or None."""
+    """Returns how the model's pooling module pools, "" if it does not say, and why that cannot be
+    done here, or None."""
     path = next(
         (str(m.get("path")) for m in modules if str(m.get("type")).endswith("Pooling")), "1_Pooling"
     )
@@ -206,24 +215,7 @@ def _read_kind(folder: Path, modules: Sequence[Mapping[str, Any]]) -> tuple[str,
         return "last", "its pooling leaves the prompt out (include_prompt)"
     if len(found) > 1 or None in found:
         return "last", f"its pooling is {' and '.join(wanted)}"
-    return (found[0] if found else None) or "last", None
-
-
-def _read_head(folder: Path) -> ClassificationHead | None:
-    """Returns the classification head of a checkpoint, or None if its architecture has none.
-
-    Raises `ConfigError` if its weights are not there.
-    """
-    config = read_json(folder / "config.json")
-    names = config.get("architectures") or [""]
-    if not str(names[0]).endswith("ForSequenceClassification"):
-        return None
-    from aioinfer.models.loader import read_tensor
-
-    weight = read_tensor(folder, "score.weight").float().numpy()
-    given = config.get("id2label") or {}
-    labels = (given.get(str(number), f"LABEL_{number}") for number in range(len(weight)))
-    return ClassificationHead(weight, tuple(labels))
+    return (found[0] if found else None) or "", None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +229,8 @@ class ServedModel:
         vocab_size: of the logits.
         hidden_size: of the hidden states.
         pooling: how the model pools hidden states.
+        is_encoder: whether it keeps nothing of a prompt, computes it in one step, and has no head
+            that scores tokens.
     """
 
     tokenizer: Tokenizer | None
@@ -245,6 +239,12 @@ class ServedModel:
     vocab_size: int
     hidden_size: int
     pooling: Pooling
+    is_encoder: bool = False
+
+    @property
+    def generates(self) -> bool:
+        """Whether it can generate: encoders, and decoders with a classification head, cannot."""
+        return not self.is_encoder and self.pooling.head is None
 
     @classmethod
     def load(cls, folder: Path, config: Config) -> ServedModel:
@@ -266,7 +266,8 @@ class ServedModel:
             ),
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,
-            pooling=Pooling.load(folder, config.pooling),
+            pooling=Pooling.load(folder, config.pooling, "last" if model.generates else "mean"),
+            is_encoder=not model.generates,
         )
 
 

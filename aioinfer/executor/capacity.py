@@ -53,6 +53,10 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
     sendable = max_sequence_tokens(first.block_size, len(first.groups))
     fitting = sendable if fitting is None else min(fitting, sendable)
     model_max_len, wanted = first.model_max_len, config.model.max_model_len
+    holder, remedy = "the KV cache holds", "give the cache more memory or blocks"
+    if not first.groups:  # prompts are computed whole
+        fitting = min(fitting, config.scheduler.max_num_batched_tokens)
+        holder, remedy = "a step computes", "raise scheduler.max_num_batched_tokens"
     if wanted is not None and wanted > model_max_len:
         raise ConfigError(
             f"model.max_model_len is {wanted}, but the model was made for "
@@ -66,11 +70,11 @@ def settle_capacity(config: Config, reports: Sequence[LoadReport]) -> Capacity:
         return Capacity(num_blocks, kv_cache_bytes, max_len, reason)
     if wanted is None:
         reason = (
-            f"the KV cache holds {fitting} tokens of one request, the model could do "
-            f"{model_max_len}: give the cache more memory or blocks"
+            f"{holder} {fitting} tokens of one request, the model could do {model_max_len}: "
+            f"{remedy}"
         )
         return Capacity(num_blocks, kv_cache_bytes, fitting, reason)
     raise ConfigError(
-        f"model.max_model_len is {wanted}, but the KV cache holds {fitting} tokens of one request: "
-        f"set it to {fitting} or less, or give the cache more memory or blocks"
+        f"model.max_model_len is {wanted}, but {holder} {fitting} tokens of one request: "
+        f"set it to {fitting} or less, or {remedy}"
     )

@@ -19,6 +19,7 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.bidirectional_attention import make_bidirectional_attention
 from aioinfer.layers.convolution import make_short_convolution
 from aioinfer.layers.delta_net import make_gated_delta_net, make_kimi_delta_attention
 from aioinfer.layers.experts import (
@@ -343,6 +344,7 @@ class LayerMaker(PartMaker):
 
     # functions, which take the maker as their first parameter
     attention = make_attention
+    bidirectional_attention = make_bidirectional_attention
     shared_attention = make_shared_attention
     per_layer_embedding = make_per_layer_embedding
     per_layer_input = make_per_layer_input

@@ -131,6 +131,10 @@ class ResidualStream:
             return normed
         return norm(self.hidden)
 
+    def become_normed(self, norm: Norm) -> None:
+        """Puts the norm of the stream in the stream's place."""
+        self._hidden = norm(self.hidden)
+
     def normed_for(self, norm: Norm, format: InputFormat) -> torch.Tensor | ScaledInputs:
         """Returns the norm of `inputs` for a product whose inputs have a format: quantized if an
         all-reduce is outstanding, which can do it; otherwise as `normed` does."""

@@ -42,6 +42,8 @@ class StepInputs:
         replays: where layers with a state look ahead; else None.
         adapters: int32 [T], the adapter slot of each token, -1 for none and in padding; None where
             no token has one.
+        token_types: int32 [T], 0 for tokens of the first text of a pair and 1 for tokens of the
+            second, in models that tell them apart; None in others.
     """
 
     input_ids: torch.Tensor
@@ -52,6 +54,7 @@ class StepInputs:
     rotary: torch.Tensor | None = None
     replays: Replays | None = None
     adapters: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
 
     @property
     def rotary_positions(self) -> torch.Tensor:

@@ -46,6 +46,7 @@ class DecoderConfig:
 
     Attributes:
         DEFAULTS: the values of fields of a family's `config.json` that are left out.
+        generates: whether the family has a head that scores tokens.
         windows: of each layer, the sliding window in tokens, or None.
         max_len: the longest sequence that the model was made for.
         dtype: of the checkpoint.
@@ -58,6 +59,7 @@ class DecoderConfig:
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    generates: ClassVar[bool] = True
 
     vocab_size: int
     hidden_size: int
@@ -211,9 +213,9 @@ class DecoderConfig:
         return is_divided and kv_fit
 
 
-def read_json(folder: Path) -> dict[str, Any]:
-    """Returns the decoded `config.json` of a model folder. Raises `ConfigError`."""
-    file = folder / "config.json"
+def read_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Returns the decoded object in a file of a model folder. Raises `ConfigError`."""
+    file = folder / name
     try:
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:

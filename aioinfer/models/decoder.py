@@ -24,11 +24,9 @@ from aioinfer.layers.mixture import ExpertCounter
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.part_maker import Loadable
 from aioinfer.layers.residual import ResidualStream
-from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
-from aioinfer.models.bound_layers import BoundLayers
+from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
-from aioinfer.models.loader import load_weights
 from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
 from aioinfer.models.text_model import is_other_part
@@ -53,6 +51,8 @@ class CausalLM(Protocol):
         finishes_with_hidden_states: whether `finish` returns hidden states, and not values that
             only `logits` can read.
         has_rotary_sections: whether the rotary positions of a step are three a token.
+        has_token_types: whether `StepInputs.token_types` are read.
+        scores_tokens: whether there are logits; a model without a head has hidden states alone.
         expert_counters: of the layers with experts, if their tokens are counted; before them the
             counters of the layers of earlier pipeline stages, to which the counts of these stages
             are added.
@@ -66,6 +66,8 @@ class CausalLM(Protocol):
     stream_size: int
     finishes_with_hidden_states: bool
     has_rotary_sections: bool
+    has_token_types: bool
+    scores_tokens: bool
     weights_bytes: int
     kv_specs: Sequence[Sequence[KVSpec]]
     layer_numbers: range
@@ -217,7 +219,7 @@ def _counters_of(layers: Sequence[Layer]) -> list[ExpertCounter]:
     return [counter for counter in counters if counter is not None]
 
 
-class DecoderModel(BoundLayers):
+class DecoderModel(BuiltModel):
     """Implements `CausalLM` for a model built from layers.
 
     Args:
@@ -237,6 +239,8 @@ class DecoderModel(BoundLayers):
     """
 
     layer_numbers: range
+    has_token_types = False
+    scores_tokens = True
 
     def __init__(
         self,
@@ -356,28 +360,8 @@ class DecoderModel(BoundLayers):
             self._elsewhere.update(name for name, _ in part.weight_shards())
             self._make.forget(part)
 
-    def weight_shards(self) -> NamedShards:
-        """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
-        `finalize`."""
-        return self._make.weight_shards()
-
-    def finalize(self) -> None:
-        """Prepares the loaded weights for the device."""
-        self.weights_bytes += self._make.finalize()
-
-    def load(
-        self, folder: Path, load_format: str, seed: int, on_progress: Callable[[int, int], None]
-    ) -> None:
-        """See `CausalLM.load`."""
-        quantization = self._make.quantization
-        zero = () if quantization is None else quantization.zero
-        shards = list(self.weight_shards())
-        load_weights(shards, folder, load_format, seed, on_progress, self._is_unused, zero)
-        del shards  # loaded tensors are freed layer by layer
-        self.finalize()
-
     def _is_unused(self, name: str) -> bool:
-        """Whether a checkpoint may have a tensor that this rank does not need."""
+        """See `BuiltModel`."""
         if self._make.is_elsewhere(name) or (self._has_other_parts and is_other_part(name)):
             return True
         quantization, own = self._make.quantization, self.layer_numbers

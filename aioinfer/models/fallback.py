@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,7 @@ class FallbackConfig:
     max_len: int
     dtype: torch.dtype
     has_tp_plan: bool
+    generates: ClassVar[bool] = True
 
     @classmethod
     def load(cls, folder: Path, options: ModelConfig) -> FallbackConfig:
@@ -144,7 +145,8 @@ class FallbackModel:
         self.backend = backend
         self.layer_numbers = range(config.num_layers)
         self.finishes_with_hidden_states = False
-        self.has_rotary_sections = False
+        self.has_rotary_sections = self.has_token_types = False
+        self.scores_tokens = True
         self.hidden_size = self.stream_size = config.hidden_size
         # every rank has all logits, and samples the same tokens from them
         self.vocabulary = Vocabulary(config.vocab_size, ParallelGroup.single())

@@ -5,6 +5,7 @@ family's configuration and model, or to transformers' modules where there is no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,13 +16,14 @@ from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import DecoderConfig, read_config
+from aioinfer.models.config import DecoderConfig, read_config, read_json
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.quantization import read_quantization
 
 #: The modules of this package that define families. Each names its architectures in `FAMILIES`.
 MODULES = [
     "bamba",
+    "bert",
     "cohere2",
     "deepseek",
     "ernie",
@@ -42,6 +44,7 @@ MODULES = [
     "llama",
     "minimax_m2",
     "mixtral",
+    "modernbert",
     "nemotron_h",
     "olmo2",
     "olmo3",
@@ -86,6 +89,9 @@ class CausalLMConfig(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def generates(self) -> bool: ...
 
     def check_tensor_parallel(self, size: int, *, expert_parallel: bool = False) -> None: ...
 
@@ -141,7 +147,19 @@ def load_model_config(folder: Path, options: ModelConfig = _DEFAULTS) -> CausalL
             own = ", ".join(families())
             named = config.get("architectures")
             raise ConfigError(f"{named} is none of {own}; {error}") from error
-    return _read_own(family, folder, config)
+    return _as_served(_read_own(family, folder, config), folder, options)
+
+
+def _as_served(config: DecoderConfig, folder: Path, options: ModelConfig) -> DecoderConfig:
+    """Returns a configuration whose `max_len` is that of `sentence_bert_config.json`, if an encoder
+    has such a file and `model.max_model_len` does not name another length."""
+    file = folder / "sentence_bert_config.json"
+    if config.generates or options.max_model_len is not None or not file.is_file():
+        return config
+    found = read_json(folder, file.name).get("max_seq_length")
+    if not isinstance(found, int) or found < 1:
+        return config
+    return replace(config, max_len=min(found, config.max_len))
 
 
 def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> DecoderConfig:

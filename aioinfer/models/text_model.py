@@ -7,6 +7,7 @@ whose outputs take the place of some embeddings. The text model alone is loaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,13 @@ _PREFIXES = (
     ("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("ln_f.", "transformer.ln_f."),
     ("decoder.", "model.decoder."), ("backbone.", "model."),
 )  # fmt: skip
+#: The prefix of an encoder in a checkpoint with a head; "model." is that of ModernBERT alone.
+_ENCODER = re.compile(
+    r"(bert|roberta|distilbert)\.|model\.(?=layers\.\d+\.(attn\.W|mlp\.W|attn_norm|mlp_norm)"
+    r"|embeddings\.(tok_embeddings|norm)\.|final_norm\.)"
+)
+#: Ends of the names of a LayerNorm's parameters in the first checkpoints of BERT.
+_OLD_ENDS = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (
     "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
@@ -123,10 +131,15 @@ def _text_rope(rope: Any) -> Any:
 
 def own_name(stored: str) -> str:
     """Returns the name of a text model's tensor, such as "model.norm.weight", given its name in a
-    checkpoint, with or without a wrapper's prefix."""
+    checkpoint, with or without the prefix of a wrapper or of an encoder with a head."""
     for prefix, own in _PREFIXES:
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)
+    if found := _ENCODER.match(stored):
+        stored = stored[found.end() :]
+    for old, new in _OLD_ENDS.items():
+        if stored.endswith(old):
+            return stored.removesuffix(old) + new
     return stored
 
 

@@ -70,7 +70,7 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """The fraction of blocks that have an owner."""
-        return 1.0 - len(self._free) / self.num_blocks
+        return 1.0 - len(self._free) / max(1, self.num_blocks)
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks off the free list and out of the prefix index.

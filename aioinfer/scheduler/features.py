@@ -38,6 +38,7 @@ class SubmittedRequest:
         token_budget: the maximum of tokens that a step computes.
         report: wakes the reader of the request's output.
         adapter: what the feature of adapters knows of the request's adapter; None for none.
+        is_whole: whether one step computes the whole prompt.
     """
 
     params: SamplingParams
@@ -48,6 +49,7 @@ class SubmittedRequest:
     token_budget: int
     report: Any = None
     adapter: Any = None
+    is_whole: bool = False
 
 
 class StepFeature:

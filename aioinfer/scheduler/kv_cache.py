@@ -93,7 +93,7 @@ class KVCacheManager:
         )
         self._block_size = block_size
         self._max_chunk = max_chunk
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and bool(groups)
         numbered = list(zip(range(len(groups)), groups, self.pools, strict=True))
         whole = [group for group in numbered if group[1].window is None]
         states = [group for group in numbered if group[1].keeps_states]
@@ -121,11 +121,11 @@ class KVCacheManager:
     @property
     def leading_pool(self) -> BlockPool:
         """The pool that stands for all in reports about this cache: the pool of the first group
-        that attends to all tokens, or else of the first group."""
+        that attends to all tokens, or else of the first group; without groups an empty one."""
         for group, pool in zip(self.groups, self.pools, strict=True):
             if group.window is None:
                 return pool
-        return self.pools[0]
+        return self.pools[0] if self.pools else BlockPool(0)
 
     @property
     def found_pool(self) -> BlockPool:
@@ -153,7 +153,7 @@ class KVCacheManager:
     def usage(self) -> float:
         """The fraction of blocks that have an owner, in the group where it is highest: the group
         that runs out of blocks first."""
-        return max(pool.usage for pool in self.pools)
+        return max((pool.usage for pool in self.pools), default=0.0)
 
     @property
     def frees_early(self) -> bool:

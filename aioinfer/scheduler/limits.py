@@ -56,6 +56,12 @@ class SchedulerLimits:
         """Whether a layer of the model keeps a state."""
         return any(group.keeps_states for group in self.groups)
 
+    @property
+    def computes_whole_prompts(self) -> bool:
+        """Whether each prompt is computed in one step, since the model keeps nothing of it: an
+        encoder, in which each token attends to all of them."""
+        return not self.groups
+
     def check_plan_bytes(self, max_replacement_blocks: int) -> None:
         """Raises `ConfigError` unless the fixed part of the largest plan has the room that the
         ring's bound leaves for it.

@@ -165,6 +165,8 @@ class Scheduler:
         """
         limits = self.limits
         sendable = max_sequence_tokens(limits.block_size, len(limits.groups))
+        if limits.computes_whole_prompts:
+            sendable = min(sendable, limits.token_budget + 1)  # the last token is never computed
         return max_len <= sendable and self.kv_cache.fits(max_len - 1)
 
     def fits_forks(self, prompt_len: int, max_len: int, count: int) -> bool:

@@ -247,14 +247,17 @@ class StepPlanner:
             self._waiting.put_back(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
-        """Whether the plan and later results have the bytes for a request; the first always fits
-        (see `fits`)."""
+        """Whether the plan and later results have the bytes for a request, and where prompts are
+        computed whole the tokens; the first always fits (see `fits`)."""
         if request.uses:
             more = request.result_bytes
             if more and 0 < self._running.result_bytes > MAX_RESULT_BYTES - more:
                 return False
-            if not self._features.limit(request, 1, builder.rows):
+            least = request.total if self._limits.computes_whole_prompts else 1
+            if self._features.limit(request, least, builder.rows) < least:
                 return False
+        if self._limits.computes_whole_prompts and request.total > builder.prefill_left:
+            return False
         return builder.has_bytes(self._admission_bytes(builder, request))
 
     def _admission_bytes(self, builder: PlanBuilder, request: Request) -> int:

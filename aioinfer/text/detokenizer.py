@@ -58,6 +58,8 @@ class DecodeRules:
             UTF-8 text.
         replacements: (old, new) in the text of a piece, in order; sentencepiece spells a space `▁`.
         byte_fallback: `<0x0A>` is the byte 10.
+        continuation: stands before pieces that go on with a word (WordPiece); there is a space
+            before all others. Empty for other vocabularies.
         strip_left: as many spaces are taken from the start of the text (the one that encoding put
             there).
         errors: the error handler for bytes that are not UTF-8.
@@ -68,6 +70,7 @@ class DecodeRules:
     byte_fallback: bool = False
     strip_left: int = 0
     errors: str = "replace"
+    continuation: str = ""
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> DecodeRules:
@@ -83,12 +86,18 @@ class DecodeRules:
         steps = state["decoders"] if state["type"] == "Sequence" else [state]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(byte_level=True)
+        match steps:
+            case [{"type": "WordPiece", "prefix": str(prefix)}]:
+                return cls(False, strip_left=1, continuation=prefix)
         replacements: list[tuple[str, str]] = []
         byte_fallback, strip_left = False, 0
         for step in steps:
             match step:
                 case {"type": "Replace", "pattern": {"String": old}, "content": new}:
                     replacements.append((old, new))
+                case {"type": "Metaspace", "replacement": old}:
+                    replacements.append((old, " "))
+                    strip_left = 1
                 case {"type": "ByteFallback"}:
                     byte_fallback = True
                 case {"type": "Fuse"}:
@@ -98,7 +107,7 @@ class DecodeRules:
                 case _:
                     raise ConfigError(
                         f"the tokenizer's decoder {step['type']!r} is not supported: only "
-                        f"byte-level and sentencepiece vocabularies are"
+                        f"byte-level, sentencepiece and WordPiece vocabularies are"
                     )
         return cls(
             False,
@@ -115,6 +124,9 @@ class DecodeRules:
                 return bytes([BYTE_OF_CHARACTER[character] for character in piece])
             except KeyError:  # an added token, spelled as plain text
                 return piece.encode("utf-8", "replace")
+        if self.continuation:
+            goes_on = piece.startswith(self.continuation)
+            piece = piece.removeprefix(self.continuation) if goes_on else f" {piece}"
         for old, new in self.replacements:
             piece = piece.replace(old, new)
         if self.byte_fallback and (match := _BYTE_PIECE.fullmatch(piece)):

@@ -22,6 +22,7 @@ from aioinfer.text.fill_in_middle import FillInMiddle
 from aioinfer.text.json_file import read_json
 from aioinfer.text.pieces import TextPieces
 from aioinfer.text.plain_content import ChatText, PlainContent
+from aioinfer.text.special_tokens import SpecialTokens
 from aioinfer.text.token_bound import TokenBound
 
 #: Tokens that are joined in one go.
@@ -40,6 +41,7 @@ class Tokenizer:
         decode_rules: how tokens are converted to bytes.
         bound: a lower bound of the tokens of a text, or None if the vocabulary gives none.
         fill_in_middle: the tokens that mark the parts of a text with a gap, or None.
+        special_tokens: what is put around one text, and around two.
         pieces: how long texts are cut for encoding, or None if they have to be encoded whole.
         escaped_pieces: the same for `ChatText.escaped`, in which the text of special tokens is
             plain text.
@@ -72,6 +74,7 @@ class Tokenizer:
         self.decode_rules = DecodeRules.of(backend)
         self._all_bytes = TokenBytes(backend, self.decode_rules)
         self._text_bytes = TokenBytes(backend, self.decode_rules, self.special_ids)
+        self.special_tokens = SpecialTokens.of(backend)
         self.bound = TokenBound.of(backend)
         self.pieces = TextPieces.of(backend)
         self.fill_in_middle = FillInMiddle.of(backend, self.eos_token_id)

@@ -313,6 +313,9 @@ def _prepare_inputs(
     if slots.rotary_offsets is not None:
         rotary = (positions + slots.rotary_offsets[token_slots]).int().expand(3, -1)
     adapters = slots.params["adapter"][token_slots] - 1 if slots.has_adapters else None
+    types = None
+    if slots.has_token_types:
+        types = token_types(positions, slots.params["second_text"][token_slots])
     return StepInputs(
         input_ids=slots.tokens[token_slots, positions + shift],
         positions=positions.int(),
@@ -321,7 +324,14 @@ def _prepare_inputs(
         groups=tuple(groups),
         rotary=rotary,
         adapters=adapters,
+        token_types=types,
     )
+
+
+def token_types(positions: torch.Tensor, second_texts: torch.Tensor) -> torch.Tensor:
+    """Returns the token types, int32 [T], of tokens by their positions and their requests'
+    `SamplingParams.second_text`, integers [T] each."""
+    return ((second_texts > 0) & (positions >= second_texts)).int()
 
 
 def _replays(plan: StepPlan, state_lens: I32) -> Replays:

@@ -33,7 +33,7 @@ from aioinfer.layers.step import (
     StepInputs,
 )
 from aioinfer.models.decoder import CausalLM
-from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes
+from aioinfer.worker.device import NUM_BUFFERS, Device, count_decodes, token_types
 from aioinfer.worker.features import PendingSection, ProposalRows, SampledStep, StepRows
 from aioinfer.worker.kv_tensors import KVTensors, sort_copies
 from aioinfer.worker.slots import LookaheadTensors, RowTensors, SamplingRows, Slots, upload
@@ -138,6 +138,7 @@ class StepBuffers:
         self.whole = StepInputs(
             zeros(tokens), zeros(tokens), zeros(rows + 1), zeros(rows), groups, rotary, replays,
             None if adapters is None else zeros(tokens),
+            zeros(tokens) if slots.has_token_types else None,
         )  # fmt: skip
 
     def views(self, num_tokens: int, rows: int) -> StepInputs:
@@ -155,6 +156,7 @@ class StepBuffers:
             None if whole.rotary is None else whole.rotary[:, :num_tokens],
             None if whole.replays is None else Replays(*(x[:rows] for x in whole.replays)),
             None if whole.adapters is None else whole.adapters[:num_tokens],
+            None if whole.token_types is None else whole.token_types[:num_tokens],
         )
 
     def prepare(
@@ -187,6 +189,11 @@ class StepBuffers:
         if inputs.adapters is not None and self._adapters is not None and self._adapters.is_active:
             of_slots = slots.params["adapter"]
             assign_adapters(rows[0], inputs.query_starts, of_slots, inputs.adapters)
+        if inputs.token_types is not None:
+            second = slots.params["second_text"].index_select(0, rows[0])
+            # models with token types have no graphs: there are as many tokens as the rows have
+            of_tokens = second.repeat_interleave(rows[2], output_size=num_tokens)
+            inputs.token_types.copy_(token_types(inputs.positions, of_tokens))
         return inputs
 
     def clear(self) -> StepInputs:

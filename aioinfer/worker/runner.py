@@ -115,7 +115,7 @@ class ModelRunner:
     def step(self, plan: StepPlan, await_message: AwaitMessage | None = None) -> PendingResult:
         """Executes a plan, or launches it on a GPU: applies it to slots and KV blocks, computes its
         rows, and samples a token for each sampled row, late rows last. A stage that does not sample
-        returns no tokens."""
+        returns no tokens. Without a head there is a 0 for each."""
         began = time.perf_counter_ns()
         device, links = self.device, self.links
         self.works.begin(plan)
@@ -138,6 +138,9 @@ class ModelRunner:
             waited_ns = self._sample(plan, calls, logits, await_message, is_sampled=replays)
             if calls:
                 calls.read_tokens(logits, device.tokens(count))
+        elif not self.model.scores_tokens:  # in the place of sampled tokens, which are dropped
+            count = int(np.count_nonzero(plan.samples))
+            device.tokens(count).zero_()
         if computed is not None:
             self.works.follow(computed)
         if self.samples:
@@ -197,7 +200,7 @@ class ModelRunner:
             computed = device.sampled_step(plan, step, hidden)
         calls.read_hidden(hidden, has_all_tokens=every)
         count = int(np.count_nonzero(plan.samples)) if self.samples else 0
-        if not count:
+        if not count or not model.scores_tokens:
             return hidden, None, computed
         if every:
             last = hidden.index_select(0, device.last_tokens(plan))

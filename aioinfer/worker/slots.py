@@ -214,6 +214,7 @@ class Slots:
         sampling_flags: uint8 [S] on the host, which of the bits above apply to the slot.
         uses_kernels: whether Triton kernels write and read the slots, and not plain torch.
         has_adapters: whether requests may have adapters, by "adapter" of `params`.
+        has_token_types: whether the model reads token types, by "second_text" of `params`.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class Slots:
         uses_kernels: bool = False,
         has_rotary_offsets: bool = False,
         has_state_lens: bool = False,
+        has_token_types: bool = False,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -235,11 +237,14 @@ class Slots:
         self.device = device
         self.uses_kernels = uses_kernels
         self.has_adapters = False
+        self.has_token_types = has_token_types
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.tokens = zeros(max_num_seqs, max_model_len + 1)
         self.next_start = zeros(max_num_seqs)
         max_blocks = -(-max_model_len // block_size)
+        # without a KV cache, too, steps are prepared with a block table, which nothing reads
+        num_groups = max(1, num_groups)
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
         self.rotary_offsets = zeros(max_num_seqs) if has_rotary_offsets else None
         self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()

@@ -277,6 +277,8 @@ class Worker:
             max_chunk=limits.max_num_batched_tokens,
             prefix_caching=self._config.cache.enable_prefix_caching,
         )
+        if not here:
+            return (NO_LIMIT,) * len(self._own_groups)
         counts = iter(count_blocks(self._config, self.device, demand, model_max_len, available))
         return tuple(next(counts) if group.layers else NO_LIMIT for group in self._own_groups)
 
@@ -299,7 +301,7 @@ class Worker:
         Raises:
             ConfigError: memory is too short.
         """
-        self._fewest_blocks = min(num_blocks)
+        self._fewest_blocks = min(num_blocks, default=NO_LIMIT)
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
             self.runner = self._make_runner(
@@ -403,7 +405,7 @@ class Worker:
         slots = Slots(
             max_num_seqs, max_model_len, self.block_size, self.vocab_size, self.device, len(groups),
             uses_kernels=uses_kernels, has_rotary_offsets=model.has_rotary_sections,
-            has_state_lens=replays,
+            has_state_lens=replays, has_token_types=model.has_token_types,
         )  # fmt: skip
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device

@@ -54,7 +54,8 @@ from aioinfer.api.openai.pooling_bodies import (
     ScoringBody,
 )
 from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
-from aioinfer.engine.served_model import ClassificationHead, cosine_similarity
+from aioinfer.engine.pooled_prompts import join_texts, max_kept
+from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
@@ -89,12 +90,15 @@ class PoolingDialect(Generic[B]):
         param: the field that holds the inputs.
         request, body, frontend, pooling: what is answered, and the model that answers.
         model: its name.
+        second_texts: `SamplingParams.second_text` of each prompt, once these are made; empty where
+            none is of two texts.
     """
 
     body_type: ClassVar[type[PoolingBody]]
     reply_type: ClassVar[Any]
     id_prefix: ClassVar[str] = "embd"
     param = "input"
+    second_texts: Sequence[int] = ()
 
     def __init__(self, request: web.Request, body: B):
         self.request, self.body = request, body
@@ -124,17 +128,24 @@ class PoolingDialect(Generic[B]):
             "usage": pooled.usage(),
         }
 
-    async def encode(self, inputs: Sequence[Prompt]) -> list[list[int]]:
+    async def encode(self, inputs: Sequence[Prompt], *, is_part: bool = False) -> list[list[int]]:
         """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
-        full, and `RequestError` naming the field."""
+        full, and `RequestError` naming the field.
+
+        Args:
+            is_part: the inputs become parts of prompts: they have no special tokens, and are not
+                cut.
+        """
         frontend, body = self.frontend, self.body
         admit(self.request, body.timeout_s, len(inputs))
-        longest, special = max_uncut(body), body.add_special_tokens is not False
+        longest, special = max_uncut(body), body.add_special_tokens is not False and not is_part
         found = []
         with renamed({"prompt": self.param}):
             for each in inputs:
                 ids = await encode_prompt(frontend, each, special, max_tokens=longest)
-                found.append(cut(frontend, body, ids, frontend.max_model_len))
+                if not is_part:
+                    ids = cut(frontend, body, ids, frontend.max_model_len)
+                found.append(ids)
         return found
 
     async def pool(self) -> Pooled:
@@ -145,6 +156,7 @@ class PoolingDialect(Generic[B]):
             prompts,
             SamplingParams(temperature=0, pooling=kind, adapter=self.adapter),
             priority=self.body.priority,
+            second_texts=self.second_texts,
         )
         num_tokens = sum(map(len, prompts))
         with renamed({"prompt": self.param}):
@@ -197,7 +209,7 @@ class _InputDialect(PoolingDialect[IB]):
         """See `PoolingDialect.prompts`."""
         body, frontend, prefix = self.body, self.frontend, ""
         if isinstance(body, EmbeddingBody):
-            size = frontend.hidden_size
+            size = self.pooling.embedding_size(frontend.hidden_size)
             if body.dimensions is not None and body.dimensions > size:
                 raise FieldError(
                     "dimensions", f"is {body.dimensions}, and this model's embeddings have {size}"
@@ -304,7 +316,7 @@ class ClassifyDialect(_InputDialect[ClassifyRequest]):
                 "architecture that ends in ForSequenceClassification",
                 param="model",
             )
-        return "last"
+        return self.pooling.head.pooling
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
@@ -336,38 +348,41 @@ class _Scoring(PoolingDialect[SB]):
         """Returns the texts of both sides; the first may be one for all."""
         raise NotImplementedError
 
-    @property
-    def _cross_encoder(self) -> ClassificationHead | None:
-        head = self.pooling.head
-        return head if head is not None and len(head.labels) == 1 else None
-
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
-        return super().kind() if self._cross_encoder is None else "last"
+        head = self.pooling.cross_encoder
+        return super().kind() if head is None else head.pooling
 
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
         pooling, body = self.pooling, self.body
-        before = ("", "") if self._cross_encoder is not None else (
+        is_cross = pooling.cross_encoder is not None
+        before = ("", "") if is_cross else (
             pooling.prompt_of("query"), pooling.prompt_of("document", "passage")
         )  # fmt: skip
+        is_part = is_cross and self.frontend.is_encoder
         sides = []
         for prompt, texts, most in zip(
             before, self.texts(), (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True
         ):
-            ids = await self.encode([prompt + text for text in texts])
+            ids = await self.encode([prompt + text for text in texts], is_part=is_part)
             sides.append([each[:most] for each in ids] if most else ids)
         first, second = sides
         self._num_first = len(first)
-        if self._cross_encoder is None:
+        if not is_cross:
             return first + second
         first *= len(second) if len(first) == 1 else 1
-        return [one + other for one, other in zip(first, second, strict=True)]
+        frontend = self.frontend
+        kept = max_kept(frontend, body.truncate_prompt_tokens, frontend.max_model_len)
+        pairs = [join_texts(frontend, *both, kept) for both in zip(first, second, strict=True)]
+        self.second_texts = [pair.second_text for pair in pairs]
+        return [pair.ids for pair in pairs]
 
     def scores(self, pooled: Pooled) -> list[float]:
         """Returns the score of each pair."""
-        if (head := self._cross_encoder) is not None:
-            return [float(head.probabilities(state)[0]) for state in pooled.states]
+        if (head := self.pooling.cross_encoder) is not None:
+            scores: list[float] = head.probabilities(np.stack(pooled.states))[:, 0].tolist()
+            return scores
         ones, others = pooled.states[: self._num_first], pooled.states[self._num_first :]
         ones *= len(others) if len(ones) == 1 else 1
         return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)]

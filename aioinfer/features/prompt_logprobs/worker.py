@@ -15,7 +15,14 @@ import torch
 from aioinfer.features.prompt_logprobs.sections import PromptLogprobRows, PromptLogprobs
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.sampling_params import MAX_LOGPROBS
-from aioinfer.worker.features import PendingSection, WorkerFeature, first_tokens, rows_of, spread
+from aioinfer.worker.features import (
+    PendingSection,
+    Rank,
+    WorkerFeature,
+    first_tokens,
+    rows_of,
+    spread,
+)
 from aioinfer.worker.logprobs import ShardPart, find_in_shard, merge_logprobs
 
 #: Tokens whose logits exist at a time.
@@ -32,6 +39,10 @@ class Work(WorkerFeature):
 
     section = PromptLogprobRows
     suits_graphs = False
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        self.is_needed = rank.model.scores_tokens
 
     def needs_all_tokens(self, plan: StepPlan, section: PromptLogprobRows) -> bool:
         """See `WorkerFeature.needs_all_tokens`."""

@@ -78,7 +78,15 @@ class Planning(StepFeature):
         """See `StepFeature.use_of`; the first sequence asks for the states."""
         if submitted.params.pooling != ALL_TOKENS or index:
             return None
-        check_states(len(submitted.tokens), submitted.hidden_size)
+        num_tokens, size = len(submitted.tokens), submitted.hidden_size
+        check_states(num_tokens, size)
+        most = MAX_STATE_BYTES // (4 * size)
+        if submitted.is_whole and num_tokens > most:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, and one step computes it: at most {most} "
+                "hidden states of this model come back together",
+                param="pooling",
+            )
         return PromptStates(len(submitted.tokens), submitted.hidden_size)
 
     def limit(self, use: PromptStates, wanted: int, rows: Sequence[Row]) -> int:
