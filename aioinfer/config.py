@@ -29,6 +29,7 @@ from aioinfer.config_sections import (
     LimitsConfig,
     LoggingConfig,
     LoraConfig,
+    MediaConfig,
     ModelConfig,
     ParallelConfig,
     PoolingConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "LimitsConfig",
     "LoggingConfig",
     "LoraConfig",
+    "MediaConfig",
     "ModelConfig",
     "ParallelConfig",
     "PoolingConfig",
@@ -78,6 +80,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)

@@ -303,6 +303,55 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaConfig:
+    """Pictures in requests, for models that read them."""
+
+    max_pictures: int = key(
+        "Maximum of pictures in a request. 0: the model reads text alone, and its vision tower is "
+        "not loaded.",
+        16,
+        minimum=0,
+        maximum=1024,
+    )
+    max_bytes: int = key("Maximum size of a picture's file.", 20 * 2**20, minimum=1)
+    max_pixels: int = key(
+        "Maximum of pixels of a picture, by its header: larger ones are refused before they are "
+        "decoded.",
+        25_000_000,
+        minimum=1,
+    )
+    max_read_pixels: int = key(
+        "Pixels to which a larger picture is scaled down for models that read pictures of any "
+        "size, where the model's own maximum is higher.",
+        4 * 2**20,
+        minimum=65_536,
+        maximum=5 * 2**20,
+    )
+    allowed_folder: str | None = key(
+        "Folder below which requests may name files as pictures (`file:///...`). Default: none.",
+        None,
+    )
+    allowed_domains: list[str] = key(
+        "Hosts from which requests may have pictures fetched by http(s); other hosts, private "
+        "addresses and redirects are refused. Default: none.",
+        [],
+    )
+    timeout_s: float = key("Seconds that fetching a picture may take.", 10.0, minimum=0.1)
+    encoder_budget: int = key(
+        "Embeddings of pictures that a step computes, beside one picture at least: each takes the "
+        "place of a prompt token. Lower values keep inter-token latency flat.",
+        4096,
+        minimum=1,
+    )
+    cache_embeddings: int = key(
+        "Embeddings of pictures that stay on the device, for requests with the same picture; at "
+        "least those of the largest picture.",
+        16_384,
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The workers."""
 

@@ -371,7 +371,7 @@ class TestChat:
                         {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
                     ]
                 },
-                "messages[0].content[0]",
+                "messages[0].content[0].image_url.url",
             ),
             (
                 {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

@@ -104,7 +104,7 @@ class Tags(StepFeature):
         self.degrees: list[int] = []
         self.change = lambda rows, output: output
 
-    def limit(self, use, wanted, rows):
+    def limit(self, use, wanted, rows, start):
         self.calls["limit"] += 1
         return min(wanted, use.most)
 

@@ -55,7 +55,7 @@ def test_the_text_model_of_a_wrapper(name: str, wrappers: dict[str, Wrapper]) ->
     logits = PagedModel(model, 16).run_at_random(TEXTS, longest=12, seed=0)
     assert_close(logits, wrapper.expected)
     assert len(set(torch.cat(wrapper.expected).argmax(-1).tolist())) > 25
-    assert "pictures are not read yet" in model.describe(16)
+    assert "pictures are not read" in model.describe(16)
 
 
 def test_two_ranks(wrappers: dict[str, Wrapper], tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.messages import picture_part
 from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -40,6 +42,15 @@ _TEXT_EVENT = (
 )
 
 
+class ImageSource(Struct, kw_only=True):
+    """Where a picture is: in the block as base64, or at a URL."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
 class ContentBlock(Struct, kw_only=True):
     """A block of a message's content: the fields of all types that are understood."""
 
@@ -51,6 +62,21 @@ class ContentBlock(Struct, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
+    source: ImageSource | None = None
+
+    def picture(self, place: str) -> dict[str, Any]:
+        """Returns the block, a picture, as `engine.pictures` reads it. Raises `RequestError` if its
+        source lacks something."""
+        source = self.source
+        if source is not None and source.type == "url" and source.url is not None:
+            return picture_part(MediaSource(f"{place}.source.url", source.url))
+        if source is None or source.type != "base64" or source.data is None:
+            raise FieldError(
+                f"{place}.source", "must be of type 'base64' with data, or of type 'url'"
+            )
+        if source.media_type is not None and not source.media_type.startswith("image/"):
+            raise FieldError(f"{place}.source.media_type", "must be an image's")
+        return picture_part(MediaSource(f"{place}.source.data", source.data, is_base64=True))
 
 
 class InputMessage(Struct, kw_only=True):
@@ -211,6 +237,19 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
     return "\n".join(block.text or "" for block in content)
 
 
+def _with_pictures(content: str | list[ContentBlock], where: str) -> str | list[dict[str, Any]]:
+    """Returns the text of content that may hold texts and pictures; the parts of one with
+    pictures."""
+    if isinstance(content, str) or not any(block.type == "image" for block in content):
+        return _text(content, where)
+    return [
+        block.picture(f"{where}[{index}]")
+        if block.type == "image"
+        else {"type": "text", "text": _text([block], where)}
+        for index, block in enumerate(content)
+    ]
+
+
 def _unsupported(block: ContentBlock, place: str) -> RequestError:
     return RequestError(
         f"{place}: a block of type {block.type[:40]!r} is not supported here", param=place
@@ -224,12 +263,16 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": _text(message.content, f"{where}.content")}
         return
     texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
     for index, block in enumerate(message.content):
         place = f"{where}.content[{index}]"
         match block.type, message.role:
             case "text", _:
                 texts.append(block.text or "")
+                parts.append({"type": "text", "text": block.text or ""})
+            case "image", "user":
+                parts.append(block.picture(place))
             case "tool_use", "assistant" if block.name:
                 function = {"name": block.name, "arguments": block.input or {}}
                 call = {"type": "function", "id": block.id or "", "function": function}
@@ -239,11 +282,13 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":
-                result = _text(block.content or "", f"{place}.content")
+                result = _with_pictures(block.content or "", f"{place}.content")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
                 raise _unsupported(block, place)
-    if texts or extra or message.role == "assistant" or not message.content:
+    if len(parts) > len(texts):
+        yield {"role": message.role, "content": parts, **extra}
+    elif texts or extra or message.role == "assistant" or not message.content:
         yield {"role": message.role, "content": "\n".join(texts), **extra}
 
 

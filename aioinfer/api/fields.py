@@ -46,7 +46,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "output_format": (), "thinking": (), "thread": (),
     },
     "Ollama": {
-        "context": ([],), "images": ([],), "logprobs": (False, 0), "penalize_newline": (True,),
+        "context": ([],), "logprobs": (False, 0), "penalize_newline": (True,),
         "shift": (False,), "template": ("",), "top_logprobs": (0,),
     },
     "Cohere, Jina, Voyage, text-embeddings-inference": {

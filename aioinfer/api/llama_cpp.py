@@ -34,6 +34,7 @@ from aioinfer.api.protocol import (
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
 from aioinfer.engine.chat_turn import conversation_input
+from aioinfer.engine.pictures import for_template
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, MAX_SORTED_LOGPROBS, GrammarSpec
@@ -324,6 +325,7 @@ async def apply_template(request: web.Request) -> web.Response:
     messages, options = await template_messages(body.messages), template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
+    shown = for_template(shown)
     chat = await asyncio.to_thread(tokenizer.render_chat, shown, tools=tools, **options)
     data = await asyncio.to_thread(encode, TemplateReply(prompt=chat.text))
     return web.Response(body=data, content_type="application/json")

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from aioinfer.api.decoding import count_values
 from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import FieldError
+from aioinfer.media.source import MediaSource
 
 #: Shorter texts are not searched for JSON values: they cannot hold many.
 _SHORT_ARGUMENTS = 1024
@@ -33,15 +34,33 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 #: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
 Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
-PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
+
+
+class ImageUrl(Struct, kw_only=True):
+    """A picture by its URL, usually a data URL. `detail` has no effect: a model reads pictures in
+    its own sizes."""
+
+    url: str
+    detail: str | None = None
 
 
 class ContentPart(Struct, kw_only=True):
-    """A part of a message's content: text, or the text with which an assistant has refused."""
+    """A part of a message's content: text, a picture, or the text with which an assistant has
+    refused."""
 
     type: PartType
     text: str | None = None
+    image_url: ImageUrl | str | None = None
     refusal: str | None = None
+
+    def picture(self, place: str) -> MediaSource | None:
+        """Returns the picture of the part, whose place in the body is given; None if it is of
+        another type."""
+        if self.type != "image_url" or self.image_url is None:
+            return None
+        url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
+        return MediaSource(f"{place}.image_url", url)
 
     @property
     def shown(self) -> str | None:
@@ -89,12 +108,12 @@ class Message(Struct, kw_only=True):
         if self.content is None and self.role not in ("assistant", "function"):
             raise FieldError(f"{where}.content", "is missing")
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if part.shown is None or (part.type == "refusal" and self.role != "assistant"):
-                place = f"{where}.content[{index}]"
+            place, is_answer = f"{where}.content[{index}]", self.role == "assistant"
+            if part.picture(place) is not None and not is_answer:
+                continue
+            if part.shown is None or (part.type == "refusal" and not is_answer):
                 raise FieldError(
-                    place,
-                    "must be of type 'text' and hold a text: other parts, such as "
-                    "pictures, are not read yet",
+                    place, "must be of type 'text' and hold a text, or 'image_url' and hold one"
                 )
 
     @property
@@ -118,22 +137,18 @@ class Message(Struct, kw_only=True):
         older = [] if self.function_call is None else [self.function_call]
         return older + [call.function for call in self.tool_calls or ()]
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the message as chat templates read it.
+    def for_template(self, where: str = "messages") -> dict[str, Any]:
+        """Returns the message as chat templates read it; `where` is its place in the body.
 
-        Parts are joined by newlines; missing content is empty, or the refusal that stands for it.
-        The developer's role becomes the system's, whose newer name it is, and a function's the
-        tool's, whose older name it is: templates do not know them, and some drop roles that they do
-        not know. Arguments of tool calls are objects, as transformers requires in messages.
+        A message with pictures has a list of parts (see `engine.pictures`). Of others, parts are
+        joined by newlines; missing content is empty, or the refusal that stands for it. The
+        developer's role becomes the system's, whose newer name it is, and a function's the tool's,
+        whose older name it is: templates do not know them, and some drop roles that they do not
+        know. Arguments of tool calls are objects, as transformers requires in messages.
         """
-        text = (
-            self.content
-            if isinstance(self.content, str)
-            else "\n".join(part.shown or "" for part in self.content or ())
-        )
         message: dict[str, Any] = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
-            "content": text or self.refusal or "",
+            "content": self._parts(where) or self._text or self.refusal or "",
         }
         if self.name is not None:
             message["name"] = self.name
@@ -145,6 +160,31 @@ class Message(Struct, kw_only=True):
         if calls := [*older, *(self.tool_calls or ())]:
             message["tool_calls"] = [_call_for_template(call) for call in calls]
         return message
+
+    @property
+    def _text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.shown or "" for part in self.content or ())
+
+    def _parts(self, where: str) -> list[dict[str, Any]]:
+        """Returns the parts of a content with pictures; none of other contents."""
+        if isinstance(self.content, str) or self.content is None:
+            return []
+        pictures = [
+            part.picture(f"{where}.content[{index}]") for index, part in enumerate(self.content)
+        ]
+        if not any(pictures):
+            return []
+        return [
+            {"type": "text", "text": part.shown or ""} if source is None else picture_part(source)
+            for part, source in zip(self.content, pictures, strict=True)
+        ]
+
+
+def picture_part(source: MediaSource) -> dict[str, Any]:
+    """Returns the part of a content that is a picture, as `engine.pictures` reads it."""
+    return {"type": "image", "source": source}
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
@@ -166,7 +206,7 @@ async def template_messages(messages: Sequence[Message] | None) -> list[dict[str
     given = messages or ()
 
     def convert() -> list[dict[str, Any]]:
-        return [message.for_template() for message in given]
+        return [message.for_template(f"messages[{index}]") for index, message in enumerate(given)]
 
     if len(given) <= _FEW_MESSAGES and all(message.is_short for message in given):
         return convert()

@@ -22,13 +22,14 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.messages import FunctionCall, Message, ToolCall
+from aioinfer.api.messages import FunctionCall, Message, ToolCall, picture_part
 from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError
+from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
 
@@ -85,18 +86,30 @@ class OllamaMessage(Struct, kw_only=True):
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Returns the message as chat templates read it."""
-        return Message(
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Returns the message as chat templates read it; `where` is its place in the body."""
+        message = Message(
             role=self.role,
             content=self.content,
             name=self.tool_name,
             tool_calls=[call.as_tool_call() for call in self.tool_calls or ()],
             tool_call_id=self.tool_call_id,
             reasoning_content=self.thinking,
-        ).for_template()
+        ).for_template(where.rstrip("."))
+        if self.images:
+            message["content"] = _with_pictures(self.content, self.images, where)
+        return message
+
+
+def _with_pictures(text: str, images: Sequence[str], where: str) -> list[dict[str, Any]]:
+    """Returns the parts of a content: the pictures (base64), and the text behind them."""
+    pictures = [
+        picture_part(MediaSource(f"{where}images[{index}]", data, is_base64=True))
+        for index, data in enumerate(images)
+    ]
+    return [*pictures, {"type": "text", "text": text}]
 
 
 class Tagged:
@@ -169,9 +182,6 @@ class OllamaChat(OllamaBody, kw_only=True):
         """See `Body.check`."""
         super().check()
         self.tool_use()
-        for index, message in enumerate(self.messages or ()):
-            if message.images:
-                raise FieldError(f"messages[{index}].images", "is not supported")
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
@@ -179,7 +189,10 @@ class OllamaChat(OllamaBody, kw_only=True):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
-        return [message.for_template() for message in self.messages or ()]
+        return [
+            message.for_template(f"messages[{index}].")
+            for index, message in enumerate(self.messages or ())
+        ]
 
 
 class OllamaGenerate(OllamaBody, kw_only=True):
@@ -188,11 +201,15 @@ class OllamaGenerate(OllamaBody, kw_only=True):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt}]
+        content: Any = self.prompt
+        if self.images:
+            content = _with_pictures(self.prompt, self.images, "")
+        return [*system, {"role": "user", "content": content}]
 
 
 class ShowRequest(Tagged, Body, kw_only=True):
@@ -292,7 +309,7 @@ class ShownModel(Struct, kw_only=True):
     details: ModelDetails
     modified_at: str
     model_info: dict[str, Any]
-    capabilities: Sequence[str] = ("completion", "tools")
+    capabilities: Sequence[str]
 
 
 async def list_tags(request: web.Request) -> web.Response:
@@ -359,6 +376,7 @@ async def show(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     await read_body(request, ShowRequest)
     tokenizer, files = frontend.tokenizer, await _files(request.app)
+    reads_pictures = "image" in frontend.input_modalities
     reply = ShownModel(
         template=tokenizer.chat_template_text if tokenizer is not None else "",
         details=ModelDetails(format=files.format),
@@ -367,6 +385,7 @@ async def show(request: web.Request) -> web.Response:
             "general.architecture": "aioinfer",
             "aioinfer.context_length": frontend.max_model_len,
         },
+        capabilities=["completion", "tools", *(["vision"] if reads_pictures else [])],
     )
     return json_response(reply)
 
@@ -388,6 +407,8 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
     ) -> list[list[int]]:
         """See `Dialect.encode`."""
         if isinstance(body, OllamaGenerate) and body.raw:
+            if body.images:
+                raise FieldError("images", "have no place in a raw prompt")
             return [await frontend.encode(body.prompt)]
         tools = body.tools if isinstance(body, OllamaChat) else None
         variables = body.template_kwargs()

@@ -24,6 +24,7 @@ from aioinfer.api.protocol import (
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
+from aioinfer.engine.pictures import for_template
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_LOGIT_BIAS
@@ -151,7 +152,7 @@ async def _check_roles(
     """Raises `RequestError` for a role that the prompt does not name: most chat templates leave
     messages out whose roles they do not know."""
     render = frontend.require_tokenizer("messages").render_chat
-    chat = await asyncio.to_thread(render, messages, **options)
+    chat = await asyncio.to_thread(render, for_template(messages), **options)
     for role in roles:
         if role not in chat.text:
             raise RequestError(

@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from aioinfer.engine.pictures import PicturePrompt
 from aioinfer.errors import RequestError
+from aioinfer.features.pictures.prompt import PromptPictures
 from aioinfer.scheduler.block_pool import extend_hashes, root_hash
 from aioinfer.text.plain_content import ChatText
 from aioinfer.text.tokenizer import Tokenizer
@@ -73,6 +75,7 @@ class PreparedPrompt:
         hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
         root: the parent of the first one.
         adapter: what the feature of adapters knows of its adapter; None for none.
+        pictures: in the prompt; None for none.
     """
 
     token_ids: list[int]
@@ -80,6 +83,7 @@ class PreparedPrompt:
     hashes: list[bytes]
     root: bytes
     adapter: Any = None
+    pictures: PromptPictures | None = None
 
 
 class PromptEncoder:
@@ -260,11 +264,12 @@ class PromptEncoder:
             )
         hashes: list[bytes] = []
         root = root_hash(cache_salt.encode("utf-8", "surrogatepass"))
+        pictures = token_ids.pictures if isinstance(token_ids, PicturePrompt) else None
+        spans = () if pictures is None else pictures.spans
         if self._hash_block_size is not None:
-            extend_hashes(hashes, tokens, self._hash_block_size, root)
-        return PreparedPrompt(
-            token_ids if isinstance(token_ids, list) else list(token_ids), tokens, hashes, root
-        )
+            extend_hashes(hashes, tokens, self._hash_block_size, root, spans)
+        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+        return PreparedPrompt(ids, tokens, hashes, root, pictures=pictures)
 
 
 def _is_longer(value: Any, limit: int) -> bool:

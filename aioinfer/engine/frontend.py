@@ -22,6 +22,13 @@ from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEnco
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
 from aioinfer.engine.output import KnownDelta, RequestOutput
+from aioinfer.engine.pictures import (
+    PictureReader,
+    first_place,
+    for_template,
+    has_pictures,
+    parts_of_texts,
+)
 from aioinfer.engine.recovery import EngineState, Lockstep, no_progress
 from aioinfer.engine.restriction_compiler import RestrictionCompiler
 from aioinfer.engine.router import Router, relocate
@@ -32,7 +39,7 @@ from aioinfer.engine.served_model import (
     find_model,
     with_local_drafter,
 )
-from aioinfer.errors import EngineDeadError, RequestError
+from aioinfer.errors import EngineDeadError, FieldError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
 from aioinfer.executor.torchrun import follow
@@ -110,6 +117,7 @@ class Frontend:
                 engine.lockstep = lockstep
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
+        self._pictures: PictureReader | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._request_numbers = count()
@@ -236,6 +244,8 @@ class Frontend:
         self.defaults, self.pooling = model.defaults, model.pooling
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.is_encoder = model.is_encoder
+        if model.pictures is not None and model.tokenizer is not None:
+            self._pictures = PictureReader(model.pictures, self.config.media, model.tokenizer)
         self._restrictions = RestrictionCompiler(
             model.tokenizer if model.generates else None,
             model.vocab_size,
@@ -292,6 +302,8 @@ class Frontend:
         self._end_all("the server is shutting down")
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
         self._threads.shutdown()
+        if self._pictures is not None:
+            self._pictures.shutdown()
         if self._restrictions is not None:
             self._restrictions.shutdown()
 
@@ -362,12 +374,37 @@ class Frontend:
         max_tokens: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Returns the token ids of a conversation; see `PromptEncoder.encode_chat`.
+        """Returns the token ids of a conversation, a `PicturePrompt` if it has pictures; see
+        `PromptEncoder.encode_chat`.
 
         Raises `RequestError`.
         """
         self.require_tokenizer("messages")
-        return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
+        reader = self._pictures
+        if not has_pictures(messages):
+            if reader is not None and reader.wants_parts:
+                messages = parts_of_texts(messages)
+            return await self._encoder.encode_chat(messages, max_tokens=max_tokens, **options)
+        if reader is None:
+            name = self.config.served_model_names[0]
+            raise FieldError(
+                first_place(messages), f"is a picture, and the model {name!r} reads no pictures"
+            )
+        pictures = await reader.read(messages)
+        if reader.wants_parts:
+            messages = parts_of_texts(messages)
+        ids = await self._encoder.encode_chat(
+            for_template(messages),
+            max_tokens=max_tokens,
+            expand=lambda text: reader.expand(text, pictures),
+            **options,
+        )
+        return reader.place(ids, pictures)
+
+    @property
+    def input_modalities(self) -> list[str]:
+        """What prompts may consist of: "text", and "image" if the model reads pictures."""
+        return ["text"] if self._pictures is None else ["text", "image"]
 
     async def submit(
         self,

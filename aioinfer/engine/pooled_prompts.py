@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from aioinfer.engine.pictures import PicturePrompt
 from aioinfer.errors import FieldError
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.special_tokens import Pair
@@ -44,6 +45,10 @@ def cut_prompt(
             the left of any other.
     """
     if kept is None:
+        return ids
+    if isinstance(ids, PicturePrompt):
+        if len(ids) > kept:
+            raise FieldError("truncate_prompt_tokens", "would cut a prompt with pictures")
         return ids
     if frontend.is_encoder and frontend.tokenizer is not None:
         return frontend.tokenizer.special_tokens.cut(ids, kept, side or "right")

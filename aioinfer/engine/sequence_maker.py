@@ -214,7 +214,7 @@ class SequenceMaker:
 
         Raises `RequestError` if it asks too much of a feature.
         """
-        params, tokens = output.params, prompt.tokens
+        params, tokens, pictures = output.params, prompt.tokens, prompt.pictures
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
         end_tokens = self._model.defaults.end_tokens(params)
         if params.prompt_only or params.beam_search is not None:
@@ -229,7 +229,7 @@ class SequenceMaker:
         submitted = SubmittedRequest(
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
             self._config.max_num_batched_tokens, output.report_progress, prompt.adapter,
-            is_whole=self._model.is_encoder,
+            is_whole=self._model.is_encoder, pictures=prompt.pictures,
         )  # fmt: skip
         make_detokenizer = self._detokenizers(output)
         for index in range(params.num_sequences):
@@ -248,6 +248,8 @@ class SequenceMaker:
                 uses=self._uses(submitted, index),
                 flow=flow,
                 num_expected=len(tokens) - 1 if index else 0,  # the first computes the prompt
+                spans=() if pictures is None else pictures.spans,
+                rotary_offset=0 if pictures is None else pictures.rotary_offset,
             )
             detokenizer = None if make_detokenizer is None else make_detokenizer()
             output.sequences.append(OutputSequence(index, request, output, detokenizer))

@@ -36,6 +36,8 @@ from aioinfer.ipc.sections import F32
 from aioinfer.kernels.cpu_cache import compile_ahead
 from aioinfer.models.drafters.registry import WITH_CHECKPOINT, check_drafter, drafter_options
 from aioinfer.models.registry import load_model_config
+from aioinfer.models.vision.format import PictureFormat
+from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 from aioinfer.text.formats.registry import message_format
 from aioinfer.text.generation_defaults import GenerationDefaults
@@ -231,6 +233,7 @@ class ServedModel:
         pooling: how the model pools hidden states.
         is_encoder: whether it keeps nothing of a prompt, computes it in one step, and has no head
             that scores tokens.
+        pictures: how it reads pictures; None if it reads none.
     """
 
     tokenizer: Tokenizer | None
@@ -240,6 +243,7 @@ class ServedModel:
     hidden_size: int
     pooling: Pooling
     is_encoder: bool = False
+    pictures: PictureFormat | None = None
 
     @property
     def generates(self) -> bool:
@@ -268,7 +272,15 @@ class ServedModel:
             hidden_size=model.hidden_size,
             pooling=Pooling.load(folder, config.pooling, "last" if model.generates else "mean"),
             is_encoder=not model.generates,
+            pictures=_picture_format(folder, config),
         )
+
+
+def _picture_format(folder: Path, config: Config) -> PictureFormat | None:
+    if config.parallel.pipeline_parallel_size > 1:
+        return None
+    vision = read_vision(folder, config.model, config.media)
+    return None if vision is None else vision.format
 
 
 def _load_tokenizer(folder: Path, model: ModelConfig) -> Tokenizer | None:

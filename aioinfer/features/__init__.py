@@ -29,6 +29,7 @@ FEATURES = (
     "expert_load",
     "speculation",
     "adapters",
+    "pictures",
     "masks",
 )
 HALVES = ("planning", "worker")

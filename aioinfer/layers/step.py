@@ -125,6 +125,35 @@ class HostRows:
     seq_lens: list[int]
 
 
+class StepPictures(NamedTuple):
+    """The embeddings of pictures that take the place of tokens' in a step, n tokens.
+
+    Attributes:
+        places: int64 [n], the tokens, as indices of the step's.
+        rows: int64 [n], the row of `embeddings` for each.
+        embeddings: [rows, width], whose first channels are those of the stream; further vectors of
+            as many channels are added to the stream behind the first layers, one behind each.
+    """
+
+    places: torch.Tensor
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+
+    def enter(self, hidden: torch.Tensor) -> None:
+        """Puts the embeddings into the stream [T, hidden_size]."""
+        size = hidden.shape[1]
+        hidden.index_copy_(0, self.places, self.embeddings[self.rows, :size])
+
+    def deepen(self, hidden: torch.Tensor, number: int) -> None:
+        """Adds what belongs behind layer `number` to the stream [T, hidden_size]; nothing behind
+        most layers."""
+        size = hidden.shape[1]
+        start = (number + 1) * size
+        if start < self.embeddings.shape[1]:
+            part = self.embeddings[self.rows, start : start + size]
+            hidden.index_add_(0, self.places, part)
+
+
 @dataclass(slots=True)
 class Step:
     """A step, as the layers see it.
@@ -142,6 +171,7 @@ class Step:
         shares_prefix: whether attention looks for a prefix that decodes share, where it can.
         taps: [T, taps, hidden_size], where the model copies the streams before its `tapped_layers`;
             None where nothing reads them.
+        pictures: the embeddings of pictures among the tokens; None where there are none.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
     """
@@ -154,4 +184,5 @@ class Step:
     has_lookahead: bool = False
     shares_prefix: bool = True
     taps: torch.Tensor | None = None
+    pictures: StepPictures | None = None
     memo: dict[Any, Any] = field(default_factory=dict)

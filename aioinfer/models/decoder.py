@@ -30,6 +30,7 @@ from aioinfer.models.config import DecoderConfig
 from aioinfer.models.mtp import MtpHead
 from aioinfer.models.stages import divide_layers, measure_layers, step_bytes, whole_bytes
 from aioinfer.models.text_model import is_other_part
+from aioinfer.models.vision.tower import Tower
 
 
 class CausalLM(Protocol):
@@ -56,6 +57,7 @@ class CausalLM(Protocol):
         expert_counters: of the layers with experts, if their tokens are counted; before them the
             counters of the layers of earlier pipeline stages, to which the counts of these stages
             are added.
+        tower: what computes the embeddings of pictures; None for models that read none.
         tapped_layers: the numbers of layers before which the stream is copied to `Step.taps`, in
             steps that have it; none, unless a drafter that reads them sets it.
     """
@@ -73,6 +75,7 @@ class CausalLM(Protocol):
     layer_numbers: range
     kv_scales: Mapping[int, KVScales]
     expert_counters: Sequence[ExpertCounter]
+    tower: Tower | None
     tapped_layers: Sequence[int]
 
     def load(
@@ -288,7 +291,18 @@ class DecoderModel(BuiltModel):
         self.kv_scales = self._find_scales()
         self.expert_counters = [*self._earlier_counters, *_counters_of(self.layers)]
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
+        self.tower: Tower | None = None
         self.tapped_layers: Sequence[int] = ()
+
+    def add_tower(self, tower: Tower) -> None:
+        """Adds what computes the embeddings of pictures; before the weights are loaded. Raises
+        `ConfigError` if it goes with more layers than the model has."""
+        if tower.num_deep >= self._num_layers or self.backend.num_stages > 1:
+            raise ConfigError(
+                "pictures need one pipeline stage, with more layers than DeepStack has"
+            )
+        self.tower = self._make.keep(tower)
+        self.weights_bytes += sum(shard.destination.nbytes for _, shard in tower.weight_shards())
 
     def _add_mtp(self, mtp: Callable[[], MtpHead] | None) -> None:
         """Makes the head that predicts further tokens. Its layer counts as one behind the last one,
@@ -388,7 +402,8 @@ class DecoderModel(BuiltModel):
         if self.backend.has_kernels:
             computed = describe_mixers(self._lacking(block_size), block_size)
         parts = [computed, self._make.describe_weights()]
-        parts.append("pictures are not read yet" if self._has_other_parts else "")
+        if self._has_other_parts:
+            parts.append("pictures are not read" if self.tower is None else "pictures are read")
         return "; ".join(filter(None, parts))
 
     def plan(self, step: Step) -> None:
@@ -427,12 +442,16 @@ class DecoderModel(BuiltModel):
             stream = self.embedding(step.inputs.input_ids, None if has_side else out)
             if self._positions is not None:
                 stream.hidden.add_(self._positions(step.inputs.positions))
+            if step.pictures is not None:
+                step.pictures.enter(stream.hidden)
         else:
             given = received if out is None or has_side else out.copy_(received)
             stream = ResidualStream.unpacked(given, self.hidden_size, self.backend)
         for number, layer in zip(self.layer_numbers, self._first_layers[:num_layers], strict=False):
             self._tap(number, stream, step)
             layer(stream, step)
+            if step.pictures is not None:
+                step.pictures.deepen(stream.hidden, number)
         if has_side and out is not None:
             stream.packed(out)
         return stream

@@ -27,6 +27,7 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import Step
 from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.config import DecoderConfig
+from aioinfer.models.vision.tower import Tower
 
 #: How the names of an encoder's tensors begin; those of heads and poolers begin otherwise.
 _OWN = ("embeddings.", "encoder.", "transformer.", "layers.", "final_norm.")
@@ -126,6 +127,7 @@ class EncoderModel(BuiltModel):
         self.layers = [layer(number) for number in self.layer_numbers]
         self.kv_specs: Sequence[Sequence[KVSpec]] = [() for _ in self.layers]
         self.kv_scales: Mapping[int, KVScales] = {}
+        self.tower: Tower | None = None
         self.tapped_layers: Sequence[int] = ()
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
 

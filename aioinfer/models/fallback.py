@@ -38,6 +38,7 @@ from aioinfer.layers.torch_attention import TorchAttention
 from aioinfer.models.config import read_dtype, read_json
 from aioinfer.models.decoder import describe_mixers
 from aioinfer.models.text_model import lay_over
+from aioinfer.models.vision.tower import Tower
 
 #: The name under which transformers finds our attention.
 _INTERFACE = "aioinfer_paged"
@@ -153,6 +154,7 @@ class FallbackModel:
         self.kv_specs: Sequence[Sequence[KVSpec]] = ()
         self.kv_scales: Mapping[int, KVScales] = {}
         self.expert_counters: Sequence[ExpertCounter] = ()
+        self.tower: Tower | None = None
         self.tapped_layers: Sequence[int] = ()
         self.weights_bytes = 0
         self._config = config

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from aioinfer.config import ModelConfig
+from aioinfer.config import MediaConfig, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.models.config import DecoderConfig, read_config, read_json
-from aioinfer.models.decoder import CausalLM
+from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.quantization import read_quantization
+from aioinfer.models.vision.registry import read_vision
 
 #: The modules of this package that define families. Each names its architectures in `FAMILIES`.
 MODULES = [
@@ -60,6 +61,8 @@ MODULES = [
 ]
 
 _DEFAULTS = ModelConfig(path="")
+#: Of models that read text alone.
+NO_MEDIA = MediaConfig(max_pictures=0)
 
 
 class Family(NamedTuple):
@@ -173,13 +176,19 @@ def _read_own(family: Family, folder: Path, config: Mapping[str, Any]) -> Decode
         raise ConfigError(f"{file}: {error}") from error
 
 
-def build_model(folder: Path, backend: Backend, options: ModelConfig = _DEFAULTS) -> CausalLM:
+def build_model(
+    folder: Path,
+    backend: Backend,
+    options: ModelConfig = _DEFAULTS,
+    media: MediaConfig = NO_MEDIA,
+) -> CausalLM:
     """Returns this rank's part of the model in a folder, its weights unset.
 
     Args:
         folder: of the model.
         backend: of the rank.
         options: the section `[model]`. Some variants of RoPE depend on `max_model_len`.
+        media: the section `[media]`; by default the model reads no pictures.
 
     Raises:
         ConfigError: as `load_model_config`, or the ranks do not divide the model.
@@ -193,6 +202,11 @@ def build_model(folder: Path, backend: Backend, options: ModelConfig = _DEFAULTS
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
     config.check_pipeline_parallel(backend.num_stages)
+    vision = read_vision(folder, options, media) if backend.num_stages == 1 else None
+    if vision is not None and (sections := vision.rope_sections()) is not None:
+        rope = replace(config.rope, sections=sections)
+        rope.check(rope.rotary_size or config.head_size)
+        config = replace(config, rope=rope)
     make = LayerMaker(
         backend,
         config.hidden_size,
@@ -201,7 +215,10 @@ def build_model(folder: Path, backend: Backend, options: ModelConfig = _DEFAULTS
         options.max_model_len,
         read_quantization(json, options.quantization),
     )
-    return family.model(config, make)
+    model = family.model(config, make)
+    if vision is not None and isinstance(model, DecoderModel):
+        model.add_tower(vision.tower(backend, config.hidden_size))
+    return model
 
 
 def _read_decoder(folder: Path, options: ModelConfig) -> dict[str, Any]:

@@ -131,7 +131,10 @@ def _text_rope(rope: Any) -> Any:
 
 def own_name(stored: str) -> str:
     """Returns the name of a text model's tensor, such as "model.norm.weight", given its name in a
-    checkpoint, with or without the prefix of a wrapper or of an encoder with a head."""
+    checkpoint, with or without the prefix of a wrapper or of an encoder with a head; tensors of
+    other parts lose a "model." before them."""
+    if is_other_part(stored):
+        return stored.removeprefix("model.")
     for prefix, own in _PREFIXES:
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

@@ -39,6 +39,7 @@ class SubmittedRequest:
         report: wakes the reader of the request's output.
         adapter: what the feature of adapters knows of the request's adapter; None for none.
         is_whole: whether one step computes the whole prompt.
+        pictures: what the feature of pictures knows of the prompt's pictures; None for none.
     """
 
     params: SamplingParams
@@ -50,6 +51,7 @@ class SubmittedRequest:
     report: Any = None
     adapter: Any = None
     is_whole: bool = False
+    pictures: Any = None
 
 
 class StepFeature:
@@ -94,9 +96,10 @@ class StepFeature:
         Called if the feature `holds_back`, when the request is next in the queue."""
         return False
 
-    def limit(self, use: Any, wanted: int, rows: Sequence[Row]) -> int:
-        """Returns how many of `wanted` tokens of a request with this use the step may compute,
-        which has `rows` of the feature so far; 0 keeps it out of the step."""
+    def limit(self, use: Any, wanted: int, rows: Sequence[Row], start: int) -> int:
+        """Returns how many of `wanted` tokens of a request with this use, from position `start` on,
+        the step may compute, which has `rows` of the feature so far; 0 keeps it out of the
+        step."""
         return wanted
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
@@ -188,12 +191,14 @@ class StepFeatures:
             for use in request.uses
         )
 
-    def limit(self, request: Request, wanted: int, rows: Mapping[str, Sequence[Row]]) -> int:
-        """Returns how many of `wanted` tokens of a request the step may compute, which has `rows`
-        so far; see `StepFeature.limit`."""
+    def limit(
+        self, request: Request, wanted: int, rows: Mapping[str, Sequence[Row]], start: int
+    ) -> int:
+        """Returns how many of `wanted` tokens of a request from position `start` on the step may
+        compute, which has `rows` so far; see `StepFeature.limit`."""
         for use in request.uses:
             feature = self._by_name[use.feature]
-            wanted = feature.limit(use, wanted, rows.get(use.feature, ()))
+            wanted = feature.limit(use, wanted, rows.get(use.feature, ()), start)
         return wanted
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:

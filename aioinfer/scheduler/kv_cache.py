@@ -36,7 +36,13 @@ from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import NULL_BLOCK, KVGroup
-from aioinfer.scheduler.block_pool import MIN_COPIED_TOKENS, BlockPool, PartialBlocks, extend_hashes
+from aioinfer.scheduler.block_pool import (
+    MIN_COPIED_TOKENS,
+    BlockPool,
+    PartialBlocks,
+    extend_hashes,
+    touched,
+)
 from aioinfer.scheduler.group_blocks import WholeBlocks, WindowBlocks
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.snapshots import MIN_SHARED_BLOCKS, SnapshotPool, StateBlocks
@@ -369,7 +375,9 @@ class KVCacheManager:
         return longest
 
     def _extend_hashes(self, request: Request) -> None:
-        extend_hashes(request.block_hashes, request.tokens, self._block_size, request.hash_root)
+        extend_hashes(
+            request.block_hashes, request.tokens, self._block_size, request.hash_root, request.spans
+        )
 
     def _find_partial(
         self, request: Request, length: int, longest: int
@@ -379,6 +387,8 @@ class KVCacheManager:
         request; no blocks and 0 if there is none that every group has."""
         start = length * self._block_size
         room = min(longest - start, self._block_size)
+        for span in touched(request.spans, start, start + room):
+            room = max(0, min(room, span.start - start))  # only tokens are compared
         if self._partial is None or room < MIN_COPIED_TOKENS:
             return [], 0
         parent = request.block_hashes[length - 1] if length else request.hash_root
@@ -458,6 +468,8 @@ class KVCacheManager:
         index, for `publish`."""
         hashes, size = request.block_hashes, self._block_size
         for index in range(first, end):
+            if touched(request.spans, index * size, (index + 1) * size):
+                continue
             parent = hashes[index - 1] if index else request.hash_root
             tokens = request.tokens[index * size : (index + 1) * size].tobytes()
             self._computing[hashes[index]] = parent, tokens

@@ -216,6 +216,7 @@ class PlanBuilder:
             Admission(
                 request.slot, tokens, request.prompt_len, request.params, request.seed,
                 _banned_tokens(request), request.num_computed, request.adapter,
+                request.rotary_offset,
             )
         )  # fmt: skip
 

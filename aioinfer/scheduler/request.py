@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
-from aioinfer.scheduler.block_pool import root_hash
+from aioinfer.scheduler.block_pool import KeyedSpan, root_hash
 
 U = TypeVar("U", bound="Use")
 
@@ -120,6 +120,9 @@ class Request:
         num_expected: prompt tokens that are likely to be in the cache when the request is admitted.
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
         uses: what it asks of step features.
+        spans: the tokens of the prompt that are not known by their ids alone, ascending.
+        rotary_offset: added to the positions of tokens behind the pictures of the prompt where RoPE
+            is applied, in models that have three positions a token.
         plan_limit: the `total` up to which its tokens are planned: `max_len`, or less where
             `Scheduler.fork` decides on each token.
 
@@ -173,6 +176,8 @@ class Request:
     num_expected: int = 0
     uses: tuple[Use, ...] = ()
     flow: Flow = ONE_FLOW
+    spans: Sequence[KeyedSpan] = ()
+    rotary_offset: int = 0
 
     status: RequestStatus = RequestStatus.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)

@@ -148,7 +148,7 @@ class StepPlanner:
                 continue
             wanted = total - start
             if request.uses:
-                wanted = self._features.limit(request, wanted, builder.rows)
+                wanted = self._features.limit(request, wanted, builder.rows, start)
             tokens = builder.grant(wanted, start)
             if not tokens:
                 continue
@@ -254,7 +254,8 @@ class StepPlanner:
             if more and 0 < self._running.result_bytes > MAX_RESULT_BYTES - more:
                 return False
             least = request.total if self._limits.computes_whole_prompts else 1
-            if self._features.limit(request, least, builder.rows) < least:
+            start = request.num_computed
+            if self._features.limit(request, least, builder.rows, start) < least:
                 return False
         if self._limits.computes_whole_prompts and request.total > builder.prefill_left:
             return False
@@ -287,11 +288,13 @@ class StepPlanner:
         prefix = self._find_prefix(request)
         if not self._kv_cache.can_admit(prefix, request.total):
             return False
-        self._waiting.pop()
-        size = self._admission_bytes(builder, request)
         wanted = request.total - prefix.num_tokens
         if request.uses:
-            wanted = self._features.limit(request, wanted, builder.rows)
+            wanted = self._features.limit(request, wanted, builder.rows, prefix.num_tokens)
+            if not wanted:
+                return False
+        self._waiting.pop()
+        size = self._admission_bytes(builder, request)
         tokens = builder.grant(wanted, prefix.num_tokens, prefill=True)
         waiting = self._waiting.next_few()
         self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens, waiting)

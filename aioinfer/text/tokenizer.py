@@ -8,7 +8,7 @@ templates, which transformers alone defines, are left to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ class Tokenizer:
         parse_special: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        expand: Callable[[str], str] | None = None,
         **options: Any,
     ) -> ChatText:
         """Returns the prompt that the chat template makes of a conversation.
@@ -212,6 +213,8 @@ class Tokenizer:
             parse_special: whether the text of a special token in messages, tools or variables
                 becomes that token; otherwise it becomes the tokens of plain text.
             tools, template_kwargs: as in `ChatTemplate.render`.
+            expand: changes the rendered text, in which no special token is a client's unless
+                `parse_special`.
             options: `add_generation_prompt` and `continue_final_message`, as in
                 `ChatTemplate.render`.
 
@@ -232,7 +235,19 @@ class Tokenizer:
         rendered = self._chat_template.render(
             messages, tools=tools, template_kwargs=template_kwargs, **options
         )
+        if expand is not None:
+            rendered = expand(rendered)
         return self._plain_content.unmark(rendered, marks)
+
+    def special_text(self, token: int) -> str:
+        """Returns the text of an added token. Raises `ConfigError` if there is none with this
+        id."""
+        added = self._backend.get_added_tokens_decoder().get(token)
+        if added is None:
+            raise ConfigError(
+                f"the tokenizer has no special token {token}, which config.json names"
+            )
+        return added.content
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids.

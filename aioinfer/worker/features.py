@@ -176,6 +176,7 @@ class WorkerFeature:
         proposes: whether `propose` writes drafts; of several features the last one does.
         follows: whether `follow` is called.
         reads_hidden: whether `follow` reads the hidden states of all tokens of a step.
+        changes_inputs: whether `change_inputs` is called.
         is_needed: false where the rank's model gives it nothing to do: it is never called then.
     """
 
@@ -183,6 +184,7 @@ class WorkerFeature:
     suits_graphs: ClassVar[bool] = True
     adjusts_logits: ClassVar[bool] = False
     proposes: ClassVar[bool] = False
+    changes_inputs: ClassVar[bool] = False
     follows: bool = False
     reads_hidden: bool = False
 
@@ -204,6 +206,9 @@ class WorkerFeature:
         pipeline on the first and the last stage; all propose the same. On a GPU it may be captured
         in a CUDA graph: it launches the same work for any values of `rows`, and waits for nothing.
         """
+
+    def change_inputs(self, plan: StepPlan, section: Any, step: Step) -> None:
+        """Changes the inputs of a step that no graph computes as a whole, before its layers."""
 
     def needs_all_tokens(self, plan: StepPlan, section: Any) -> bool:
         """Whether `read_hidden` needs the hidden states of all tokens of the step, and not just
@@ -333,6 +338,12 @@ class StepCalls:
     def suit_graphs(self) -> bool:
         """Whether the CUDA graph of a decode step may be replayed for the plan."""
         return all(each.work.suits_graphs for each in self._active)
+
+    def change_inputs(self, step: Step) -> None:
+        """Calls `WorkerFeature.change_inputs`."""
+        for work, section in self._active:
+            if work.changes_inputs:
+                work.change_inputs(self._plan, section, step)
 
     @property
     def need_all_tokens(self) -> bool:

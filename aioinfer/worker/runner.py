@@ -195,6 +195,7 @@ class ModelRunner:
             follows = self.works.follow_steps
         every = calls.need_all_tokens or (follows and self.works.read_all_hidden)
         step = device.prepare(plan, every_token=every)
+        calls.change_inputs(step)
         hidden = self.compute(step, every_token=every)
         if follows:
             computed = device.sampled_step(plan, step, hidden)
@@ -214,7 +215,8 @@ class ModelRunner:
         `every_token`, `CausalLM.finish_all` does."""
         model = self.model
         model.plan(step)
-        stream = self.device.replay_layers(step)
+        # graphs know no pictures
+        stream = None if step.pictures is not None else self.device.replay_layers(step)
         if stream is None:
             stream = self.begin(step)
         return model.finish_all(step, stream) if every_token else model.finish(step, stream)

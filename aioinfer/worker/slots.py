@@ -197,9 +197,9 @@ class Slots:
         block_tables: int32 [groups * S, blocks of max_model_len], valid block ids, or
             of states negative where there is none; row group * S + slot.
         tables_by_group: the same by KV group, each [S, blocks of max_model_len].
-        rotary_offsets: int32 [S], added to the positions of a slot's tokens where RoPE is applied,
-            in models that have three positions a token; 0 unless a step feature sets it. None in
-            other models.
+        rotary_offsets: int32 [S], added to the positions of a slot's tokens behind its pictures
+            where RoPE is applied, in models that have three positions a token; a field of its
+            record. None in other models.
         state_lens: int32 [S], the tokens behind which the states of layers are in memory, once the
             steps launched so far have run, in models that keep states and look ahead (see
             `layers.step.Replays`), negative where no inputs are kept; None in others.
@@ -246,12 +246,12 @@ class Slots:
         # without a KV cache, too, steps are prepared with a block table, which nothing reads
         num_groups = max(1, num_groups)
         self.block_tables = zeros(num_groups * max_num_seqs, max_blocks)
-        self.rotary_offsets = zeros(max_num_seqs) if has_rotary_offsets else None
         self.tables_by_group = self.block_tables.view(num_groups, max_num_seqs, -1).unbind()
         self.seeds = zeros(max_num_seqs, dtype=torch.int64)
         # One row a field: all that a step reads of a field is contiguous.
         self.records = zeros(RECORD_WORDS, max_num_seqs)
         self.params = _fields_of(self.records)
+        self.rotary_offsets = self.params["rotary_offset"] if has_rotary_offsets else None
         self.state_lens = self.params["num_computed"] if has_state_lens else None
         self.bias_ids = zeros(max_num_seqs, MAX_LOGIT_BIAS)
         self.bias_values = zeros(max_num_seqs, MAX_LOGIT_BIAS, dtype=torch.float32)
@@ -411,10 +411,9 @@ class Slots:
         """Forgets everything, as if no request had ever been admitted."""
         for tensor in (
             self.tokens, self.next_start, self.block_tables, self.seeds, self.records,
-            self.bias_ids, self.bias_values, self.banned_ids, self.rotary_offsets,
+            self.bias_ids, self.bias_values, self.banned_ids,
         ):  # fmt: skip
-            if tensor is not None:
-                tensor.zero_()
+            tensor.zero_()
         for array in (self.sampling_flags, self._banned_until):
             array.fill(0)
         slots, vocab_size = len(self.tokens), self.occurrences.rows.shape[1]

@@ -222,7 +222,7 @@ class Worker:
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             adapters = self._backend.adapters = self._make_adapters(dtype)
-            self._model = build_model(folder, self._backend, config.model)
+            self._model = build_model(folder, self._backend, config.model, config.media)
             self._backend.adapters = None  # a drafter has none
             drafter = build_drafter(config, self._model, served_len)
         self._drafter: Drafter | None = None

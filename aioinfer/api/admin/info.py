@@ -98,6 +98,7 @@ class Model(Struct, kw_only=True):
     root: str | None
     parent: str | None = None
     max_model_len: int | None
+    input_modalities: list[str]
     permission: list[ModelPermission]
 
 
@@ -284,5 +285,6 @@ def _card(app: web.Application, name: str) -> Model:
         root=frontend.adapters.get(name).folder if is_adapter else frontend.config.model.path,
         parent=frontend.config.served_model_names[0] if is_adapter else None,
         max_model_len=frontend.max_model_len,
+        input_modalities=frontend.input_modalities,
         permission=[ModelPermission(id=f"modelperm-{name}", created=created)],
     )

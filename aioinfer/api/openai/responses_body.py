@@ -13,12 +13,14 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.message_events import Block
+from aioinfer.api.messages import picture_part
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import only_grammar, schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
@@ -50,10 +52,12 @@ Text = str | UnsetType | None
 
 
 class Part(Struct, kw_only=True):
-    """A part of an item's content; only text is understood."""
+    """A part of an item's content: text, or a picture by its URL. `detail` has no effect."""
 
     type: str
     text: Text = UNSET
+    image_url: Text = UNSET
+    detail: Text = UNSET
     refusal: Text = UNSET
     annotations: list[Any] | UnsetType | None = UNSET
     logprobs: list[Any] | UnsetType | None = UNSET
@@ -387,6 +391,13 @@ def _parts(content: Content, kind: str, place: str) -> list[Part]:
         content = [Part(type=kind, text=content)]
     found: list[Part] = []
     for index, part in enumerate(content or ()):
+        if part.type == "input_image" and kind == "input_text":
+            if not isinstance(part.image_url, str):
+                raise FieldError(
+                    f"{place}[{index}].image_url", "must be a URL; files are not stored"
+                )
+            found.append(Part(type="input_image", image_url=part.image_url, detail="auto"))
+            continue
         if part.type not in _TEXT_PARTS:
             raise RequestError(
                 f"{place}[{index}]: a part of type {part.type[:40]!r} is not supported",
@@ -410,12 +421,14 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Returns stored items as the messages that chat templates read. Reasoning, texts and calls of
     the assistant that follow each other are one message."""
     messages: list[dict[str, Any]] = []
-    for item in items:
+    for index, item in enumerate(items):
+        place = f"input[{index}]"
         if item.type == "message" and item.role != "assistant":
             role = "user" if item.role == "user" else "system"
-            messages.append({"role": role, "content": _text(item.content)})
+            content = _with_pictures(item.content, f"{place}.content")
+            messages.append({"role": role, "content": content})
         elif item.type == "function_call_output":
-            text, call_id = _text(item.output), item.call_id
+            text, call_id = _with_pictures(item.output, f"{place}.output"), item.call_id
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             _join(messages, item)
@@ -440,6 +453,19 @@ def _join(messages: list[dict[str, Any]], item: Item) -> None:
         join_thoughts(last, _text(item.content or item.summary))
     else:
         last["content"] = _text(item.content)
+
+
+def _with_pictures(content: Content, place: str) -> str | list[dict[str, Any]]:
+    """Returns the text of a content; the parts of one with pictures."""
+    parts = () if isinstance(content, str) else content or ()
+    if not any(part.type == "input_image" for part in parts):
+        return _text(content)
+    return [
+        picture_part(MediaSource(f"{place}[{index}].image_url", part.image_url))
+        if isinstance(part.image_url, str)
+        else {"type": "text", "text": _text([part])}
+        for index, part in enumerate(parts)
+    ]
 
 
 def _text(content: Content) -> str:

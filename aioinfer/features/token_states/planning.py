@@ -89,7 +89,7 @@ class Planning(StepFeature):
             )
         return PromptStates(len(submitted.tokens), submitted.hidden_size)
 
-    def limit(self, use: PromptStates, wanted: int, rows: Sequence[Row]) -> int:
+    def limit(self, use: PromptStates, wanted: int, rows: Sequence[Row], start: int) -> int:
         """See `StepFeature.limit`."""
         taken = sum(row.use.count(row.start, row.end) for row in rows)
         return max(0, min(wanted, MAX_STATE_BYTES // use.token_bytes - taken))

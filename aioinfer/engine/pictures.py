@@ -1,0 +1,191 @@
+"""Pictures of conversations, from what a message names to the prompt that the engine runs.
+
+In messages, as chat templates read them, a picture is a part of a list content: `{"type": "image",
+"source": MediaSource}`, which the APIs make; OpenAI's own form, `{"type": "image_url", "image_url":
+{"url": ...}}`, is read as well. `PictureReader.read` takes them out, reads and decodes them, in
+threads of their own, and `PictureReader.place` finds their places in the encoded prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aioinfer.config import MediaConfig
+from aioinfer.errors import FieldError, RequestError
+from aioinfer.features.pictures.prompt import PromptPictures, place_pictures
+from aioinfer.media.picture import decode_picture
+from aioinfer.media.source import MediaReader, MediaSource
+from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
+from aioinfer.text.tokenizer import Tokenizer
+
+#: Pictures that are decoded at a time: each takes some hundred megabytes at its worst.
+_THREADS = 2
+_KINDS = ("image", "image_url", "input_image")
+
+
+class PicturePrompt(list[int]):
+    """Token ids of a prompt with pictures. It is a list, so that what counts and echoes a prompt
+    need not know of pictures; a part of it is a list without them.
+
+    Attributes:
+        pictures: in the prompt.
+    """
+
+    def __init__(self, ids: Sequence[int], pictures: PromptPictures):
+        super().__init__(ids)
+        self.pictures = pictures
+
+
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation has pictures."""
+    return any(True for _ in _picture_parts(messages))
+
+
+def first_place(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the place of the first picture in the body. Raises `FieldError` for a picture without
+    a source."""
+    place, part = next(_picture_parts(messages))
+    return _source_of(part, place).place
+
+
+def _picture_parts(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the place and the part of each picture."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and part.get("type") in _KINDS:
+                yield f"messages[{number}].content[{index}]", part
+
+
+def _source_of(part: Mapping[str, Any], place: str) -> MediaSource:
+    source = part.get("source")
+    if isinstance(source, MediaSource):
+        return source
+    url = part.get("image_url", part.get("image"))
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str):
+        raise FieldError(f"{place}.image_url", "must name a picture by its URL")
+    return MediaSource(f"{place}.image_url", url)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages as chat templates read them: of a picture its kind alone."""
+
+    def shown(part: Any) -> Any:
+        is_picture = isinstance(part, Mapping) and part.get("type") in _KINDS
+        return {"type": "image"} if is_picture else part
+
+    return [
+        {**message, "content": [shown(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def parts_of_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose contents are lists of parts, for chat templates that read nothing
+    else."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+class PictureReader:
+    """Reads the pictures of conversations for one model.
+
+    Args:
+        format: of the model's pictures.
+        config: the section `[media]`.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, format: PictureFormat, config: MediaConfig, tokenizer: Tokenizer):
+        self._format, self._config = format, config
+        self._reader = MediaReader(config)
+        self._text_of = tokenizer.special_text
+        self._marker = self._text_of(format.marker_id)
+        self._threads = ThreadPoolExecutor(_THREADS, "pictures")
+        #: whether the chat template reads contents that are lists alone
+        self.wants_parts = _wants_parts(tokenizer)
+
+    def shutdown(self) -> None:
+        """Drops work that has not begun. Does not wait."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, messages: Sequence[Mapping[str, Any]]) -> list[ProcessedPicture]:
+        """Returns the pictures of a conversation, in their order. Raises `RequestError`."""
+        sources = [_source_of(part, place) for place, part in _picture_parts(messages)]
+        if len(sources) > self._config.max_pictures:
+            raise FieldError(
+                sources[self._config.max_pictures].place,
+                f"is one picture too many: {self._config.max_pictures} are allowed in a request "
+                "(media.max_pictures)",
+            )
+        found = []
+        for source in sources:  # one after the other: a request does not fill memory by itself
+            data = await self._reader.read(source)
+            run = asyncio.get_running_loop().run_in_executor
+            found.append(await run(self._threads, self._process, data, source.place))
+        return found
+
+    def _process(self, data: bytes, place: str) -> ProcessedPicture:
+        picture = decode_picture(data, self._config, place)
+        try:
+            found = self._format.process(picture)
+        except PictureError as error:
+            raise FieldError(place, f"cannot be read by this model: {error}") from error
+        if found.num_embeddings > self._config.cache_embeddings:
+            raise FieldError(
+                place,
+                f"takes {found.num_embeddings} tokens, and at most {self._config.cache_embeddings} "
+                "fit (media.cache_embeddings)",
+            )
+        return found
+
+    def expand(self, text: str, pictures: Sequence[ProcessedPicture]) -> str:
+        """Returns a rendered conversation, in which no text of a client has special tokens, with
+        each picture's text in the place of its marker. Raises `RequestError` if the chat template
+        has written more or fewer markers than there are pictures."""
+        pieces = text.split(self._marker)
+        if len(pieces) != len(pictures) + 1:
+            raise RequestError(
+                f"the conversation has {len(pictures)} pictures, and its prompt places for "
+                f"{len(pieces) - 1}",
+                param="messages",
+            )
+        found = [pieces[0]]
+        for picture, piece in zip(pictures, pieces[1:], strict=True):
+            found += self._format.text(picture, self._text_of), piece
+        return "".join(found)
+
+    def place(self, ids: Sequence[int], pictures: Sequence[ProcessedPicture]) -> PicturePrompt:
+        """Returns the prompt of an expanded conversation that was encoded. Raises
+        `RequestError`."""
+        try:
+            return PicturePrompt(*place_pictures(ids, pictures, self._format))
+        except ValueError as error:
+            raise RequestError(f"the prompt's pictures cannot be placed: {error}") from error
+
+
+def _wants_parts(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template shows a text in a list of parts, and not a text by itself."""
+    probe = "probe of the template"
+
+    def shows(content: Any) -> bool:
+        try:
+            return probe in tokenizer.render_chat([{"role": "user", "content": content}]).text
+        except RequestError:
+            return False
+
+    if not tokenizer.has_chat_template:
+        return False
+    return not shows(probe) and shows([{"type": "text", "text": probe}])

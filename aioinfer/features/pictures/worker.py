@@ -1,0 +1,101 @@
+"""Worker half of pictures: computes the embeddings of pictures, keeps them, and puts them in the
+place of tokens.
+
+Every tensor-parallel rank computes all pictures with the whole tower, and keeps all embeddings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from aioinfer.features.pictures.sections import PictureRows, pack_pixels
+from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.sections import Section
+from aioinfer.layers.step import SampledRows, Step, StepPictures
+from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread
+
+
+class Work(WorkerFeature):
+    """See `WorkerFeature`.
+
+    Attributes:
+        embeddings: [rows, width], of the pictures that the planning half has in its books.
+    """
+
+    section = PictureRows
+    suits_graphs = False
+    changes_inputs = True
+
+    def __init__(self, rank: Rank):
+        super().__init__(rank)
+        tower = rank.model.tower
+        self.is_needed = tower is not None
+        if tower is None:
+            return
+        self._tower, media = tower, rank.config.media
+        self._budget = min(media.encoder_budget, media.cache_embeddings)
+        self.embeddings = torch.zeros(
+            media.cache_embeddings, tower.width, dtype=tower.dtype, device=rank.device
+        )
+
+    def change_inputs(self, plan: StepPlan, section: PictureRows, step: Step) -> None:
+        """See `WorkerFeature.change_inputs`."""
+        if len(section.targets):
+            targets = self.rank.upload(section.targets).long()
+            pictures, grids = self._pictures(section)
+            self.embeddings.index_copy_(0, targets, self._tower.encode(pictures, grids))
+        tokens = spread(first_tokens(plan, section.slots), section.lengths, 1)
+        is_picture = section.sources >= 0
+        places, rows = tokens[is_picture], section.sources[is_picture].astype(np.int64)
+        step.pictures = StepPictures(
+            self.rank.upload(places), self.rank.upload(rows), self.embeddings
+        )
+        if section.positions.shape[1]:
+            self._place(step, self.rank.upload(tokens), self.rank.upload(section.positions))
+
+    def _pictures(self, section: PictureRows) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """Returns the pixels of the pictures that are to be encoded, on the device, and their
+        grids."""
+        flat = self.rank.upload(section.pixels.view(np.uint8))
+        shapes = section.shapes.tolist()
+        sizes = [tiles * height * width * 3 for tiles, height, width, *_ in shapes]
+        ends = list(itertools.accumulate(sizes))
+        pixels = [
+            flat[end - size : end].view(*shape[:3], 3)
+            for end, size, shape in zip(ends, sizes, shapes, strict=True)
+        ]
+        return pixels, [(shape[3], shape[4]) for shape in shapes]
+
+    def _place(self, step: Step, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Enters the rotary positions int32 [3, N] of tokens int64 [N]."""
+        inputs = step.inputs
+        assert inputs.rotary is not None
+        rotary = inputs.rotary
+        if rotary.stride(0) == 0:  # a view of one row for all three
+            rotary = rotary.contiguous()
+        rotary.index_copy_(1, tokens, positions)
+        step.inputs = dataclasses.replace(inputs, rotary=rotary)
+        if step.sampled is not None:
+            step.sampled = SampledRows.of(step.inputs, step.sampled.rows, step.sampled.last)
+
+    def dummy_section(self, slots: Sequence[int], lengths: Sequence[int]) -> Section | None:
+        """See `WorkerFeature.dummy_section`: on a GPU as many embeddings as a step computes, on a
+        CPU the smallest picture."""
+        is_gpu = self.rank.device.type == "cuda"
+        picture = self._tower.format.dummy(self._budget if is_gpu else 1)
+        targets = np.arange(picture.num_embeddings, dtype=np.int32) % len(self.embeddings)
+        sources = np.full(lengths[0], -1, np.int32)
+        shown = min(len(sources), len(targets))
+        sources[:shown] = targets[:shown]
+        has_sections = self._tower.format.has_sections
+        positions = np.zeros((3, lengths[0] if has_sections else 0), np.int32)
+        shape = (*picture.pixels.shape[:3], *picture.grid, picture.num_embeddings)
+        return PictureRows(
+            np.array(slots[:1], np.int32), np.array(lengths[:1], np.int32), sources, positions,
+            np.array([shape], np.int32), targets, pack_pixels([picture.pixels]),
+        )  # fmt: skip

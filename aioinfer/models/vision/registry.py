@@ -1,0 +1,117 @@
+"""Registry of what reads pictures: from a wrapper's `model_type`, as `config.json` has it, to the
+format of its pictures and its tower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from aioinfer.config import MediaConfig, ModelConfig
+from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.rotary import Sections
+from aioinfer.models.config import read_json
+from aioinfer.models.text_model import lay_over
+from aioinfer.models.vision.format import PictureFormat, read_processor
+from aioinfer.models.vision.tower import Tower
+
+#: By the wrapper's `model_type`: the module and the names of its format and its tower.
+_FAMILIES = {
+    "qwen3_vl": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "qwen3_vl_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+}
+
+ReadFormat = Callable[[Mapping[str, Any], Mapping[str, Any], int], PictureFormat]
+MakeTower = Callable[[Mapping[str, Any], PictureFormat, int], Tower]
+
+
+class VisionFamily(NamedTuple):
+    """How a family reads pictures.
+
+    Attributes:
+        read_format: reads `config.json`, the processor's configuration and the maximum of pixels.
+        make_tower: makes a tower of `vision_config`, the format and the text model's hidden size.
+    """
+
+    read_format: ReadFormat
+    make_tower: MakeTower
+
+
+@dataclass(frozen=True, slots=True)
+class VisionModel:
+    """The part of a model that reads pictures.
+
+    Attributes:
+        config: the decoded `config.json`.
+        format: of pictures.
+        make: makes its tower.
+    """
+
+    config: Mapping[str, Any]
+    format: PictureFormat
+    make: MakeTower
+
+    def rope_sections(self) -> Sections | None:
+        """Returns the sections of M-RoPE; None without. Raises `ConfigError`."""
+        if not self.format.has_sections:
+            return None
+        text = self.config.get("text_config")
+        text = text if isinstance(text, Mapping) else self.config
+        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        counts = rope.get("mrope_section")
+        if not isinstance(counts, list) or [type(each) for each in counts] != [int] * 3:
+            raise ConfigError(f"mrope_section must be three integers, not {counts!r}")
+        time, height, width = counts
+        return Sections(time, height, width, self.format.interleaves_sections)
+
+    def tower(self, backend: Backend, hidden_size: int) -> Tower:
+        """Returns this rank's tower, its weights unset. Raises `ConfigError`."""
+        try:
+            with torch.device("meta"):
+                tower = self.make(self.config, self.format, hidden_size)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"vision_config cannot be read: {text}") from error
+        tower.place(backend)
+        return tower
+
+
+def find_vision_family(model_type: Any) -> VisionFamily | None:
+    """Returns the family of a wrapper's `model_type`; None if its pictures are not read."""
+    found = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if found is None:
+        return None
+    formats, format, towers, tower = found
+    return VisionFamily(
+        getattr(import_module(f"{__package__}.{formats}"), format).read,
+        getattr(import_module(f"{__package__}.{towers}"), tower),
+    )
+
+
+def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> VisionModel | None:
+    """Returns what reads a model's pictures; None if it reads none.
+
+    Args:
+        folder: of the model.
+        options: the section `[model]`.
+        media: the section `[media]`.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    if not media.max_pictures:
+        return None
+    config = lay_over(read_json(folder), options.hf_overrides)
+    family = find_vision_family(config.get("model_type"))
+    if family is None or not isinstance(config.get("vision_config"), Mapping):
+        return None
+    try:
+        format = family.read_format(config, read_processor(folder), media.max_read_pixels)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: the configuration of pictures lacks {error}") from error
+    return VisionModel(config, format, family.make_tower)

@@ -1,0 +1,190 @@
+"""Towers: what computes the embeddings of pictures, in plain torch on any device.
+
+A tower's modules have the names of the checkpoint's, so that its tensors are loaded by name. Every
+tensor-parallel rank has the whole tower and computes all pictures: a tower has a tenth of the text
+model's weights or less, and so no embeddings cross between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.shards import NamedShards, WeightShard
+from aioinfer.models.vision.format import PictureFormat
+
+#: Activations of towers by the names that configurations have.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns an activation by its name. Raises `ConfigError` for an unknown one."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"the vision tower's activation {name!r} is not supported")
+    return ACTIVATIONS[name]
+
+
+class Tower(torch.nn.Module):
+    """Base class of towers. A subclass makes its modules on the device "meta"; `Tower.place` gives
+    them memory.
+
+    Attributes:
+        prefix: of its tensors' names in checkpoints, without the "model." that may stand before.
+        format: how pictures come.
+        width: channels of an embedding: the text model's hidden size, times 1 + `num_deep`.
+        num_deep: how many further vectors an embedding has, which are added to the stream behind
+            the first layers of the text model (DeepStack, Meng et al. 2024).
+    """
+
+    prefix: ClassVar[str] = ""
+    num_deep = 0
+
+    def __init__(self, format: PictureFormat, hidden_size: int):
+        super().__init__()
+        self.format = format
+        self._hidden_size = hidden_size
+
+    @property
+    def width(self) -> int:
+        """See the class."""
+        return self._hidden_size * (1 + self.num_deep)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic."""
+        return next(self.parameters()).dtype
+
+    def place(self, backend: Backend) -> None:
+        """Gives the parameters memory on a rank's device, in the dtype of its arithmetic; norms are
+        1 and biases 0 until they are loaded."""
+        self.requires_grad_(False)
+        self.to(backend.dtype).to_empty(device=backend.device)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(float(name.endswith("weight")))
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where the tensors of the checkpoint go: each whole."""
+        for name, parameter in self.named_parameters():
+            yield f"{self.prefix}{name}", WeightShard(parameter.data, 0, 0, None)
+
+    def finalize(self) -> None:
+        """See `part_maker.Loadable`: nothing is left to be done."""
+
+    def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Returns pixels uint8 [..., 3] as the tower was trained for them, in its dtype."""
+        mean, std = (
+            torch.tensor(each, dtype=torch.float32, device=pixels.device)
+            for each in (self.format.mean, self.format.std)
+        )
+        return pixels.float().mul_(1 / 255).sub_(mean).div_(std).to(self.dtype)
+
+    def as_reference(self, normed: torch.Tensor) -> torch.Tensor:
+        """Returns normalised pixels [N, height, width, 3] of a picture in the order in which the
+        family's processor in transformers has them; tests compare both."""
+        return normed.permute(0, 3, 1, 2)
+
+    def encode(
+        self, pixels: Sequence[torch.Tensor], grids: Sequence[tuple[int, int]]
+    ) -> torch.Tensor:
+        """Returns the embeddings [n, width] of pictures, one picture's behind the other's.
+
+        Args:
+            pixels: of each picture uint8 [N, height, width, 3].
+            grids: of each; see `ProcessedPicture`.
+        """
+        raise NotImplementedError
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
+) -> torch.Tensor:
+    """Returns attention [T, heads * size] within sequences that lie one behind the other; q, k and
+    v are [T, heads, size]. Adjacent sequences of equal lengths are one call."""
+    found, start = [], 0
+    index = 0
+    while index < len(lengths):
+        length, count = lengths[index], 1
+        while index + count < len(lengths) and lengths[index + count] == length:
+            count += 1
+        part = slice(start, start + length * count)
+        shaped = (each[part].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v))
+        queries, keys, values = shaped
+        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        found.append(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
+        start, index = part.stop, index + count
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Returns x [T, heads, size] rotated, computed in float32; cos and sin are [T, 1, size / 2],
+    channels i and i + size / 2 a pair."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def axial_angles(
+    rows: torch.Tensor, columns: torch.Tensor, head_size: int, theta: float = 10_000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns cosines and sines [T, 1, head_size / 2] of patches at places int64 [T] each: the
+    first half of the pairs is rotated by the row, the second by the column."""
+    size = head_size // 2
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=rows.device) / size
+    inverse = 1.0 / theta**exponents
+    angles = torch.cat([torch.outer(each.float(), inverse) for each in (rows, columns)], dim=1)
+    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def block_places(height: int, width: int, merge: int, device: torch.device) -> torch.Tensor:
+    """Returns rows and columns int64 [2, height * width] of a grid's patches in the order of blocks
+    of `merge` x `merge` patches."""
+    places = torch.stack(
+        torch.meshgrid(
+            torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"
+        )
+    )
+    shape = (2, height // merge, merge, width // merge, merge)
+    return places.view(shape).transpose(2, 3).flatten(1)
+
+
+def block_patches(pixels: torch.Tensor, patch: int, merge: int) -> torch.Tensor:
+    """Returns the patches [height * width / patch**2, 3, patch, patch] of pixels [height, width,
+    3], in the order of `block_places`."""
+    height, width, _ = pixels.shape
+    side = patch * merge
+    shape = (height // side, merge, patch, width // side, merge, patch, 3)
+    return pixels.view(shape).permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
+
+
+def bilinear(
+    table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, height: int, width: int
+) -> torch.Tensor:
+    """Returns a square table of position embeddings [side * side, size] at places int64 [T] of a
+    grid of another size, by bilinear interpolation with aligned corners: [T, size]."""
+    side = math.isqrt(len(table))
+
+    def taps(place: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        at = place.float() * (side - 1) / max(size - 1, 1)
+        below = at.floor()
+        rest = at - below
+        lower = below.long()
+        return torch.stack((lower, (lower + 1).clamp(max=side - 1))), torch.stack((1 - rest, rest))
+
+    (row_at, row_weight), (column_at, column_weight) = taps(rows, height), taps(columns, width)
+    found = torch.zeros(len(rows), table.shape[1], dtype=torch.float32, device=table.device)
+    for i in range(2):
+        for j in range(2):
+            weight = (row_weight[i] * column_weight[j]).unsqueeze(1)
+            found += table[row_at[i] * side + column_at[j]] * weight
+    return found.to(table.dtype)

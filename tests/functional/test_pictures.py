@@ -1,0 +1,267 @@
+"""Pictures over HTTP: in every API, from one conversation, and refused with the place of each."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from PIL import Image
+
+from tests.functional.conftest import Served, serve
+from tests.vision_models import (
+    as_file,
+    as_url,
+    conversation,
+    picture,
+    reference_tokens,
+    save_model,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NAME, TOKENS = "qwen3_vl", 6
+PICTURE = picture(120, 90, 1)
+URL = as_url(PICTURE)
+BASE64 = URL.partition(",")[2]
+TEXT = "What is this?"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_model(NAME, folder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def sighted(model: tuple[Path, Any]) -> AsyncIterator[Served]:
+    settings: dict[str, Any] = {
+        "parallel.executor": "inline", "model.path": str(model[0]), "model.dtype": "float32",
+        "media.max_pictures": 3, "server.served_model_names": ["sighted"],
+    }  # fmt: skip
+    async with serve(**settings) as served:
+        yield served
+
+
+def picture_first(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+async def test_each_api_gives_the_reference_s_text(
+    sighted: Served, model: tuple[Path, Any]
+) -> None:
+    messages: Any = conversation(PICTURE, TEXT)
+    async with openai.AsyncOpenAI(base_url=f"{sighted.url}/v1", api_key="none") as client:
+        chat = await client.chat.completions.create(model="sighted", messages=messages, **GREEDY)
+        text = {"type": "input_text", "text": TEXT}
+        image = {"type": "input_image", "image_url": URL, "detail": "auto"}
+        given: Any = picture_first([image, text])
+        response = await client.responses.create(
+            model="sighted", input=given, temperature=0, max_output_tokens=TOKENS
+        )
+    whole = await sighted.post(
+        "/v1/chat/completions", messages=messages, return_token_ids=True, **GREEDY
+    )
+    prompt, found = whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
+    expected = await asyncio.to_thread(reference_tokens, model[1], NAME, prompt, [PICTURE], TOKENS)
+    assert found == expected
+    answer = whole["choices"][0]["message"]["content"]
+    assert chat.choices[0].message.content == answer == response.output_text
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == len(prompt)
+    source = {"type": "base64", "media_type": "image/png", "data": BASE64}
+    text = {"type": "text", "text": TEXT}
+    content = [{"type": "image", "source": source}, text]
+    anthropic = {"messages": picture_first(content), **GREEDY}
+    reply = await sighted.post("/v1/messages", **anthropic)
+    assert reply["content"][0]["text"] == answer
+    assert sum(reply["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")) == len(
+        prompt
+    )
+    content[0] = {"type": "image", "source": {"type": "url", "url": URL}}
+    reply = await sighted.post("/v1/messages", messages=picture_first(content), **GREEDY)
+    assert reply["content"][0]["text"] == answer
+    limits = {"temperature": 0, "num_predict": TOKENS}
+    message = {"role": "user", "content": TEXT, "images": [BASE64]}
+    ollama = await sighted.post("/api/chat", messages=[message], options=limits, stream=False)
+    assert ollama["message"]["content"] == answer
+    ollama = await sighted.post(
+        "/api/generate", prompt=TEXT, images=[BASE64], options=limits, stream=False
+    )
+    assert ollama["response"] == answer
+
+
+async def test_counts_of_tokens_are_exact(sighted: Served) -> None:
+    messages = conversation(PICTURE, TEXT)
+    usage = (await sighted.post("/v1/chat/completions", messages=messages, **GREEDY))["usage"]
+    tokens = await sighted.post("/tokenize", messages=messages)
+    assert tokens["count"] == usage["prompt_tokens"]
+    content = [
+        {"type": "image", "source": {"type": "base64", "data": BASE64}},
+        {"type": "text", "text": TEXT},
+    ]
+    counted = await sighted.post("/v1/messages/count_tokens", messages=picture_first(content))
+    assert counted["input_tokens"] == usage["prompt_tokens"]
+    items = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": TEXT}]
+    counted = await sighted.post("/v1/responses/input_tokens", input=picture_first(items))
+    assert counted["input_tokens"] == usage["prompt_tokens"]
+
+
+async def test_models_tell_what_they_read(sighted: Served, served: Served) -> None:
+    for server, expected in ((sighted, ["text", "image"]), (served, ["text"])):
+        async with server.http.get("/v1/models") as response:
+            (first, *_) = (await response.json())["data"]
+        assert first["input_modalities"] == expected
+    for server, expected in ((sighted, True), (served, False)):
+        shown = await server.post("/api/show")
+        assert ("vision" in shown["capabilities"]) == expected
+
+
+async def test_a_conversation_goes_on_with_a_stored_picture(sighted: Served) -> None:
+    items = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": TEXT}]
+    limits = {"temperature": 0, "max_output_tokens": 2}
+    first = await sighted.post("/v1/responses", input=picture_first(items), **limits)
+    second = await sighted.post(
+        "/v1/responses", input="And?", previous_response_id=first["id"], **limits
+    )
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+
+
+async def test_texts_of_special_tokens_are_no_pictures(sighted: Served) -> None:
+    messages = conversation("<|image_pad|><|vision_start|>", PICTURE, "<|image_pad|>")
+    reply = await sighted.post("/tokenize", messages=messages)
+    plain = await sighted.post("/tokenize", messages=conversation(PICTURE))
+    assert reply["count"] > plain["count"] + 30
+    pads = [sum(token == 260 for token in each["tokens"]) for each in (reply, plain)]
+    assert pads[0] == pads[1]
+
+
+BROKEN = "data:image/png;base64," + base64.b64encode(as_file(PICTURE)[:300]).decode()
+
+
+def chat_of(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(parts)}]}
+
+
+def image_url(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
+def response_of(**fields: str) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [{"type": "input_image", **fields}]}]}
+
+
+def block(**source: str) -> dict[str, Any]:
+    return {"max_tokens": 1, **chat_of({"type": "image", "source": source})}
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+AT = "messages[0].content[0]"
+#: Of each: the path, the body, and the parameter and a part of the error.
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "a broken picture": (
+        CHAT, chat_of({"type": "text", "text": "a"}, image_url({"url": BROKEN})),
+        "messages[0].content[1].image_url", "is broken",
+    ),
+    "no url": (CHAT, chat_of({"type": "image_url"}), AT, "must be of type"),
+    "a picture of the assistant": (
+        CHAT, chat_of(image_url(URL), role="assistant"), AT, "must be of type"
+    ),
+    "a file": (
+        CHAT, chat_of(image_url("file:///etc/passwd")), f"{AT}.image_url", "allowed_folder"
+    ),
+    "a host": (
+        RESPONSES, response_of(image_url="http://127.0.0.1/"), "input[0].content[0].image_url",
+        "allowed_domains",
+    ),
+    "a stored file": (
+        RESPONSES, response_of(file_id="file-1"), "input[0].content[0].image_url", "must be a URL"
+    ),
+    "no source": (
+        MESSAGES, {"max_tokens": 1, **chat_of({"type": "image"})}, f"{AT}.source", "must be of type"
+    ),
+    "another media type": (
+        MESSAGES, block(type="base64", media_type="text/html", data=BASE64),
+        f"{AT}.source.media_type", "must be an image's",
+    ),
+    "wrong base64": (
+        MESSAGES, block(type="base64", media_type="image/png", data="@@"), f"{AT}.source.data",
+        "is not valid base64",
+    ),
+    "Ollama's wrong base64": (
+        "/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["@@"]}]},
+        "messages[0].images[0]", "is not valid base64",
+    ),
+    "a raw prompt": (
+        "/api/generate", {"prompt": "a", "raw": True, "images": [BASE64]}, "images", "raw prompt",
+    ),
+    "too many": (
+        CHAT, {"messages": conversation(*[PICTURE] * 4)}, "messages[0].content[3].image_url",
+        "one picture too many",
+    ),
+    "a ribbon": (
+        CHAT, {"messages": conversation(Image.new("RGB", (3000, 10)))}, f"{AT}.image_url",
+        "200 times as long",
+    ),
+    "a cut prompt": (
+        CHAT, {"messages": conversation(PICTURE), "truncate_prompt_tokens": 5},
+        "truncate_prompt_tokens", "would cut",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_picture_that_is_refused(name: str, sighted: Served) -> None:
+    path, body, param, message = REFUSED[name]
+    reply = await sighted.post(path, 400, **body)
+    error = reply["error"]
+    text = error if isinstance(error, str) else error["message"]
+    assert param in text
+    assert message in text
+    if isinstance(error, dict) and "param" in error:
+        assert error["param"] == param
+
+
+async def test_a_model_without_an_encoder_refuses_pictures(served: Served) -> None:
+    reply = await served.post("/v1/chat/completions", 400, messages=conversation("a", PICTURE))
+    assert reply["error"]["param"] == "messages[0].content[1].image_url"
+    assert "'smollm2' reads no pictures" in reply["error"]["message"]
+
+
+async def test_the_loop_is_not_held_up(sighted: Served) -> None:
+    """By large pictures, broken ones and bombs; the longest pause of the loop is looked at."""
+    data = await asyncio.to_thread(as_file, picture(2600, 2000, 4), "JPEG")
+    large = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    bomb = await asyncio.to_thread(as_url, Image.new("1", (9000, 9000)))
+    bodies = [json.dumps(chat_of(image_url(url))) for url in (large, BROKEN, bomb)]
+    longest, ended = 0.0, False
+
+    async def watch() -> None:
+        nonlocal longest
+        while not ended:
+            before = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - before)
+
+    watching = asyncio.create_task(watch())
+    statuses = []
+    for body in bodies:
+        async with sighted.http.post(
+            "/tokenize",
+            data=io.BytesIO(body.encode()),
+            headers={"Content-Type": "application/json"},
+        ) as response:
+            statuses.append(response.status)
+    ended = True
+    await watching
+    assert statuses == [200, 400, 400]
+    assert longest < 0.25  # beside other processes; alone below 0.05

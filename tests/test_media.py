@@ -1,0 +1,363 @@
+"""Pictures that clients send: where their bytes may come from, and files of all kinds, broken and
+hostile ones among them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from aioinfer.config import MediaConfig
+from aioinfer.errors import FieldError
+from aioinfer.media.picture import decode_picture
+from aioinfer.media.source import MediaReader, MediaSource, is_public
+from tests.vision_models import as_file, picture
+
+CONFIG = MediaConfig(max_bytes=2**20, max_pixels=10**6)
+RGB = picture(64, 48, 1)
+PNG, JPEG = as_file(RGB), as_file(RGB, "JPEG")
+
+
+def read(url: str, config: MediaConfig = CONFIG, *, is_base64: bool = False) -> bytes:
+    source = MediaSource("messages[0].content[1].image_url", url, is_base64)
+    return asyncio.run(MediaReader(config).read(source))
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def decode(data: bytes, config: MediaConfig = CONFIG) -> Image.Image:
+    return decode_picture(data, config, "place")
+
+
+# -------------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("kind", ["image/png", "IMAGE/PNG", "", "application/octet-stream"])
+def test_a_data_url(kind: str) -> None:
+    assert read(data_url(PNG, kind)) == PNG
+
+
+def test_a_data_url_without_base64_and_base64_without_a_url() -> None:
+    assert read("data:image/bmp,%00%01a") == b"\0\1a"
+    assert read(base64.b64encode(PNG).decode(), is_base64=True) == PNG
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        (data_url(b"<svg/>", "image/svg+xml"), "is of the type 'image/svg\\+xml', and no picture"),
+        (data_url(b"x", "text/html"), "and no picture"),
+        ("data:image/png;base64,@@@@", "is not valid base64"),
+        ("data:image/png;base64,YWJj\n", "is not valid base64"),
+        ("data:image/png;base64,YWJ", "is not valid base64"),
+        ("data:image/png;base64,é", "is not valid base64"),
+        ("data:image/png;base64,", "is empty"),
+        ("data:image/png;base64", "without a comma"),
+        ("data:,", "is empty"),
+        (data_url(bytes(2**20 + 1)), "has more than 1048576 bytes"),
+        ("data:image/png," + "a" * (2**20 + 1), "has more than 1048576 bytes"),
+        ("data:image/png," + "a" * (3 * 2**20 + 1), "has more than 1048576 bytes"),
+        ("file:///etc/passwd", "media.allowed_folder is not set"),
+        ("http://example.com/a.png", "media.allowed_domains"),
+        ("http://127.0.0.1/a.png", "media.allowed_domains"),
+        ("https://[::1", "valid URL"),
+        ("ftp://example.com/a.png", "must be a data URL"),
+        ("javascript:alert(1)", "must be a data URL"),
+        ("", "must be a data URL"),
+        ("/etc/passwd", "must be a data URL"),
+    ],
+)
+def test_a_source_that_is_refused(url: str, message: str) -> None:
+    with pytest.raises(FieldError, match=message) as caught:
+        read(url)
+    assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_base64_that_is_wrong() -> None:
+    for text in ("data:image/png;base64,YWJj", "not base64!", "A" * 2_000_000):
+        with pytest.raises(FieldError):
+            read(text, is_base64=True)
+
+
+def test_files_below_the_allowed_folder_alone(tmp_path: Path) -> None:
+    allowed, outside = tmp_path / "allowed", tmp_path / "outside.png"
+    (allowed / "below").mkdir(parents=True)
+    (allowed / "below" / "a b.png").write_bytes(PNG)
+    outside.write_bytes(PNG)
+    (allowed / "link.png").symlink_to(outside)
+    (allowed / "large.png").write_bytes(bytes(2**20 + 1))
+    os.mkfifo(allowed / "pipe.png")
+    config = MediaConfig(max_bytes=2**20, allowed_folder=str(allowed))
+    assert read(f"file://{allowed}/below/a%20b.png", config) == PNG
+    assert read(f"file://localhost{allowed}/below/a%20b.png", config) == PNG
+    for path in (
+        outside, f"{allowed}/../outside.png", f"{allowed}/%2e%2e/outside.png", "/etc/passwd",
+        f"{allowed}/link.png", f"{allowed}/missing.png", allowed, f"{allowed}/pipe.png",
+        f"{allowed}/a%00.png", f"{allowed}2/a.png",
+    ):  # fmt: skip
+        with pytest.raises(FieldError, match="is no file below the folder"):
+            read(f"file://{path}", config)
+    with pytest.raises(FieldError, match="is no file below the folder"):
+        read(f"file://elsewhere{allowed}/below/a%20b.png", config)
+    with pytest.raises(FieldError, match="has more than"):
+        read(f"file://{allowed}/large.png", config)
+
+
+@asynccontextmanager
+async def host() -> AsyncIterator[int]:
+    """A host with a picture, and with other answers."""
+
+    async def stall(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(30)
+        return response
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(bytes(65536))
+
+    async def found(request: web.Request) -> web.Response:
+        return web.Response(body=PNG)
+
+    async def moved(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/a.png")
+
+    app = web.Application()
+    for path, handler in (
+        ("/a.png", found), ("/stall", stall), ("/endless", endless), ("/moved", moved)
+    ):  # fmt: skip
+        app.router.add_get(path, handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def test_pictures_from_allowed_hosts() -> None:
+    config = MediaConfig(max_bytes=2**20, allowed_domains=["LocalHost."], timeout_s=1)
+
+    async def run() -> None:
+        async with host() as port:
+            reader = MediaReader(config, lambda address: address == "127.0.0.1")
+            url = f"http://localhost:{port}"
+            assert await reader.read(MediaSource("x", f"{url}/a.png")) == PNG
+            for path, message in (
+                ("/missing", "status 404"), ("/moved", "status 302"), ("/endless", "has more than"),
+                ("/stall", "within 1 s"),
+            ):  # fmt: skip
+                with pytest.raises(FieldError, match=message):
+                    await reader.read(MediaSource("x", url + path))
+            for other in (
+                f"http://127.0.0.1:{port}/a.png", f"http://a@localhost:{port}/a.png",
+                f"http://localhost.evil:{port}/a.png", f"http://evil@localhost:{port}/a.png",
+            ):  # fmt: skip
+                with pytest.raises(FieldError, match="allowed_domains"):
+                    await reader.read(MediaSource("x", other))
+            with pytest.raises(FieldError, match="could not be fetched"):  # a private address
+                await MediaReader(config).read(MediaSource("x", f"{url}/a.png"))
+
+    asyncio.run(run())
+
+
+def test_public_addresses() -> None:
+    assert all(map(is_public, ("93.184.216.34", "2606:2800:220:1::1")))
+    private = (
+        "127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0",
+        "100.64.0.1", "::1", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "224.0.0.1", "name",
+    )  # fmt: skip
+    assert not any(map(is_public, private))
+
+
+# -------------------------------------------------------------------- files
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, *, depth: int = 8, colour: int = 2, pixels: bytes = b"") -> bytes:
+    """Returns a PNG with any header."""
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(pixels))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body + chunk(b"IEND", b"")
+
+
+def bmp(width: int, height: int) -> bytes:
+    """Returns a BMP without pixels."""
+    numbers = 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 0, 0, 0, 0
+    return b"BM" + struct.pack("<IHHIIiiHHIIiiII", *numbers)
+
+
+def frames(format: str) -> bytes:
+    others = [picture(32, 32, seed) for seed in (2, 3)]
+    return as_file(picture(32, 32, 1), format, save_all=True, append_images=others)
+
+
+def tiff() -> bytes:
+    return as_file(RGB, "TIFF")
+
+
+HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty text": (lambda: b" ", "is not a picture"),
+    "html": (lambda: b"<html><img src=x></html>", "is not a picture"),
+    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a picture"),
+    "a zip": (lambda: b"PK\x03\x04" + bytes(100), "is not a picture"),
+    "a pdf": (lambda: b"%PDF-1.7\n" + bytes(100), "is not a picture"),
+    "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture"),
+    "tiff": (tiff, "is not a picture"),
+    "a png's head": (lambda: PNG[:8], "is not a picture|is broken"),
+    "a truncated png": (lambda: PNG[: len(PNG) // 2], "is broken"),
+    "a png without its end": (lambda: PNG[:-40], "is broken"),
+    "a truncated jpeg": (lambda: JPEG[: len(JPEG) // 2], "is broken"),
+    "a jpeg's head": (lambda: JPEG[:20], "is not a picture|is broken"),
+    "a png without width": (lambda: png(0, 5), "no pixels|is broken|is not a picture"),
+    "a png without height": (lambda: png(5, 0), "no pixels|is broken|is not a picture"),
+    "a png of many pixels": (lambda: png(40_000, 40_000), "more than 1000000 pixels"),
+    "a png of the largest size": (lambda: png(2**31 - 1, 2**31 - 1), "more than|is broken"),
+    "a png of one wide line": (lambda: png(1_000_001, 1), "more than 1000000 pixels"),
+    "a png of too few pixels": (lambda: png(100, 100, pixels=bytes(50)), "is broken"),
+    "a png bomb": (lambda: png(9000, 9000, pixels=bytes(20 * 2**20)), "more than 1000000 pixels"),
+    "a png of an unknown depth": (lambda: png(5, 5, depth=3), "broken|is not a picture"),
+    "a png with a broken sum": (lambda: PNG[:40] + b"\0\0\0\0" + PNG[44:], "is broken|not a pict"),
+    "a gif of frames": (lambda: frames("GIF"), "is animated"),
+    "a png of frames": (lambda: frames("PNG"), "is animated"),
+    "a webp of frames": (lambda: frames("WEBP"), "is animated"),
+    "a gif of no size": (lambda: b"GIF89a" + bytes(7) + b";", "no pixels|is broken|not a picture"),
+    "a bmp of negative width": (lambda: bmp(-5, -5), "no pixels|is broken|not a picture|more than"),
+    "a bmp of many pixels": (lambda: bmp(60_000, 60_000), "more than 1000000 pixels"),
+    "a webp's head": (lambda: b"RIFF\x10\0\0\0WEBPVP8 " + bytes(8), "is broken|is not a picture"),
+    "noise behind a png's head": (lambda: PNG[:33] + os.urandom(500), "is broken|is not a picture"),
+    "noise behind a jpeg's head": (
+        lambda: b"\xff\xd8\xff\xe0" + os.urandom(500), "is broken|is not a picture"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_that_is_refused(name: str) -> None:
+    make, message = HOSTILE[name]
+    with pytest.raises(FieldError, match=message) as caught:
+        decode(make())
+    assert caught.value.param == "place"
+
+
+@pytest.mark.parametrize("kept", range(0, len(PNG) - 16, len(PNG) // 23))
+def test_any_beginning_of_a_png(kept: int) -> None:
+    with pytest.raises(FieldError):
+        decode(PNG[:kept])
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_changed_bytes_never_raise_anything_else(format: str) -> None:
+    source = np.random.default_rng(5)
+    whole = as_file(picture(40, 30, 2), format)
+    for _ in range(60):
+        data = bytearray(whole)
+        for place in source.integers(0, len(data), 4):
+            data[place] = source.integers(0, 256)
+        with suppress(FieldError):
+            assert decode(bytes(data)).mode == "RGB"
+
+
+def same(image: Image.Image, expected: Image.Image, within: int = 0) -> bool:
+    pair = [np.asarray(each.convert("RGB"), np.int32) for each in (image, expected)]
+    return pair[0].shape == pair[1].shape and int(np.abs(pair[0] - pair[1]).max()) <= within
+
+
+def test_modes_of_pictures() -> None:
+    assert same(decode(PNG), RGB)
+    assert same(decode(as_file(RGB, "WEBP", lossless=True)), RGB)
+    assert same(decode(as_file(RGB, "BMP")), RGB)
+    grey = RGB.convert("L")
+    assert same(decode(as_file(grey)), grey)
+    assert same(decode(as_file(RGB.convert("1"))), RGB.convert("1"))
+    assert same(decode(as_file(grey.convert("LA"))), grey)
+    clear = RGB.copy()
+    clear.putalpha(7)
+    assert same(decode(as_file(clear)), RGB)  # the colour counts, as in transformers
+    palette = RGB.quantize(16)
+    assert same(decode(as_file(palette)), palette)
+    assert same(decode(as_file(palette, "GIF")), palette)
+    assert same(decode(as_file(palette, transparency=b"\0\5\7")), palette)
+    assert same(decode(as_file(RGB.convert("CMYK"), "JPEG", quality=100)), RGB, within=16)
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    assert deep.mode.startswith("I")
+    assert same(decode(as_file(deep)), grey)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_a_turned_picture_is_turned_back(format: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned by a right angle
+    options: dict[str, Any] = {"JPEG": {"quality": 100}, "WEBP": {"lossless": True}}.get(format, {})
+    found = decode(as_file(RGB, format, exif=exif, **options))
+    assert same(found, RGB.transpose(Image.Transpose.ROTATE_270), within=40 if options else 0)
+
+
+@contextmanager
+def peak_of_memory() -> Iterator[list[int]]:
+    """Yields a list that has by how many bytes the process grew at most."""
+    found, ended = [0], threading.Event()
+
+    def used() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    first = used()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            found[0] = max(found[0], used() - first)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_bomb_takes_neither_memory_nor_time() -> None:
+    buffer = io.BytesIO()
+    Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
+    bombs = [buffer.getvalue(), png(65_000, 65_000, pixels=bytes(16 * 2**20))]
+    assert all(len(bomb) < 2**18 for bomb in bombs)
+    with peak_of_memory() as peak:
+        began = time.perf_counter()
+        for bomb in bombs:
+            with pytest.raises(FieldError, match="pixels"):
+                decode(bomb, MediaConfig())
+        took = time.perf_counter() - began
+    assert took < 0.2
+    assert peak[0] < 50 * 2**20
+
+
+@pytest.mark.extended
+def test_the_largest_picture_takes_bounded_memory() -> None:
+    data = as_file(Image.new("RGBA", (5000, 5000), (9, 8, 7, 6)))
+    with peak_of_memory() as peak:
+        assert decode(data, MediaConfig()).size == (5000, 5000)
+    assert 50 * 2**20 < peak[0] < 300 * 2**20

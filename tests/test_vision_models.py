@@ -1,0 +1,183 @@
+"""Every family that reads pictures against transformers, greedily in float32: texts and pictures
+however they are batched, cut, cached and preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from PIL import Image
+
+from aioinfer.config import MediaConfig, ModelConfig
+from aioinfer.features.pictures.planning import Planning
+from aioinfer.llm import LLM, Output
+from aioinfer.models.vision.registry import read_vision
+from aioinfer.sampling_params import SamplingParams
+from tests.vision_models import (
+    MODELS,
+    conversation,
+    picture,
+    reference_inputs,
+    reference_tokens,
+    save_model,
+)
+
+TOKENS = 8
+PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS)
+WIDE, HIGH, SMALL = picture(200, 120, 1), picture(90, 210, 2), picture(40, 30, 3)
+Parts = tuple[str | Image.Image, ...]
+TURNS: list[Parts] = [
+    ("A text alone",),
+    ("What is this? ", WIDE),
+    (HIGH, "and", SMALL, "and ", WIDE, " differ: how?"),
+    ("The same twice: ", SMALL, SMALL),
+]
+
+
+class Saved(NamedTuple):
+    folder: Path
+    name: str
+    model: Any
+    expected: dict[int, list[int]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Saved(folder, request.param, save_model(request.param, folder), {})
+
+
+@contextmanager
+def opened(saved: Saved, **settings: Any) -> Iterator[LLM]:
+    given = {
+        "model.dtype": "float32", "cache.block_size": 16, "parallel.executor": "inline",
+        "scheduler.max_num_seqs": 8, "model.max_model_len": 1024, **settings,
+    }  # fmt: skip
+    llm = LLM(str(saved.folder), progress=False, settings=given)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def check(saved: Saved, turns: Sequence[Parts], outputs: Sequence[Output]) -> None:
+    for number, (parts, output) in enumerate(zip(turns, outputs, strict=True)):
+        key = TURNS.index(parts) if parts in TURNS else -1 - number
+        if key not in saved.expected or key < 0:
+            pictures = [part for part in parts if not isinstance(part, str)]
+            saved.expected[key] = reference_tokens(
+                saved.model, saved.name, output.prompt_token_ids, pictures, TOKENS
+            )
+        assert output.token_ids == saved.expected[key], parts
+
+
+def chat(llm: LLM, turns: Sequence[Parts]) -> list[Output]:
+    return llm.chat([conversation(*parts) for parts in turns], PARAMS)
+
+
+def features_of(llm: LLM) -> Planning:
+    found: Planning = llm.frontend.engines[0].features.of(Planning)
+    return found
+
+
+def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
+    vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
+    assert vision is not None
+    with torch.device("meta"):
+        tower = vision.make(vision.config, vision.format, 64)
+    for image in (WIDE, HIGH, SMALL, picture(333, 77, 4), picture(16, 16, 5)):
+        processed = vision.format.process(image)
+        expected = reference_inputs(saved.name, [image])
+        normed = tower.normalised(torch.from_numpy(processed.pixels.copy()))
+        found = tower.as_reference(normed)
+        assert torch.allclose(found, expected["pixel_values"].reshape(found.shape), atol=2e-6)
+    dummy = vision.format.dummy(12)
+    assert 1 <= dummy.num_embeddings <= 12
+
+
+def test_all_together(saved: Saved) -> None:
+    with opened(saved) as llm:
+        outputs = chat(llm, TURNS)
+        check(saved, TURNS, outputs)
+        assert len(features_of(llm).cache) == 3  # equal pictures are encoded once
+        assert len({tuple(output.token_ids) for output in outputs}) == len(TURNS)
+
+
+def test_chunks_cut_pictures_and_the_cache_holds_one(saved: Saved) -> None:
+    settings = {
+        "scheduler.max_num_batched_tokens": 24, "media.encoder_budget": 1,
+        "media.cache_embeddings": largest(saved), "cache.enable_prefix_caching": False,
+    }  # fmt: skip
+    with opened(saved, **settings) as llm:
+        check(saved, TURNS, chat(llm, TURNS))
+
+
+def largest(saved: Saved) -> int:
+    vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
+    assert vision is not None
+    return max(vision.format.process(image).num_embeddings for image in (WIDE, HIGH, SMALL))
+
+
+def test_prefixes_with_the_same_picture_are_found_again(saved: Saved) -> None:
+    text, other = "Some words before it, and then ", picture(200, 120, 9)
+    turns: list[Parts] = [
+        (text, WIDE, " a question"), (text, WIDE, " another question"), (text, other, " a question")
+    ]  # fmt: skip
+    with opened(saved) as llm:
+        outputs = [chat(llm, [parts])[0] for parts in turns]
+        check(saved, turns, outputs)
+        first, same, different = (output.num_cached_tokens for output in outputs)
+        assert first == 0
+        start = outputs[0].prompt_token_ids.index(features_placeholder(llm))
+        assert same > start + largest_run(outputs[1], llm) // 2
+        assert 0 < different <= start
+
+
+def features_placeholder(llm: LLM) -> int:
+    reader = llm.frontend._pictures
+    assert reader is not None
+    return reader._format.placeholder_id
+
+
+def largest_run(output: Output, llm: LLM) -> int:
+    return output.prompt_token_ids.count(features_placeholder(llm))
+
+
+def test_preemption(saved: Saved) -> None:
+    """Blocks for the longest request and a little more."""
+    with opened(saved, **{"cache.enable_prefix_caching": False}) as llm:
+        longest = max(len(output.prompt_token_ids) for output in chat(llm, TURNS))
+    settings = {
+        "cache.num_blocks": (longest + TOKENS) // 4 + 2, "cache.block_size": 4,
+        "cache.enable_prefix_caching": False, "model.max_model_len": longest + TOKENS,
+        "scheduler.max_num_batched_tokens": 64,
+    }  # fmt: skip
+    with opened(saved, **settings) as llm:
+        turns = [*TURNS, *TURNS]
+        check(saved, turns, chat(llm, turns))
+        assert llm.frontend.stats()["preemptions"] > 0
+
+
+@pytest.mark.extended
+def test_two_ranks(saved: Saved) -> None:
+    settings = {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": 2}
+    with opened(saved, **settings) as llm:
+        check(saved, TURNS, chat(llm, TURNS))
+
+
+def test_drafts(saved: Saved) -> None:
+    settings = {"speculation.method": "ngram", "scheduler.max_num_batched_tokens": 40}
+    with opened(saved, **settings) as llm:
+        check(saved, TURNS, chat(llm, TURNS))
+
+
+def test_several_sequences_of_a_prompt(saved: Saved) -> None:
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, n=2)
+    with opened(saved) as llm:
+        (output,) = llm.chat([conversation(*TURNS[1])], params)
+        check(saved, TURNS[1:2], [output])
+        assert output.completions[1].token_ids == output.token_ids

@@ -1,0 +1,151 @@
+"""Small random models that read pictures, made and saved by transformers, with a tokenizer; and
+what transformers generates with them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+
+from tests.tiny_models import randomize
+
+_BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+_SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+]  # fmt: skip
+VOCAB = 320
+IMAGE = 256 + _SPECIAL.index("<|image_pad|>")
+END = 256 + _SPECIAL.index("<|im_end|>")
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 2048, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": END, "pad_token_id": None,
+}  # fmt: skip
+
+
+def _rope(*section: int, **others: Any) -> dict[str, Any]:
+    parameters = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": list(section)}
+    return {"rope_parameters": {**parameters, **others}}
+
+
+_QWEN_PROCESSOR = {
+    "size": {"shortest_edge": 4096, "longest_edge": 65536}, "temporal_patch_size": 2,
+    "merge_size": 2, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+}  # fmt: skip
+#: Of each: the name of its class; the fields of its text model, tower and own; its processor.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        _rope(4, 2, 2, mrope_interleaved=True),
+        {
+            "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48,
+            "num_heads": 2, "patch_size": 8, "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2], "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "vision_start_token_id": 258, "vision_end_token_id": 259},
+        {**_QWEN_PROCESSOR, "patch_size": 8, "image_processor_type": "Qwen2VLImageProcessor"},
+    ),
+}  # fmt: skip
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """Saves a model in float32 with its tokenizer and its processor. Returns the model of
+    transformers."""
+    class_name, text, tower, own, processor = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(text_config={**TEXT, **text}, vision_config=tower, **own)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer of bytes, and a chat template."""
+    vocabulary = {character: index for index, character in enumerate(_BYTES)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True, normalized=False) for text in _SPECIAL]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": _TEMPLATE, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Returns a picture of blots."""
+    source = np.random.default_rng(seed)
+    small = source.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def as_file(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    """Returns a picture as a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def as_url(image: Image.Image) -> str:
+    """Returns a picture as a data URL."""
+    import base64
+
+    return f"data:image/png;base64,{base64.b64encode(as_file(image)).decode()}"
+
+
+def conversation(*parts: str | Image.Image) -> list[dict[str, Any]]:
+    """Returns a user's message of texts and pictures, as OpenAI's chat has it."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": as_url(part)}}
+        for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    """Returns what transformers' processor makes of pictures."""
+    fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
+    class_name = MODELS[name][4]["image_processor_type"] + "Pil"
+    return dict(getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt"))
+
+
+@torch.inference_mode()
+def reference_tokens(
+    model: Any, name: str, prompt: Sequence[int], pictures: Sequence[Image.Image], count: int
+) -> list[int]:
+    """Returns what transformers generates greedily, each step from the beginning."""
+    inputs = reference_inputs(name, pictures) if pictures else {}
+    ids = list(prompt)
+    for _ in range(count):
+        given = torch.tensor([ids])
+        kinds = (given == IMAGE).int()
+        logits = model(input_ids=given, mm_token_type_ids=kinds, use_cache=False, **inputs).logits
+        ids.append(int(logits[0, -1].argmax()))
+        if ids[-1] == END:
+            break
+    return ids[len(prompt) :]
