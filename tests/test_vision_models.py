@@ -45,7 +45,13 @@ class Saved(NamedTuple):
     expected: dict[int, list[int]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: For tests of all families; and of one, the others being tested beside `make test`.
+EVERY = pytest.mark.parametrize("saved", MODELS, indirect=True)
+EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in MODELS if name != "qwen3_vl"]
+ONE = pytest.mark.parametrize("saved", ["qwen3_vl", *EXTENDED], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp(request.param)
     return Saved(folder, request.param, save_model(request.param, folder), {})
@@ -84,6 +90,7 @@ def features_of(llm: LLM) -> Planning:
     return found
 
 
+@EVERY
 def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
     vision = read_vision(saved.folder, ModelConfig(path=""), MediaConfig())
     assert vision is not None
@@ -99,6 +106,7 @@ def test_pixels_and_counts_are_transformers_s(saved: Saved) -> None:
     assert 1 <= dummy.num_embeddings <= 12
 
 
+@EVERY
 def test_all_together(saved: Saved) -> None:
     with opened(saved) as llm:
         outputs = chat(llm, TURNS)
@@ -107,6 +115,7 @@ def test_all_together(saved: Saved) -> None:
         assert len({tuple(output.token_ids) for output in outputs}) == len(TURNS)
 
 
+@EVERY
 def test_chunks_cut_pictures_and_the_cache_holds_one(saved: Saved) -> None:
     settings = {
         "scheduler.max_num_batched_tokens": 24, "media.encoder_budget": 1,
@@ -122,6 +131,7 @@ def largest(saved: Saved) -> int:
     return max(vision.format.process(image).num_embeddings for image in (WIDE, HIGH, SMALL))
 
 
+@ONE
 def test_prefixes_with_the_same_picture_are_found_again(saved: Saved) -> None:
     text, other = "Some words before it, and then ", picture(200, 120, 9)
     turns: list[Parts] = [
@@ -130,11 +140,16 @@ def test_prefixes_with_the_same_picture_are_found_again(saved: Saved) -> None:
     with opened(saved) as llm:
         outputs = [chat(llm, [parts])[0] for parts in turns]
         check(saved, turns, outputs)
+        (again,) = chat(llm, turns[:1])
+        assert again.token_ids == outputs[0].token_ids
         first, same, different = (output.num_cached_tokens for output in outputs)
         assert first == 0
         start = outputs[0].prompt_token_ids.index(features_placeholder(llm))
-        assert same > start + largest_run(outputs[1], llm) // 2
-        assert 0 < different <= start
+        assert again.num_cached_tokens > start + largest_run(outputs[0], llm) // 2
+        assert different <= start
+        if saved.name != "qwen3_5":  # which keeps states at a few places alone
+            assert same > start + largest_run(outputs[1], llm) // 2
+            assert different > 0
 
 
 def features_placeholder(llm: LLM) -> int:
@@ -147,34 +162,38 @@ def largest_run(output: Output, llm: LLM) -> int:
     return output.prompt_token_ids.count(features_placeholder(llm))
 
 
+@ONE
 def test_preemption(saved: Saved) -> None:
-    """Blocks for the longest request and a little more."""
-    with opened(saved, **{"cache.enable_prefix_caching": False}) as llm:
-        longest = max(len(output.prompt_token_ids) for output in chat(llm, TURNS))
+    """Two prompts fit the KV cache, and not what they generate."""
+    with opened(saved) as llm:
+        length = len(chat(llm, TURNS[3:])[0].prompt_token_ids)
     settings = {
-        "cache.num_blocks": (longest + TOKENS) // 4 + 2, "cache.block_size": 4,
-        "cache.enable_prefix_caching": False, "model.max_model_len": longest + TOKENS,
+        "cache.num_blocks": 2 * -(-length // 4) + 1, "cache.block_size": 4,
+        "cache.enable_prefix_caching": False, "model.max_model_len": length + TOKENS,
         "scheduler.max_num_batched_tokens": 64,
     }  # fmt: skip
     with opened(saved, **settings) as llm:
-        turns = [*TURNS, *TURNS]
+        turns = [TURNS[0], *TURNS[3:] * 3]
         check(saved, turns, chat(llm, turns))
         assert llm.frontend.stats()["preemptions"] > 0
 
 
 @pytest.mark.extended
+@EVERY
 def test_two_ranks(saved: Saved) -> None:
     settings = {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": 2}
     with opened(saved, **settings) as llm:
         check(saved, TURNS, chat(llm, TURNS))
 
 
+@ONE
 def test_drafts(saved: Saved) -> None:
     settings = {"speculation.method": "ngram", "scheduler.max_num_batched_tokens": 40}
     with opened(saved, **settings) as llm:
         check(saved, TURNS, chat(llm, TURNS))
 
 
+@ONE
 def test_several_sequences_of_a_prompt(saved: Saved) -> None:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, n=2)
     with opened(saved) as llm:

@@ -20,6 +20,8 @@ from tests.tiny_models import randomize
 _BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<fake_token_around_image>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 ]  # fmt: skip
 VOCAB = 320
 IMAGE = 256 + _SPECIAL.index("<|image_pad|>")
@@ -62,7 +64,52 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {"image_token_id": IMAGE, "vision_start_token_id": 258, "vision_end_token_id": 259},
         {**_QWEN_PROCESSOR, "patch_size": 8, "image_processor_type": "Qwen2VLImageProcessor"},
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        _rope(4, 2, 2),
+        {
+            "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48,
+            "num_heads": 2, "patch_size": 7, "window_size": 42, "fullatt_block_indexes": [1],
+            "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "tie_word_embeddings": False},
+        {**_QWEN_PROCESSOR, "patch_size": 7, "image_processor_type": "Qwen2VLImageProcessor"},
+    ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "layer_types": ["linear_attention", "full_attention", "full_attention"],
+            "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            **_rope(2, 1, 1, partial_rotary_factor=0.5, mrope_interleaved=True),
+        },
+        {
+            "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48,
+            "num_heads": 2, "patch_size": 8, "num_position_embeddings": 36,
+            "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "vision_start_token_id": 258, "vision_end_token_id": 259},
+        {**_QWEN_PROCESSOR, "patch_size": 8, "image_processor_type": "Qwen2VLImageProcessor"},
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        {"model_type": "llama"},
+        {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 0},
+        {
+            "size": {"longest_edge": 80}, "max_image_size": {"longest_edge": 32},
+            "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+            "image_processor_type": "Idefics3ImageProcessor",
+        },
+    ),
 }  # fmt: skip
+
+
+#: Families whose norms store their weights less one.
+_UNIT_OFFSET = ("qwen3_5",)
 
 
 def save_model(name: str, folder: Path) -> Any:
@@ -74,7 +121,7 @@ def save_model(name: str, folder: Path) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
-    randomize(model)
+    randomize(model, offset=1.0 if name in _UNIT_OFFSET else 0.0)
     model.save_pretrained(folder)
     save_tokenizer(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
@@ -140,11 +187,11 @@ def reference_tokens(
 ) -> list[int]:
     """Returns what transformers generates greedily, each step from the beginning."""
     inputs = reference_inputs(name, pictures) if pictures else {}
-    ids = list(prompt)
+    ids, takes_kinds = list(prompt), name.startswith("qwen")
     for _ in range(count):
         given = torch.tensor([ids])
-        kinds = (given == IMAGE).int()
-        logits = model(input_ids=given, mm_token_type_ids=kinds, use_cache=False, **inputs).logits
+        kinds = {"mm_token_type_ids": (given == IMAGE).int()} if takes_kinds else {}
+        logits = model(input_ids=given, use_cache=False, **kinds, **inputs).logits
         ids.append(int(logits[0, -1].argmax()))
         if ids[-1] == END:
             break

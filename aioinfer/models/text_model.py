@@ -50,7 +50,8 @@ _DIVIDED_HEADS = ("glm4v", "glm4v_text")
 #: Prefixes of tensors that stand for others: of wrappers' text models, in older and newer
 #: checkpoints, of GPT-2 and OPT saved without their head, and of Nemotron-H.
 _PREFIXES = (
-    ("language_model.", ""), ("model.language_model.", "model."), ("h.", "transformer.h."),
+    ("model.text_model.", "model."), ("language_model.", ""), ("model.language_model.", "model."),
+    ("h.", "transformer.h."),
     ("wte.", "transformer.wte."), ("wpe.", "transformer.wpe."), ("ln_f.", "transformer.ln_f."),
     ("decoder.", "model.decoder."), ("backbone.", "model."),
 )  # fmt: skip
@@ -64,7 +65,8 @@ _OLD_ENDS = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".Layer
 #: Prefixes of the tensors of other parts, which may have "model." before them.
 _OTHER_PARTS = (
     "vision_tower.", "vision_model.", "vision_encoder.", "visual.", "audio_tower.",
-    "multi_modal_projector.", "mm_projector.", "image_newline", "embed_vision.", "embed_audio.",
+    "connector.", "multi_modal_projector.", "mm_projector.", "image_newline", "embed_vision.",
+    "embed_audio.",
 )  # fmt: skip
 _ROPES = ("rope_scaling", "rope_parameters")
 
@@ -87,8 +89,8 @@ def read_text_config(
     text = text if isinstance(text, Mapping) else {}
     kind = str(text.get("model_type") or config.get("model_type"))
     names = text.get("architectures")
-    if names is None and kind in _ARCHITECTURES:
-        names = [_ARCHITECTURES[kind]]
+    if (names is None or names == ["VLlama3ForCausalLM"]) and kind in _ARCHITECTURES:
+        names = [_ARCHITECTURES[kind]]  # the latter is SmolVLM's own name of Llama
     if names is None:
         return config
     given = {name: value for name, value in text.items() if value is not None}

@@ -26,14 +26,14 @@ from aioinfer.models.vision.tower import (
 _EPS = 1e-6
 
 
-class _Patches(nn.Module):
+class Patches(nn.Module):
     """The projection of patches, stored as a convolution: of two frames, since it reads films."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], *, bias: bool = True):
         super().__init__()
         patch, frames = config["patch_size"], config["temporal_patch_size"]
         shape = (frames, patch, patch)
-        self.proj = nn.Conv3d(3, config["hidden_size"], shape, shape)
+        self.proj = nn.Conv3d(3, config["hidden_size"], shape, shape, bias=bias)
         self._frames = frames
 
     def frames_of(self, patches: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,9 @@ class _Patches(nn.Module):
         return nn.functional.linear(self.frames_of(patches), weight, self.proj.bias)
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Attention of a layer within pictures, or within other sequences of patches."""
+
     def __init__(self, size: int, num_heads: int):
         super().__init__()
         self.qkv = nn.Linear(size, 3 * size)
@@ -76,7 +78,7 @@ class _Block(nn.Module):
         super().__init__()
         size = config["hidden_size"]
         self.norm1, self.norm2 = nn.LayerNorm(size, _EPS), nn.LayerNorm(size, _EPS)
-        self.attn = _Attention(size, config["num_heads"])
+        self.attn = Attention(size, config["num_heads"])
         self.mlp = _MLP(config)
 
     def forward(self, x: torch.Tensor, *places: Any) -> torch.Tensor:
@@ -120,7 +122,7 @@ class Qwen3Tower(Tower):
         self._head_size = config["hidden_size"] // config["num_heads"]
         self._deep = list(config.get("deepstack_visual_indexes") or ())
         self.num_deep = len(self._deep)
-        self.patch_embed = _Patches(config)
+        self.patch_embed = Patches(config)
         self.pos_embed = nn.Embedding(config["num_position_embeddings"], config["hidden_size"])
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config["depth"]))
         self.merger = _Merger(config, norms_blocks=False)

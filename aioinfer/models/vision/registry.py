@@ -24,6 +24,11 @@ from aioinfer.models.vision.tower import Tower
 _FAMILIES = {
     "qwen3_vl": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
     "qwen3_vl_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "qwen2_5_vl": ("qwen_format", "QwenFormat", "qwen2_5", "Qwen2_5Tower"),
+    "qwen3_5": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "qwen3_5_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "idefics3": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
+    "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
 }
 
 ReadFormat = Callable[[Mapping[str, Any], Mapping[str, Any], int], PictureFormat]

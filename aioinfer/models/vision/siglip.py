@@ -1,0 +1,108 @@
+"""A vision transformer with learned positions and layers that are normed before they attend, as
+SigLIP (Zhai et al. 2023) and CLIP have it: the tower of several families, under their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from aioinfer.models.vision.tower import activation, attend
+
+_EPS = 1e-6
+
+
+class _Attention(nn.Module):
+    def __init__(self, size: int, num_heads: int):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(size, size), nn.Linear(size, size)
+        self.v_proj, self.out_proj = nn.Linear(size, size), nn.Linear(size, size)
+        self._num_heads, self._scale = num_heads, (size // num_heads) ** -0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count, length, _ = x.shape
+        q, k, v = (
+            projection(x).flatten(0, 1).unflatten(1, (self._num_heads, -1))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.out_proj(attend(q, k, v, [length] * count, self._scale).view_as(x))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        size, inner = config["hidden_size"], config["intermediate_size"]
+        self.fc1, self.fc2 = nn.Linear(size, inner), nn.Linear(inner, size)
+        self._activation = activation(config.get("hidden_act") or "gelu_pytorch_tanh")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self._activation(self.fc1(x)))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        size, eps = config["hidden_size"], config.get("layer_norm_eps", _EPS)
+        self.layer_norm1, self.layer_norm2 = nn.LayerNorm(size, eps), nn.LayerNorm(size, eps)
+        self.self_attn = _Attention(size, config["num_attention_heads"])
+        self.mlp = _MLP(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config["num_hidden_layers"]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Embeddings(nn.Module):
+    """Patches and their positions. A picture of another size than the table's has for each patch
+    the position at the same fraction of a side."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        size, patch = config["hidden_size"], config["patch_size"]
+        self._side = config["image_size"] // patch
+        self.patch_embedding = nn.Conv2d(3, size, patch, patch)
+        self.position_embedding = nn.Embedding(self._side**2, size)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        patches = self.patch_embedding(pixels)
+        rows, columns = (self._places(size, pixels.device) for size in patches.shape[2:])
+        places = (rows[:, None] * self._side + columns).flatten()
+        return patches.flatten(2).transpose(1, 2) + self.position_embedding(places)
+
+    def _places(self, size: int, device: torch.device) -> torch.Tensor:
+        at = torch.arange(size, dtype=torch.float32, device=device) * (1.0 / size)
+        step = 1 / self._side
+        bounds = torch.arange(step, 1.0, step, device=device)
+        return torch.bucketize(at.clamp_(max=1.0 - 1e-6), bounds, right=True)
+
+
+class SiglipTransformer(nn.Module):
+    """See the module.
+
+    Args:
+        config: `vision_config`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.encoder = _Encoder(config)
+        eps = config.get("layer_norm_eps", _EPS)
+        self.post_layernorm = nn.LayerNorm(config["hidden_size"], eps)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Returns the states [N, patches, hidden_size] of pictures [N, 3, height, width]."""
+        return self.post_layernorm(self.encoder(self.embeddings(pixels)))
