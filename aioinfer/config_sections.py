@@ -290,6 +290,9 @@ class LoraConfig:
     max_rank: int = key(
         "Maximum rank of an adapter. GPU memory grows with it.", 16, minimum=1, maximum=256
     )
+    experts: bool = key(
+        "Whether adapters may change experts. Each slot then has matrices for every expert.", False
+    )
     host_bytes: int = key(
         "Memory of the host for adapters that are not on a GPU, for each worker.",
         8 * 2**30,

@@ -27,15 +27,17 @@ from aioinfer.kernels.quantize import GROUP, ScaledInputs
 class Activation:
     """The activation of the first product: silu(gate) * up, or, with `alpha`, gate * sigmoid(alpha
     * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit (gpt-oss).
-    Without a gate it is relu(up) ** 2 (Nemotron-3)."""
+    Without a gate it is relu(up) ** 2 (Nemotron-3), or nothing (`is_linear`)."""
 
     alpha: float = 0.0
     limit: float = 0.0
     is_gated: bool = True
+    is_linear: bool = False
 
 
 SILU = Activation()
 SQUARED_RELU = Activation(is_gated=False)
+LINEAR = Activation(is_gated=False, is_linear=True)
 
 
 #: Formats of weights, as `ExpertSpec.format` has them.
@@ -49,8 +51,8 @@ class ExpertSpec(NamedTuple):
         features, inputs: weight rows of an expert, and their length.
         experts, top_k: experts that there are weights of; experts of a token.
         lines, step: weight rows of a tile or program; inputs of a stage.
-        gated: whether this is the first product; `alpha`, `limit` and `has_gate` are its
-            activation's.
+        gated: whether this is the first product; `alpha`, `limit`, `has_gate` and `is_linear` are
+            its activation's.
         partial: whether there are other experts than those that there are weights of.
         has_bias: whether a bias is added.
         format: of weights: `PLAIN`, `SCALED`, `INTEGERS` or `FLOATS`.
@@ -85,6 +87,7 @@ class ExpertSpec(NamedTuple):
     run: int = GATE_RUN
     tile: int = TILE
     has_gate: bool = True
+    is_linear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class ExpertArguments:
             features, inputs, experts, self.routed.experts.shape[1], lines, step, self.gated,
             self.routed.local is not None, self.bias is not None, self.activation.alpha,
             self.activation.limit, tma=tma, x_scales=x_scales, has_gate=self.activation.is_gated,
-            **packed,
+            is_linear=self.activation.is_linear, **packed,
         )  # fmt: skip
 
 

@@ -233,6 +233,8 @@ def multiply(
     HAS_GATE: tl.constexpr = S.gated and S.has_gate
     if HAS_GATE:
         totals = _gate(totals, ROWS, S)
+    elif S.gated and S.is_linear:
+        pass
     elif S.gated:
         totals = squared_relu(totals)
     else:

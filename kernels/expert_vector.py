@@ -87,6 +87,8 @@ def _vector_kernel(
             up_total += tl.load(bias + RUN, is_line, 0.0).to(tl.float32)
     if HAS_GATE:
         total = activate(total, up_total, S)
+    elif S.gated and S.is_linear:
+        pass
     elif S.gated:
         total = squared_relu(total)
     else:

@@ -253,7 +253,12 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"r": 8}, {}, "another model, or its rank is another"),
         ({}, {name: wide}, "an adapter of another model"),
-        ({}, {elsewhere: wide}, r"cannot change model\.layers\.7\.self_attn\.q_proj"),
+        ({}, {elsewhere: wide}, "of model.layers.7.self_attn.q_proj it has one matrix"),
+        (
+            {},
+            {elsewhere: wide, elsewhere.replace("_A", "_B"): wide + 1},
+            r"cannot change model\.layers\.7\.self_attn\.q_proj",
+        ),
         ({}, {"base_model.model.lm_head.weight": wide}, "no LoRA of linear layers"),
     ]
     with llama.llm() as llm:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aioinfer.layers.adapter_parts import ModuleShape, SlotParts
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
@@ -33,14 +34,16 @@ class AdapterWeights(NamedTuple):
     """The matrices of an adapter for one module of the checkpoint.
 
     Attributes:
-        down: A [rank, in].
-        up: B [out, rank].
+        down: A [rank, in], or of a stack of experts [experts, rank, in].
+        up: B [out, rank] or [experts, out, rank].
         scale: of the product.
+        merged: how many modules it merges (`ModuleShape.merged`).
     """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    merged: int = 1
 
 
 class AdaptedProduct:
@@ -130,10 +133,12 @@ class AdapterSlots:
         max_rank: of an adapter.
         dtype, device: of the rank.
         uses_kernels: whether Triton kernels compute the products.
+        has_experts: whether adapters may change experts.
 
     Attributes:
         is_active: whether a token of the step that is being computed may have an adapter.
         products: that adapters may change.
+        parts: what a slot holds beside their matrices.
         memory: [count, numbers of a slot]; made by `allocate`.
         ranks: int32 [count], of the adapter in each slot; on a CPU on the host.
         room: the kernels' memory between the two matrices.
@@ -145,12 +150,14 @@ class AdapterSlots:
 
     def __init__(
         self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
-        *, uses_kernels: bool, pdl: bool = False,
+        *, uses_kernels: bool, pdl: bool = False, has_experts: bool = False,
     ):  # fmt: skip
+        self.has_experts = has_experts
         self.count, self.max_rank = count, max_rank
         self.uses_kernels, self.pdl = uses_kernels, pdl
         self.is_active = False
         self.products: list[AdaptedProduct] = []
+        self.parts = SlotParts()
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._dtype, self._device = dtype, device
         self._size = 0
@@ -159,6 +166,18 @@ class AdapterSlots:
         self._by_slot: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._tiles: AdapterTiles
         self._sampled_tiles: AdapterTiles
+
+    @property
+    def modules(self) -> dict[str, ModuleShape]:
+        """The checkpoint's modules that adapters may change."""
+        found = {
+            module: ModuleShape(*product.shape_of(module))
+            for product in self.products
+            for module in product.modules
+        }
+        for part in self.parts:
+            found |= part.modules
+        return found
 
     def __enter__(self) -> None:
         """Begins a block in which tokens may have adapters."""
@@ -186,12 +205,13 @@ class AdapterSlots:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return self._size * self._dtype.itemsize
+        return (self._size + self.parts.size) * self._dtype.itemsize
 
     def allocate(self, tokens: int) -> None:
         """Makes the memory of the slots, for steps of up to `tokens` tokens."""
         shape = self.count, self._size
         self.memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.parts.allocate(self.count, self._dtype, self._device)
         if not self.uses_kernels:
             return
         from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
@@ -217,12 +237,25 @@ class AdapterSlots:
             product.put(packed, weights, rank)
         return packed
 
+    def pack_parts(self, weights: Mapping[str, AdapterWeights], *, pinned: bool) -> torch.Tensor:
+        """Returns this rank's `parts` of an adapter on the host; arguments as of `pack`."""
+        return self.parts.pack(weights, rank_of(weights), self._dtype, pinned=pinned)
+
     def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
         """Puts an adapter into a slot, on the current stream."""
         self.memory[slot].copy_(packed, non_blocking=True)
         self.ranks[slot] = rank
 
     # ---------------------------------------------------------------- a step
+
+    def adapters_of(self, step: Step, rows: int) -> torch.Tensor | None:
+        """Returns the adapter slot (int32 [rows], negative for none) of each row of a layer, which
+        has all tokens of a step or the sampled ones; None where no token may have an adapter."""
+        given, sampled = step.inputs.adapters, step.sampled
+        if not self.is_active or given is None or rows == len(given):
+            return given if self.is_active else None
+        assert sampled is not None, "neither all tokens nor the sampled ones"
+        return given.index_select(0, sampled.last)
 
     def plan(self, step: Step) -> None:
         """Finds the tokens of each adapter in a step, while `is_active`; before its products. On a
@@ -272,6 +305,6 @@ class AdapterSlots:
         return self._by_slot[rows]
 
 
-def rank_of(weights: Mapping[str, Any]) -> int:
+def rank_of(weights: Mapping[str, AdapterWeights]) -> int:
     """Returns the largest rank of an adapter's modules."""
-    return max(len(each.down) for each in weights.values())
+    return max(-(-each.down.shape[-2] // each.merged) for each in weights.values())

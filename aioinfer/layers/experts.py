@@ -17,14 +17,15 @@ How experts are selected, and which experts a rank has: `mixture`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.expert_adapters import ExpertAdapters
 from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
 from aioinfer.layers.layer import Part
 from aioinfer.layers.linear import ColumnParallelLinear
@@ -34,6 +35,14 @@ from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex, WeightShard
 from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.layers.adapters import AdaptedProduct
+
+
+#: Adds the adapters of an expert's rows x to its first product y, or to its second one: called with
+#: (whether it is the first, x, y).
+AddAdapters = Callable[[bool, torch.Tensor, torch.Tensor], None]
 
 
 class Expert:
@@ -72,6 +81,29 @@ class Expert:
         if not self._is_gated:
             return self.down.multiply(ACTIVATIONS[self._activation](self.gate_up.multiply(x)))
         return self.down.multiply(self.gate_up.multiply(x, Epilogue(gate=self._activation)))
+
+    def adapted(self, x: torch.Tensor, add: AddAdapters) -> torch.Tensor:
+        """Returns what `__call__` does, with adapters, which `add` adds to both products."""
+        both = self._first(x)
+        add(True, x, both)
+        gated = self._activate(both)
+        output = self._second(gated)
+        add(False, gated, output)
+        return output
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the first product, before the activation."""
+        return self.gate_up.multiply(x)
+
+    def _activate(self, both: torch.Tensor) -> torch.Tensor:
+        if not self._is_gated:
+            return ACTIVATIONS[self._activation](both)
+        gate, up = both.chunk(2, dim=-1)
+        return ACTIVATIONS[self._activation](gate) * up
+
+    def _second(self, gated: torch.Tensor) -> torch.Tensor:
+        """Returns the second product."""
+        return self.down.multiply(gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +198,15 @@ class BiasedExpert(Expert):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `Expert.__call__`."""
-        both = self.gate_up.multiply(x, Epilogue(bias=self._gate_up_bias))
-        gated = self._swiglu(*both.chunk(2, dim=-1))
+        return self._second(self._activate(self._first(x)))
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate_up.multiply(x, Epilogue(bias=self._gate_up_bias))
+
+    def _activate(self, both: torch.Tensor) -> torch.Tensor:
+        return self._swiglu(*both.chunk(2, dim=-1))
+
+    def _second(self, gated: torch.Tensor) -> torch.Tensor:
         return self.down.multiply(gated, Epilogue(bias=self._down_bias))
 
 
@@ -181,11 +220,16 @@ class SharedGate:
 
     Attributes:
         weight: [1, hidden_size], which every rank has.
+        adapted: what adapters add to the product; None where there are none.
     """
 
     def __init__(self, name: str, hidden_size: int, backend: Backend):
         self._name = name
         self.weight = torch.zeros(1, hidden_size, dtype=backend.dtype, device=backend.device)
+        self.adapted: AdaptedProduct | None = None
+        if backend.adapters is not None:
+            source = Source(name, Shard.whole(1))
+            self.adapted = backend.adapters.adapt([source], Shard.whole(hidden_size))
 
     def weight_shards(self) -> NamedShards:
         """Yields where the checkpoint's tensor goes."""
@@ -193,7 +237,10 @@ class SharedGate:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the factors [T, 1] of the expert's output for x [T, hidden_size]."""
-        return F.linear(x, self.weight).sigmoid()
+        logits = F.linear(x, self.weight)
+        if self.adapted is not None and self.adapted.is_active:
+            self.adapted.add(x, logits)
+        return logits.sigmoid()
 
 
 class SharedExpert:
@@ -253,6 +300,7 @@ class MixtureMLP(Part):
         norm: of the residual stream before router and experts.
         backend: of the rank.
         latents: the projections around the experts, or None.
+        adapted: what adapters add to the experts; None where they cannot.
     """
 
     supports_graphs = False
@@ -266,9 +314,10 @@ class MixtureMLP(Part):
         norm: Norm,
         backend: Backend,
         latents: ExpertLatents | None = None,
+        adapted: ExpertAdapters | None = None,
     ):
         self.router, self.experts, self._shared = router, experts, shared
-        self._latents = latents
+        self._latents, self._adapted = latents, adapted
         self._placed, self._norm = placed, norm
         self.counter = placed.counter
         self.needs_all_ranks = backend.expert_group is not None
@@ -306,26 +355,39 @@ class MixtureMLP(Part):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        self.add_to(stream)
+        adapters = None if self._adapted is None else self._adapted.of_rows(step, len(stream))
+        self.add_to(stream, adapters)
 
-    def add_to(self, stream: ResidualStream) -> None:
-        """Adds the mixture of the stream's tokens to the stream, which may have none."""
+    def add_to(self, stream: ResidualStream, adapters: torch.Tensor | None = None) -> None:
+        """Adds the mixture of the stream's tokens to the stream, which may have none.
+
+        Args:
+            adapters: int32 [T], the adapter slot of each token; None where none has one.
+        """
         x, own = stream.normed(self._norm), self.router.norm
-        output = self._mix(x, x if own is None else own(stream.inputs))
+        output = self._mix(x, x if own is None else own(stream.inputs), adapters)
         if self._shared is not None and len(x):
             output += self._shared(x)
         stream.add_over_ranks(output)
 
-    def _mix(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+    def _mix(
+        self,
+        x: torch.Tensor,
+        routed: torch.Tensor | None = None,
+        adapters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Returns this rank's part of the weighted sum of the experts' outputs [T, hidden_size] for
         x [T, hidden_size]; in an `expert_group` the whole sum, of its own tokens. `routed` [T,
         hidden_size] are the router's inputs, by default x."""
         weights, chosen = self.router(x if routed is None else routed)
         if self._latents is not None:
-            return self._latents.up(self._sum(self._latents.down(x), weights, chosen))
-        return self._sum(x, weights, chosen)
+            return self._latents.up(self._sum(self._latents.down(x), weights, chosen, adapters))
+        return self._sum(x, weights, chosen, adapters)
 
-    def _sum(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _sum(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor,
+        adapters: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns this rank's part of the weighted sum of the outputs of chosen experts (weights
         and places [T, top_k]), or in an `expert_group` the whole sum, like x [T, channels]."""
         if self._placed.copies is not None:
@@ -343,13 +405,22 @@ class MixtureMLP(Part):
         counts = tokens_of.tolist()
         first = sum(counts[: local.start])
         here = counts[local.start : local.start + local.size]
-        for expert, count in zip(self.experts, here, strict=True):
+        for place, count in enumerate(here):
             if count:
                 pairs = slice(first, first + count)
-                output = expert(x[tokens[pairs]]) * weights[pairs].to(x.dtype)
-                total.index_add_(0, tokens[pairs], output)
+                output = self._compute(place, x, tokens[pairs], adapters)
+                total.index_add_(0, tokens[pairs], output * weights[pairs].to(x.dtype))
                 first += count
         return total
+
+    def _compute(
+        self, place: int, x: torch.Tensor, tokens: torch.Tensor, adapters: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the outputs of the expert at a place of this rank for some tokens of x."""
+        expert = self.experts[place]
+        if adapters is None or self._adapted is None:
+            return expert(x[tokens])
+        return expert.adapted(x[tokens], self._adapted.adding(place, adapters[tokens]))
 
     def _multiply(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Returns the outputs of this rank's experts for rows [R, hidden_size], of which the first

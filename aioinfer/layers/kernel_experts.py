@@ -19,7 +19,7 @@ computes all others.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -28,7 +28,8 @@ from typing import TypeAlias
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.activation import GATE_RUN, gated_activation
+from aioinfer.kernels.expert_arguments import LINEAR, SILU, Activation
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
 from aioinfer.kernels.expert_exchange import NO_LIMIT, ExchangeLayout, ExpertExchange
 from aioinfer.kernels.expert_product import expert_product, sum_pairs
@@ -51,8 +52,15 @@ from aioinfer.kernels.expert_sum import supports as supports_sum
 from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, format_name
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.expert_adapters import ExpertAdapters
 from aioinfer.layers.expert_stacks import StackedExperts
-from aioinfer.layers.experts import ExpertLatents, MixtureMLP, SharedExpert, SharedGate
+from aioinfer.layers.experts import (
+    ClampedSwiGLU,
+    ExpertLatents,
+    MixtureMLP,
+    SharedExpert,
+    SharedGate,
+)
 from aioinfer.layers.mixture import ExpertRouter, PlacedExperts, Routing
 from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.residual import ResidualStream
@@ -81,7 +89,7 @@ class KernelMixtureMLP(MixtureMLP):
         backend: of the rank.
         stacks_shared: as above.
         shared_gate: of the expert of all tokens among the stacked ones, or None.
-        latents: the projections around the experts, or None.
+        latents, adapted: as in `MixtureMLP`.
     """
 
     supports_graphs = True
@@ -98,9 +106,10 @@ class KernelMixtureMLP(MixtureMLP):
         stacks_shared: bool = False,
         shared_gate: SharedGate | None = None,
         latents: ExpertLatents | None = None,
+        adapted: ExpertAdapters | None = None,
     ):
         local = placed.local
-        super().__init__(router, (), placed, shared, norm, backend, latents)
+        super().__init__(router, (), placed, shared, norm, backend, latents, adapted)
         self.stacked = stacked
         self._shared_gate = shared_gate
         self._shared_route: SharedRoute | None = None
@@ -148,9 +157,13 @@ class KernelMixtureMLP(MixtureMLP):
         for tokens, scanned, routing, products in self._configurations():
             x = torch.zeros(tokens, hidden_size, dtype=backend.dtype, device=backend.device)
             fused = self._fused_norm(tokens)
+            adapters = None
+            if self._adapted is not None and self._adapted.is_active:
+                fused = None  # with adapters the routing never norms
+                adapters = torch.full((tokens,), -1, dtype=torch.int32, device=backend.device)
             for norm in (None,) if fused is None else (None, fused):
                 routed = self._route(x, buckets=not scanned, config=routing, norm=norm)
-                self._add(ResidualStream(x.clone(), backend), x, routed, products)
+                self._add(ResidualStream(x.clone(), backend), x, routed, products, adapters)
         for linear in self._latents or ():
             linear.warm_up(None)
 
@@ -186,13 +199,15 @@ class KernelMixtureMLP(MixtureMLP):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """Adds the mixture of the stream's tokens to the stream."""
-        norm = self._fused_norm(len(stream)) if stream.is_reduced else None
+        adapters = None if self._adapted is None else self._adapted.of_rows(step, len(stream))
+        may_fuse = stream.is_reduced and adapters is None
+        norm = self._fused_norm(len(stream)) if may_fuse else None
         x = stream.normed(self._norm) if norm is None else stream.inputs
         # where the tokens are sampled ones alone there is no padding
         places = step.inputs.token_places
         slots = places if len(places) == len(x) else None
         routed = self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=norm)
-        self._add(stream, x, routed)
+        self._add(stream, x, routed, adapters=adapters)
 
     def _fused_norm(self, tokens: int) -> RMSNorm | None:
         """Returns the norm if routing and first product compute it: for one token, if nothing else
@@ -226,12 +241,23 @@ class KernelMixtureMLP(MixtureMLP):
         x: torch.Tensor,
         routed: RoutedTokens,
         configs: _Configs = (None, None),
+        adapters: torch.Tensor | None = None,
     ) -> None:
         """Adds the weighted sum of the experts' outputs for x [T, hidden_size] to the stream; x is
-        normed by now, or the routing did it."""
+        normed by now, or the routing did it. `adapters` as in `MixtureMLP.add_to`."""
+        rows = x if self._latents is None else self._latents.down(x)
+        if adapters is None:
+            sums = self._products(x, rows, routed, configs)
+        else:
+            sums = partial(sum_pairs, self._adapted_pairs(rows, routed, configs, adapters), routed)
+        self._add_sums(stream, x, sums)
+
+    def _products(
+        self, x: torch.Tensor, rows: torch.Tensor, routed: RoutedTokens, configs: _Configs
+    ) -> Callable[..., torch.Tensor]:
+        """Returns what sums the experts' outputs for `rows`, the projected x."""
         backend, stacked = self._backend, self.stacked
         options = {"dtype": x.dtype, "pdl": backend.pdl}
-        rows = x if self._latents is None else self._latents.down(x)
         inputs = self._quantized(rows, len(x), stacked.first.input_format)
         norm = None
         if routed.norm_factors is not None and isinstance(self._norm, RMSNorm):
@@ -241,14 +267,44 @@ class KernelMixtureMLP(MixtureMLP):
             activation=stacked.activation, norm_weight=norm, config=configs[0], **options,
         )  # fmt: skip
         if len(x) == 1 and routed.counts is None and supports_sum(stacked.down):
-            sums = partial(summed_product, gated, stacked.down, routed, bias=stacked.biases[1])
-        else:
-            inputs = self._quantized(gated, len(x), stacked.second.input_format)
-            pairs = expert_product(
-                inputs, stacked.down, routed, gated=False, bias=stacked.biases[1],
-                config=configs[1], **options,
-            )  # fmt: skip
-            sums = partial(sum_pairs, pairs, routed)
+            return partial(summed_product, gated, stacked.down, routed, bias=stacked.biases[1])
+        inputs = self._quantized(gated, len(x), stacked.second.input_format)
+        pairs = expert_product(
+            inputs, stacked.down, routed, gated=False, bias=stacked.biases[1],
+            config=configs[1], **options,
+        )  # fmt: skip
+        return partial(sum_pairs, pairs, routed)
+
+    def _adapted_pairs(
+        self, rows: torch.Tensor, routed: RoutedTokens, configs: _Configs, adapters: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted outputs of all pairs [T * top_k, channels] for `rows` [T, channels]
+        with adapters, which are added behind both products: the first one's activation is a launch
+        of its own."""
+        adapted, stacked, pdl = self._adapted, self.stacked, self._backend.pdl
+        assert adapted is not None
+        tokens = len(rows)
+        options = {"dtype": rows.dtype, "pdl": pdl}
+        tiles = adapted.tiles_of(adapters, routed)
+        both = expert_product(
+            self._quantized(rows, tokens, stacked.first.input_format), stacked.gate_up, routed,
+            gated=True, bias=stacked.biases[0], activation=LINEAR, config=configs[0], **options,
+        )  # fmt: skip
+        adapted.first.add_to_pairs(rows, both, tiles, is_first=True)
+        gated = _activated(both, stacked.activation, pdl=pdl)
+        pairs = expert_product(
+            self._quantized(gated, tokens, stacked.second.input_format), stacked.down, routed,
+            gated=False, bias=stacked.biases[1], config=configs[1], **options,
+        )  # fmt: skip
+        adapted.second.add_to_pairs(gated, pairs, tiles, is_first=False)
+        return pairs
+
+    def _add_sums(
+        self, stream: ResidualStream, x: torch.Tensor, sums: Callable[..., torch.Tensor]
+    ) -> None:
+        """Adds to the stream what `sums` sums over each token's experts, and the expert that all
+        tokens take of x."""
+        backend = self._backend
         added = None if self._shared is None else self._shared(x)
         given = {"added": added, "pdl": backend.pdl}
         if self._latents is not None:
@@ -269,6 +325,17 @@ class KernelMixtureMLP(MixtureMLP):
         """Returns x as a product takes it for a step of so many tokens. Rows that no expert here
         has are quantized like others, and not read."""
         return x if format is None or tokens == 1 else quantize(x, format, pdl=self._backend.pdl)
+
+
+def _activated(both: torch.Tensor, activation: Activation, *, pdl: bool) -> torch.Tensor:
+    """Returns the activation of first products [P, N], gate and up interleaved."""
+    if not activation.is_gated:
+        return both.relu().square()
+    if activation == SILU:
+        return gated_activation(both, pdl=pdl)
+    gate, up = both.unflatten(1, (-1, 2, GATE_RUN)).float().unbind(2)
+    swiglu = ClampedSwiGLU(activation.alpha, activation.limit)
+    return swiglu(gate, up).flatten(1).to(both.dtype)
 
 
 def rule_of(routing: Routing) -> RoutingRule:
@@ -377,8 +444,8 @@ class ExchangedMixtureMLP(KernelMixtureMLP):
         """Adds the mixture of the stream's tokens to the stream, which may have none."""
         self._add_tokens(stream, step.inputs.token_places)
 
-    def add_to(self, stream: ResidualStream) -> None:
-        """Adds the mixture of the stream's tokens to the stream, which may have none."""
+    def add_to(self, stream: ResidualStream, adapters: torch.Tensor | None = None) -> None:
+        """See `MixtureMLP.add_to`; without adapters."""
         self._add_tokens(stream, None)
 
     def _add_tokens(self, stream: ResidualStream, mapping: torch.Tensor | None) -> None:

@@ -189,17 +189,17 @@ class PartMaker:
     ) -> ColumnParallelLinear:
         """Returns a column-parallel layer, by default of the residual stream."""
         columns = Shard.whole(in_features or self.hidden_size)
-        weight = self._adapted(self.weight(sources, columns), sources, columns)
+        weight = self.adapt(self.weight(sources, columns), sources, columns)
         return self.keep(ColumnParallelLinear(sources, weight, bias=bias, backend=self.backend))
 
     def row(self, name: str, columns: Shard, *, bias: bool) -> RowParallelLinear:
         """Returns a row-parallel layer; its outputs are the residual stream's."""
         source = Source(name, Shard.whole(self.hidden_size))
-        weight = self._adapted(self.weight([source], columns), [source], columns)
+        weight = self.adapt(self.weight([source], columns), [source], columns)
         linear = RowParallelLinear(name, weight, self.hidden_size, bias=bias, backend=self.backend)
         return self.keep(linear)
 
-    def _adapted(self, weight: Weight, sources: Sequence[Source], columns: Shard) -> Weight:
+    def adapt(self, weight: Weight, sources: Sequence[Source], columns: Shard) -> Weight:
         """Returns a weight whose products adapters may change, if there are any."""
         if self.backend.adapters is not None:
             weight.adapted = self.backend.adapters.adapt(sources, columns)

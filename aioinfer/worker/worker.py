@@ -250,7 +250,7 @@ class Worker:
             return None
         return AdapterSlots(
             lora.num_slots, lora.max_rank, dtype, self.device,
-            uses_kernels=backend.has_kernels, pdl=backend.pdl,
+            uses_kernels=backend.has_kernels, pdl=backend.pdl, has_experts=lora.experts,
         )  # fmt: skip
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
@@ -31,6 +31,7 @@ class Bound:
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False, quantization: str = "auto",
         expert_placement: ExpertPlacement | None = None, num_adapters: int = 0,
+        has_adapted_experts: bool = False,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
@@ -39,7 +40,12 @@ class Bound:
         )  # fmt: skip
         if num_adapters:
             self.backend.adapters = AdapterSlots(
-                num_adapters, 8, torch.float32, CPU, uses_kernels=kernels
+                num_adapters,
+                8,
+                torch.float32,
+                CPU,
+                uses_kernels=kernels,
+                has_experts=has_adapted_experts,
             )
         self.model: Any = build_model(
             folder, self.backend, model_options(quantization=quantization)
@@ -62,6 +68,24 @@ class Bound:
     def step(self, starts: list[int], lengths: list[int], ids: torch.Tensor) -> Step:
         """Returns a step of three rows with the blocks of `TABLES`."""
         return make_step(TABLES, starts, lengths, BLOCK_SIZE, ids, len(self.kv))
+
+    def fill_adapters(self) -> None:
+        """Puts random adapters of all modules, of ranks 8, 7 and so on, into all slots."""
+        slots, generator = self.backend.adapters, torch.Generator().manual_seed(5)
+        assert slots is not None
+        for slot in range(slots.count):
+            weights = {}
+            for name, shape in sorted(slots.modules.items()):
+                if ".experts." in name and not shape.experts:
+                    continue  # a stack has all of them
+                shapes = shape.of_rank((8 - slot) * shape.merged)
+                given = {
+                    side: torch.randn(size, generator=generator) * 0.2
+                    for side, size in shapes.items()
+                }
+                weights[name] = AdapterWeights(**given, scale=0.7, merged=shape.merged)
+            slots.enter(slot, slots.pack(weights, pinned=False), 8 - slot)
+            slots.parts.enter(slot, slots.pack_parts(weights, pinned=False))
 
     def run(self, step: Step) -> torch.Tensor:
         """Returns the hidden states."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,35 @@ def test_a_prefill_and_decodes(family: str, fields: dict[str, Any], tmp_path: Pa
     expected = plain.run(plain.step([10, 6, 9], [1, 1, 1], random_ids([1, 1, 1])))
     assert_close(ours.run(step), expected[1:2])
     assert not mixture._counters.any()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "nemotron_h", "gpt_oss"])
+@torch.inference_mode()
+def test_tokens_with_adapters_of_experts(family: str, tmp_path: Path) -> None:
+    """Of several adapters and of none, with buckets, without, and for one token."""
+    fields = {"nemotron_h": EXPERTS, "gpt_oss": {"layer_types": ["full_attention"]}}
+    tiny_model(family, tmp_path, **{**SIZES, **fields.get(family, {})})
+    both = [Bound(tmp_path, kernels=use, num_adapters=2, has_adapted_experts=True)
+            for use in (True, False)]  # fmt: skip
+    for each in both:
+        each.fill_adapters()
+    assert any(isinstance(part, KernelMixtureMLP) for part in both[0].model._parts)
+    starts = [0, 0, 0]
+    for lengths, sampled in (([20, 9, 35], None), ([1, 1, 1], None), ([1, 1, 1], [1])):
+        adapters = torch.tensor([1, -1, 0], dtype=torch.int32)
+        adapters = adapters.repeat_interleave(torch.tensor(lengths))
+        found = []
+        for bound, given in ((both[0], adapters), (both[1], adapters), (both[1], None)):
+            step = bound.step(starts, lengths, random_ids(lengths))
+            step.inputs = replace(step.inputs, adapters=given)
+            if sampled is not None:
+                step.sampled = last_tokens(step, sampled)
+            with bound.backend.adapters or nullcontext():
+                found.append(bound.run(step))
+        assert_close(found[0], found[1])
+        if sampled is None:
+            assert ((found[1] - found[2]).abs().amax(1) > 1e-2).tolist() == (adapters >= 0).tolist()
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("experts", [8, 256])

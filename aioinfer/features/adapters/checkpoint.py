@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,13 @@ from aioinfer.errors import ConfigError
 from aioinfer.layers.adapters import AdapterWeights
 from aioinfer.models.text_model import own_name
 
-_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
+_TENSOR = re.compile(
+    r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
+    r"\.lora_(?P<side>[AB])(\.\w+)?\.weight"
+)
 _SIDES = {"A": "down", "B": "up"}
+#: Parameters of stacked experts, in the order in which peft nests what it adds to them.
+_STACKS = ("gate_up_proj", "down_proj")
 MAX_RANK = 256
 
 
@@ -32,6 +37,7 @@ class AdapterConfig:
         ranks, alphas: of modules, by patterns of the ends of their names.
         is_rank_stabilized: whether the product is scaled by alpha / sqrt(rank) (rsLoRA,
             Kalajdzievski 2023), and not by alpha / rank.
+        parameters: that it changes of modules, such as "mlp.experts.down_proj".
     """
 
     rank: int
@@ -39,6 +45,7 @@ class AdapterConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     is_rank_stabilized: bool
+    parameters: Sequence[str]
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -55,6 +62,7 @@ class AdapterConfig:
                 dict(given.get("rank_pattern") or {}),
                 dict(given.get("alpha_pattern") or {}),
                 bool(given.get("use_rslora")),
+                list(given.get("target_parameters") or ()),
             )
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
@@ -64,6 +72,17 @@ class AdapterConfig:
         """Returns by what the product of a module is multiplied."""
         alpha = float(_find(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def stacks_of(self, module: str) -> list[str]:
+        """Returns the parameters that it changes of a module of stacked experts, in the order in
+        which peft nests them, the innermost first."""
+        found = []
+        for name in self.parameters:
+            owner, _, parameter = name.rpartition(".")
+            if f".{module}".endswith(f".{owner or 'experts'}"):
+                found.append(parameter)
+        known = [name for name in _STACKS if name in found]
+        return known + sorted(set(found).difference(known))
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module."""
@@ -96,41 +115,61 @@ def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return default
 
 
-def read_shapes(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of an adapter's matrices, "down" and "up", by the module of the
-    checkpoint. Raises `ConfigError` if there are other tensors, or the file cannot be read."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    with _Tensors(folder) as tensors:
-        for (module, side), name in tensors.names.items():
-            found.setdefault(module, {})[side] = tuple(tensors.file.get_slice(name).get_shape())
+def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWeights]:
+    """Returns an adapter's matrices by the module of the checkpoint; `on_meta` their shapes alone.
+
+    Raises:
+        ConfigError: there are other tensors, matrices without their counterparts, or the files
+            cannot be read.
+    """
+    config = AdapterConfig.read(folder)
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    with _Tensors(folder, config) as tensors:
+        for (module, side), (name, is_stack) in tensors.names.items():
+            if on_meta:
+                shape = tensors.file.get_slice(name).get_shape()
+                tensor = torch.empty(shape, device="meta")
+            else:
+                tensor = tensors.file.get_tensor(name)
+            if is_stack:
+                tensor = _unstacked(tensor, config.rank_of(module), side)
+            sides.setdefault(module, {})[side] = tensor
+    found = {}
+    for module, pair in sides.items():
+        if len(pair) < len(_SIDES):
+            raise ConfigError(f"{folder}: of {module} it has one matrix and not both")
+        scale = config.scale_of(module, max(1, pair["down"].shape[-2]))
+        found[module] = AdapterWeights(**pair, scale=scale, merged=merged_of(module))
     return found
 
 
-def read_weights(folder: Path) -> dict[str, AdapterWeights]:
-    """Returns an adapter's matrices by the module of the checkpoint. Raises `ConfigError`."""
-    config = AdapterConfig.read(folder)
-    sides: dict[str, dict[str, torch.Tensor]] = {}
-    with _Tensors(folder) as tensors:
-        for (module, side), name in tensors.names.items():
-            sides.setdefault(module, {})[side] = tensors.file.get_tensor(name)
-    return {
-        module: AdapterWeights(pair["down"], pair["up"], config.scale_of(module, len(pair["down"])))
-        for module, pair in sides.items()
-    }
+def merged_of(module: str) -> int:
+    """Returns how many modules one of an adapter merges (`ModuleShape.merged`)."""
+    return 2 if module.endswith(f".{_STACKS[0]}") else 1
+
+
+def _unstacked(tensor: torch.Tensor, rank: int, side: str) -> torch.Tensor:
+    """Returns [experts, rank, in] of [experts * rank, in], or [experts, out, rank] of [out, rank *
+    experts]; the tensor itself if the rank does not divide it."""
+    if tensor.shape[0 if side == "down" else 1] % rank:
+        return tensor
+    if side == "down":
+        return tensor.unflatten(0, (-1, rank))
+    return tensor.unflatten(1, (rank, -1)).permute(2, 0, 1)
 
 
 class _Tensors:
     """The tensors of a folder while they are read.
 
     Attributes:
-        names: of the tensors, by (module, "down" or "up").
+        names: of the tensors, by (module, "down" or "up"), and whether it is of stacked experts.
         file: of safetensors.
     """
 
-    names: dict[tuple[str, str], str]
+    names: dict[tuple[str, str], tuple[str, bool]]
 
-    def __init__(self, folder: Path):
-        self._path = folder / "adapter_model.safetensors"
+    def __init__(self, folder: Path, config: AdapterConfig):
+        self._path, self._config = folder / "adapter_model.safetensors", config
 
     def __enter__(self) -> _Tensors:
         try:
@@ -143,11 +182,19 @@ class _Tensors:
         if unknown or not names:
             what = f"it holds {unknown[0]}" if unknown else "it holds nothing"
             raise ConfigError(f"{self._path} is no LoRA of linear layers: {what}")
-        self.names = {
-            (own_name(match["module"]), _SIDES[match["side"]]): name
-            for name, match in matched.items()
-            if match is not None
-        }
+        found = [(name, match) for name, match in matched.items() if match is not None]
+        depths: dict[str, int] = {}
+        for _, match in found:
+            module, depth = match["module"], match["depth"].count(".")
+            depths[module] = max(depth, depths.get(module, 0))
+        self.names = {}
+        for name, match in found:
+            module, side = match["module"], _SIDES[match["side"]]
+            stacks = self._config.stacks_of(module)
+            if stacks:
+                number = depths[module] - match["depth"].count(".")
+                module = f"{module}.{stacks[min(number, len(stacks) - 1)]}"
+            self.names[own_name(module), side] = name, bool(stacks)
         return self
 
     def __exit__(self, *error: object) -> None:

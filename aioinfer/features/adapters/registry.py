@@ -13,15 +13,16 @@ import torch
 from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.features.adapters.checkpoint import AdapterConfig, read_shapes
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights
+from aioinfer.layers.adapter_parts import ModuleShape
+from aioinfer.layers.adapters import AdapterSlots, rank_of
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
 from aioinfer.models.registry import build_model
 
-#: (out, in) of the modules that adapters may change.
-Modules = Mapping[str, tuple[int, int]]
+#: The modules that adapters may change.
+Modules = Mapping[str, ModuleShape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +115,14 @@ class AdapterRegistry:
     def _check(self, path: str) -> tuple[Path, int]:
         """Returns folder and rank of an adapter. Raises `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
-        config, shapes = AdapterConfig.read(folder), read_shapes(folder)
-        rank = 0
-        for module, sides in shapes.items():
+        config, weights = AdapterConfig.read(folder), read_weights(folder, on_meta=True)
+        rank = rank_of(weights)
+        for module, given in weights.items():
             known = self._modules.get(module)
             if known is None:
-                raise ConfigError(f"{folder}: adapters cannot change {module} of this model")
-            wanted = config.rank_of(module)
-            rank = max(rank, wanted)
-            expected = {"down": (wanted, known[1]), "up": (known[0], wanted)}
+                raise ConfigError(f"{folder}: {self._refusal(module)}")
+            sides = {"down": tuple(given.down.shape), "up": tuple(given.up.shape)}
+            expected = known.of_rank(config.rank_of(module))
             if sides != expected:
                 raise ConfigError(
                     f"{folder}: the matrices of {module} have the shapes {sides}, and not "
@@ -132,6 +132,13 @@ class AdapterRegistry:
         if rank > most:
             raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
         return folder, rank
+
+    def _refusal(self, module: str) -> str:
+        """Returns why adapters cannot change a module."""
+        text = f"adapters cannot change {module} of this model"
+        if ".experts." in module and not self._config.lora.experts:
+            text += ": lora.experts is false"
+        return text
 
 
 def _unknown(name: str) -> RequestError:
@@ -144,10 +151,9 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
     it is not built from our layers."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)
-    slots = AdapterSlots(1, 1, torch.float32, device, uses_kernels=False)
+    has_experts = config.lora.experts
+    slots = AdapterSlots(1, 1, torch.float32, device, uses_kernels=False, has_experts=has_experts)
     backend = Backend(device, torch.float32, group, adapters=slots)
     if not isinstance(build_model(folder, backend, config.model), DecoderModel):
         return {}
-    return {
-        module: product.shape_of(module) for product in slots.products for module in product.modules
-    }
+    return slots.modules

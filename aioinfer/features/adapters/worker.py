@@ -27,9 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Packed(NamedTuple):
-    """An adapter in the form of a slot, and its rank."""
+    """An adapter in the form of a slot: its products, its other parts, and its rank."""
 
     memory: torch.Tensor
+    parts: torch.Tensor
     rank: int
 
 
@@ -63,8 +64,10 @@ class HostAdapters:
 
     def _read(self, folder: str) -> _Packed:
         with torch.inference_mode():
-            weights = read_weights(Path(folder))
-            return _Packed(self._slots.pack(weights, pinned=self._pinned), rank_of(weights))
+            slots, weights = self._slots, read_weights(Path(folder))
+            rank, pinned = rank_of(weights), self._pinned
+            products = slots.pack(weights, pinned=pinned)
+            return _Packed(products, slots.pack_parts(weights, pinned=pinned), rank)
 
     def _shrink(self, used: int) -> None:
         """Forgets what is too much, but not `used`."""
@@ -141,22 +144,26 @@ class Work(WorkerFeature):
         """Puts an adapter into a slot, once it has been read; one that cannot be read leaves a slot
         that adds nothing."""
         try:
-            memory, rank = reading.result()
+            packed = reading.result()
         except Exception:  # `report` tells of it
             self._adapters.ranks[slot] = 0
             return
         if self._copies is None:
-            self._adapters.enter(slot, memory, rank)
+            self._copy(slot, packed)
             return
         current = torch.cuda.current_stream()
         self._copies.wait_stream(current)
         with torch.cuda.stream(self._copies):
-            self._adapters.enter(slot, memory, rank)
+            self._copy(slot, packed)
             entered = self._copies.record_event()
         if waits:
             current.wait_event(entered)
         else:
             self._entering.append(entered)
+
+    def _copy(self, slot: int, packed: _Packed) -> None:
+        self._adapters.enter(slot, packed.memory, packed.rank)
+        self._adapters.parts.enter(slot, packed.parts)
 
     def read_step(self, step_id: int) -> PendingSection | None:
         """Returns which adapters have been read since the step before."""

@@ -1,0 +1,120 @@
+"""What a slot of adapters holds beside the matrices of linear layers: those of experts
+(`expert_adapters`), of the embedding, and soft prompts (`adapter_inputs`)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from aioinfer.layers.adapters import AdapterWeights
+
+#: Tensors in a packed slot begin at multiples of so many numbers.
+_ALIGNMENT = 64
+
+
+class ModuleShape(NamedTuple):
+    """The shape of a checkpoint module that adapters may change.
+
+    Attributes:
+        out, inputs: its features.
+        experts: of how many experts it is a stack; 0 for a module without.
+        merged: how many modules it merges, each of which may have the maximum rank.
+    """
+
+    out: int
+    inputs: int
+    experts: int = 0
+    merged: int = 1
+
+    def of_rank(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of an adapter's matrices."""
+        stack = (self.experts,) if self.experts else ()
+        return {"down": (*stack, rank, self.inputs), "up": (*stack, self.out, rank)}
+
+
+class AdapterPart(ABC):
+    """A part of a slot.
+
+    Attributes:
+        shapes: of its tensors in a slot.
+        tensors: [slots, *shape] of each shape; made by `SlotParts.allocate`.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    @abstractmethod
+    def modules(self) -> Mapping[str, ModuleShape]:
+        """The checkpoint's modules that an adapter may change by it."""
+
+    @abstractmethod
+    def put(
+        self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
+    ) -> None:
+        """Writes an adapter's part into tensors of zeros, of `shapes`.
+
+        Args:
+            weights: by checkpoint module.
+            rank: the largest of the adapter's modules.
+        """
+
+
+class SlotParts:
+    """The parts of the slots of one rank."""
+
+    def __init__(self) -> None:
+        self._parts: list[AdapterPart] = []
+
+    def __iter__(self) -> Iterator[AdapterPart]:
+        return iter(self._parts)
+
+    def add(self, part: AdapterPart) -> None:
+        """Adds a part, before `allocate`."""
+        self._parts.append(part)
+
+    @property
+    def size(self) -> int:
+        """Numbers of a packed slot."""
+        return sum(_aligned(shape) for part in self._parts for shape in part.shapes)
+
+    def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Makes the tensors of all parts."""
+        for part in self._parts:
+            part.tensors = [
+                torch.zeros(slots, *shape, dtype=dtype, device=device) for shape in part.shapes
+            ]
+
+    def pack(
+        self, weights: Mapping[str, AdapterWeights], rank: int, dtype: torch.dtype, *, pinned: bool
+    ) -> torch.Tensor:
+        """Returns an adapter's parts on the host, in pinned memory if `pinned`; the other arguments
+        as in `AdapterPart.put`."""
+        packed = torch.zeros(self.size, dtype=dtype, pin_memory=pinned)
+        for part, tensors in self._views(packed):
+            part.put(tensors, weights, rank)
+        return packed
+
+    def enter(self, slot: int, packed: torch.Tensor) -> None:
+        """Copies the packed parts of an adapter into a slot, on the current stream."""
+        for part, tensors in self._views(packed):
+            for target, given in zip(part.tensors, tensors, strict=True):
+                target[slot].copy_(given, non_blocking=True)
+
+    def _views(self, packed: torch.Tensor) -> Iterator[tuple[AdapterPart, list[torch.Tensor]]]:
+        first = 0
+        for part in self._parts:
+            tensors = []
+            for shape in part.shapes:
+                tensors.append(packed[first : first + math.prod(shape)].view(shape))
+                first += _aligned(shape)
+            yield part, tensors
+
+
+def _aligned(shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
