@@ -98,7 +98,7 @@ class Config:
         speculation."""
         speculation = self.speculation
         # the drafts of a model are known to the last stage of a pipeline alone
-        is_staged = self.parallel.pipeline_parallel_size > 1 and speculation.method != "ngram"
+        is_staged = self.parallel.pipeline_parallel_size > 1 and speculation.has_drafter
         if speculation.method == "none" or is_staged:
             return 0
         return min(MAX_LOOKAHEAD, speculation.max_draft_tokens * self.scheduler.max_num_seqs)

@@ -249,13 +249,15 @@ class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens beside the last one of a request. The text
     is that of plain decoding; drafts are verified only where that is expected to save time."""
 
-    method: Literal["none", "ngram", "draft", "eagle3", "mtp"] = key(
+    method: Literal["auto", "none", "ngram", "draft", "eagle3", "mtp"] = key(
         "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
         "earlier occurrence of its last tokens; for tasks that repeat their input. `draft`: from a "
         "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "
         "that was trained for the model, `speculation.model`. `mtp`: from the head for further "
-        "tokens that the model's own checkpoint has.",
-        "none",
+        "tokens that the model's own checkpoint has. `auto`: `eagle3` or `draft` where "
+        "`speculation.model` is set, by what it is; else `mtp` if the checkpoint has such a head; "
+        "else `ngram`. `none`: no drafts.",
+        "auto",
     )
     model: str | None = key(
         "The model or head that drafts, named as in `model.path`. Needed by `draft` and `eagle3`.",
@@ -268,6 +270,11 @@ class SpeculationConfig:
         minimum=1,
         maximum=15,
     )
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a model or a head drafts."""
+        return self.method in ("draft", "eagle3", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,11 @@ from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from aioinfer.config import SpeculationConfig
+from aioinfer.config import SpeculationConfig, load_config
+from aioinfer.engine.served_model import with_speculation
 from aioinfer.errors import ConfigError
 from aioinfer.features.speculation.drafting import Drafting, DraftRows
 from aioinfer.layers.maker import LayerMaker
@@ -59,6 +61,35 @@ def drafts_of(
     model: Path, method: Literal["draft", "eagle3", "mtp"] = "draft"
 ) -> SpeculationConfig:
     return SpeculationConfig(method=method, model=str(model), max_draft_tokens=MOST)
+
+
+def test_the_default_method(tmp_path: Path) -> None:
+    """The head of the checkpoint if it has one, or the model that is named, by its kind."""
+    with_head, _ = mtp_model("qwen3_5", tmp_path / "with_head")
+    plain = tiny_model("llama", tmp_path / "plain", vocab_size=200)
+    eagle_head(tmp_path / "eagle", "midlayer")
+    eagle_head(tmp_path / "speculator", "layers.0")
+
+    def method(folder: Path, *settings: str) -> tuple[str, str | None]:
+        config = load_config(None, [f"model.path={folder}", *settings])
+        speculation = with_speculation(config, folder).speculation
+        return speculation.method, speculation.model
+
+    assert method(with_head) == ("mtp", None)
+    assert method(plain) == ("ngram", None)
+    assert method(with_head, "model.load_format=dummy") == ("ngram", None)
+    assert method(with_head, "speculation.method=none") == ("none", None)
+    shared = "parallel.expert_parallel=true", "parallel.data_parallel_size=2"
+    assert method(with_head, *shared) == ("none", None)
+    for name, found in (("eagle", "eagle3"), ("speculator", "eagle3"), ("plain", "draft")):
+        model = str(tmp_path / name)
+        assert method(plain, f"speculation.model={model}") == (found, model)
+    # a checkpoint whose head was left out
+    tensors = load_file(with_head / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if not name.startswith("mtp.")}
+    assert len(kept) < len(tensors)
+    save_file(kept, with_head / "model.safetensors", {"format": "pt"})
+    assert method(with_head) == ("ngram", None)
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from aioinfer.engine.served_model import (
     Pooling,
     ServedModel,
     find_model,
-    with_local_drafter,
+    with_speculation,
 )
 from aioinfer.errors import EngineDeadError, FieldError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
@@ -139,7 +139,7 @@ class Frontend:
         begin = time.perf_counter()
         on_progress("find the model", 0, 0)
         folder = await asyncio.to_thread(find_model, config)
-        config = await asyncio.to_thread(with_local_drafter, config)
+        config = await asyncio.to_thread(with_speculation, config, folder)
         await asyncio.to_thread(load_halves, "planning", tuple(config.model.features))
         resolved = time.perf_counter()
         on_progress("start the workers", 0, 0)

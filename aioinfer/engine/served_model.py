@@ -34,7 +34,12 @@ from aioinfer.engine.pooling_head import (
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.kernels.cpu_cache import compile_ahead
-from aioinfer.models.drafters.registry import WITH_CHECKPOINT, check_drafter, drafter_options
+from aioinfer.models.drafters.registry import (
+    check_drafter,
+    drafter_method,
+    drafter_options,
+    select_method,
+)
 from aioinfer.models.registry import load_model_config
 from aioinfer.models.vision.format import PictureFormat
 from aioinfer.models.vision.registry import read_vision
@@ -311,14 +316,26 @@ def find_model(config: Config) -> Path:
     return folder
 
 
-def with_local_drafter(config: Config) -> Config:
-    """Returns the configuration with the folder of the model that drafts as `speculation.model`,
-    where `speculation.method` needs one. Raises `ConfigError` if it cannot be used."""
-    if config.speculation.method not in WITH_CHECKPOINT:
-        return config
-    folder = resolve_model(drafter_options(config), "speculation.model")
-    check_drafter(config, folder)
-    return replace(config, speculation=replace(config.speculation, model=str(folder)))
+def with_speculation(config: Config, folder: Path) -> Config:
+    """Returns the configuration with the method that `speculation.method = "auto"` means for the
+    model in `folder`, and with the folder of the model that drafts as `speculation.model`, where
+    the method needs one. Raises `ConfigError` if that cannot be used."""
+    method, drafter = config.speculation.method, None
+    if method in ("draft", "eagle3") or (method == "auto" and config.speculation.model):
+        drafter = resolve_model(drafter_options(config), "speculation.model")
+        if method == "auto":
+            method = drafter_method(drafter)
+    elif method == "auto":
+        method = select_method(config, folder)
+    speculation = replace(
+        config.speculation,
+        method=method,
+        model=config.speculation.model if drafter is None else str(drafter),
+    )
+    config = replace(config, speculation=speculation)
+    if drafter is not None:
+        check_drafter(config, drafter)
+    return config
 
 
 def _compile_ahead(config: Config) -> None:

@@ -52,6 +52,7 @@ class DecoderConfig:
         dtype: of the checkpoint.
         mixture: the experts of layers that have them.
         unused_layers: how many layers behind the last one checkpoints have.
+        has_mtp: whether checkpoints may have a head that predicts further tokens.
         state_heads: how many heads of layers with a state the ranks divide; 0 for no such layers.
         has_other_parts: whether checkpoints have parts beside the text model, which are not loaded.
         kv_sources: of each layer, the layer whose KV cache it reads, or None if it has one; empty
@@ -77,6 +78,7 @@ class DecoderConfig:
     dtype: torch.dtype
     mixture: MixtureShape | None = None
     unused_layers: int = 0
+    has_mtp: bool = False
     state_heads: int = 0
     has_other_parts: bool = False
     kv_sources: tuple[int | None, ...] = ()

@@ -69,6 +69,7 @@ class DeepseekV3Config(DeepseekConfig):
             **_read_attention(config),
             "mixture": read_v3_mixture(config),
             "unused_layers": config.get("num_nextn_predict_layers") or 0,
+            "has_mtp": bool(config.get("num_nextn_predict_layers")),
         }
 
 
@@ -215,7 +216,7 @@ class DeepseekModel(DecoderModel):
             number = config.num_layers
             return MtpHead(MtpNames.of_layer(number), partial(layer, number), make)
 
-        super().__init__(config, make, layer, mtp=mtp if config.unused_layers else None)
+        super().__init__(config, make, layer, mtp=mtp if config.has_mtp else None)
 
 
 FAMILIES = {

@@ -38,6 +38,7 @@ class Glm4MoeConfig(DecoderConfig):
             "attention_bias": bool(config.get("attention_bias", False)),
             "head_norms": bool(config.get("use_qk_norm", False)),
             "unused_layers": config.get("num_nextn_predict_layers") or 0,
+            "has_mtp": bool(config.get("num_nextn_predict_layers")),
         }
 
 
@@ -65,7 +66,7 @@ class Glm4MoeModel(DecoderModel):
             number = config.num_layers
             return MtpHead(MtpNames.of_layer(number), partial(layer, number), make)
 
-        super().__init__(config, make, layer, mtp=mtp if config.unused_layers else None)
+        super().__init__(config, make, layer, mtp=mtp if config.has_mtp else None)
 
 
 FAMILIES = {"Glm4MoeForCausalLM": (Glm4MoeConfig, Glm4MoeModel)}

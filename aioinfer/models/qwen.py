@@ -18,11 +18,10 @@ from aioinfer.models.mtp import MtpHead, MtpNames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """Qwen2's configuration: the biases of the projections, whether queries and keys are normed by
-    head, and how many heads predict further tokens."""
+    """Qwen2's configuration: the biases of the projections, and whether queries and keys are normed
+    by head."""
 
     qkv_bias: bool = True
-    num_mtp_layers: int = 0
     output_bias: bool = False
     head_norms: bool = False
 
@@ -59,8 +58,8 @@ class MiMoConfig(Qwen2Config):
 
     @classmethod
     def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads how many heads there are beside Qwen2's fields."""
-        own = {"num_mtp_layers": config.get("num_nextn_predict_layers") or 0}
+        """Reads whether there is a head beside Qwen2's fields."""
+        own = {"has_mtp": bool(config.get("num_nextn_predict_layers"))}
         return {**Qwen2Config.own_fields(config), **own}
 
 
@@ -109,7 +108,7 @@ class QwenModel(DecoderModel):
             last = config.num_layers - 1
             return MtpHead(_MIMO_NAMES, partial(layer, last, _MIMO_PREFIX), make)
 
-        super().__init__(config, make, layer, mtp=mtp if config.num_mtp_layers else None)
+        super().__init__(config, make, layer, mtp=mtp if config.has_mtp else None)
 
 
 FAMILIES = {

@@ -66,6 +66,7 @@ class Qwen3NextConfig(DecoderConfig):
             # the three positions of M-RoPE are equal for text
             "rope": replace(read_rope(config), sections=None),
             "attention_bias": bool(config.get("attention_bias", False)),
+            "has_mtp": True,
             "mixture": None if not shared else read_mixture(config, shared),
         }
 

@@ -231,6 +231,7 @@ class GpuDevice(Device):
         is_first: bool = True,
         is_last: bool = True,
         max_lookahead: int = 0,
+        has_drafter: bool = False,
     ):
         """Makes the buffers of steps of up to `max_tokens` tokens, or of a token for each row.
 
@@ -238,6 +239,7 @@ class GpuDevice(Device):
             model: bound to `kv` for the rows and tokens of a step.
             is_first, is_last: of the pipeline's stages.
             max_lookahead: see `Device`.
+            has_drafter: whether `prepare_successors` is called.
         """
         super().__init__(slots, kv, max_lookahead)
         device, rows = slots.device, self.results.shape[1]
@@ -262,7 +264,7 @@ class GpuDevice(Device):
         self._needs_host_rows = not model.supports_prefill_graphs
         self._needs_positions = not model.supports_graphs
         self._bases = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._successors = StepBuffers(slots, rows, self.max_tokens) if max_lookahead else None
+        self._successors = StepBuffers(slots, rows, self.max_tokens) if has_drafter else None
         self._staging = Staging(device)
         self._staged: list[I32] = []
         pinned = device.type == "cuda"

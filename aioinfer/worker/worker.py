@@ -424,6 +424,7 @@ class Worker:
             device = GpuDevice(
                 model, kv, slots, tokens,
                 is_first=is_first, is_last=is_last, max_lookahead=max_lookahead,
+                has_drafter=self._drafter is not None and max_lookahead > 0,
             )  # fmt: skip
         else:
             device = CpuDevice(slots, kv, max_lookahead)

@@ -120,7 +120,7 @@ def make_runner(folder: Path, speculation: SpeculationConfig, *, kernels: bool) 
     works = StepWorks.load(Rank(bound.model, slots, None, config, drafter))
     device: Any = CpuDevice(slots, kv, most)
     if kernels:
-        device = GpuDevice(bound.model, kv, slots, 40, max_lookahead=most)
+        device = GpuDevice(bound.model, kv, slots, 40, max_lookahead=most, has_drafter=True)
     if taps := len(drafter.tapped_layers):
         device.taps = torch.zeros(40, taps, bound.model.hidden_size)
     runner = ModelRunner(bound.model, device, works)

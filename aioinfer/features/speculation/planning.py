@@ -69,7 +69,7 @@ class Planning(StepFeature):
         self._num_decodes = 0  # at the last choice
         self._chosen: Mapping[Request, int] | None = None
         # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
-        self._drafts_behind = speculation.method not in ("none", "ngram")
+        self._drafts_behind = speculation.has_drafter
         self._looked_ahead = False
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended

@@ -89,6 +89,13 @@ class Eagle3Config:
         return taps
 
 
+def is_eagle3(folder: Path) -> bool:
+    """Whether the checkpoint in a folder is a head of one of both layouts. Raises `ConfigError` if
+    it has no `config.json`."""
+    given = read_json(folder)
+    return any("eagle3" in str(name).lower() for name in given.get("architectures") or ())
+
+
 class DraftVocabulary:
     """The token ids of the reduced vocabulary.
 

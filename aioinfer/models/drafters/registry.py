@@ -1,4 +1,4 @@
-"""Makes the drafter that `speculation.method` names."""
+"""Which method drafts, by `speculation.method`, and the drafter of a method that has one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,29 @@ from aioinfer.config import Config, ModelConfig
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.models.config import DecoderConfig
 from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
-from aioinfer.models.drafters.eagle3 import Eagle3Config, make_eagle3
+from aioinfer.models.drafters.eagle3 import Eagle3Config, is_eagle3, make_eagle3
 from aioinfer.models.drafters.mtp import MtpDrafter
+from aioinfer.models.mtp import has_mtp
 from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
 
-#: The methods whose drafter has a checkpoint of its own, `speculation.model`.
-WITH_CHECKPOINT = ("draft", "eagle3")
+
+def select_method(config: Config, folder: Path) -> str:
+    """Returns the method that `speculation.method = "auto"` means for the model in a folder, where
+    no model is named that drafts. Raises `ConfigError`."""
+    parallel = config.parallel
+    if parallel.data_parallel_attention:
+        return "none"  # all engines would wait for the drafts of one
+    model = load_model_config(folder, config.model)
+    may_have_head = isinstance(model, DecoderConfig) and model.has_mtp
+    is_random = config.model.load_format.startswith("dummy")
+    is_staged = parallel.pipeline_parallel_size > 1
+    if may_have_head and not is_random and not is_staged and has_mtp(folder):
+        return "mtp"
+    return "ngram"
 
 
 def drafter_options(config: Config) -> ModelConfig:
@@ -32,6 +46,12 @@ def drafter_options(config: Config) -> ModelConfig:
     return replace(
         config.model, path=speculation.model, revision=None, hf_overrides={}, tokenizer=None
     )
+
+
+def drafter_method(folder: Path) -> str:
+    """Returns the method that the checkpoint in a folder of its own is for. Raises
+    `ConfigError`."""
+    return "eagle3" if is_eagle3(folder) else "draft"
 
 
 def check_drafter(config: Config, folder: Path) -> None:
@@ -57,7 +77,7 @@ def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Dr
         ConfigError: as `check_drafter`.
     """
     method = config.speculation.method
-    if method not in (*WITH_CHECKPOINT, "mtp"):
+    if not config.speculation.has_drafter:
         return None
     # the sums over the ranks have buffers as wide as the stream of one model
     backend = replace(target.backend, all_reduce=None)
