@@ -104,6 +104,11 @@ class Config:
         return min(MAX_LOOKAHEAD, speculation.max_draft_tokens * self.scheduler.max_num_seqs)
 
     @property
+    def max_sampled_rows(self) -> int:
+        """The maximum of rows of which a step samples a token, those of drafts included."""
+        return self.scheduler.max_num_seqs + self.max_lookahead
+
+    @property
     def max_prefill_tokens_beside_decode(self) -> int:
         """The cap on prefill tokens of a step that also decodes."""
         limits = self.scheduler

@@ -244,12 +244,15 @@ class SchedulerConfig:
     plan_ahead: bool = key("Plan the next step while the workers execute the last one.", True)
 
 
+DraftMethod = Literal["auto", "none", "ngram", "draft", "eagle3", "mtp"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Speculative decoding: a step verifies draft tokens beside the last one of a request. The text
     is that of plain decoding; drafts are verified only where that is expected to save time."""
 
-    method: Literal["auto", "none", "ngram", "draft", "eagle3", "mtp"] = key(
+    method: DraftMethod = key(
         "Where drafts come from. `ngram`: from the request's own prompt and output, behind an "
         "earlier occurrence of its last tokens; for tasks that repeat their input. `draft`: from a "
         "smaller model of the same tokenizer, `speculation.model`. `eagle3`: from an EAGLE-3 head "

@@ -72,6 +72,7 @@ _SETTINGS: dict[str, Any] = {
     "scheduler.max_num_batched_tokens": 256,
     "parallel.cpu_threads": 1,
     "server.port": 0,
+    "speculation.method": "none",  # the path of a token that no step has drafted
 }
 _PRINTABLE = [chr(code) for code in range(33, 127)]
 _VOCABULARY = [*_PRINTABLE, "Ġ", *(f"a{character}" for character in _PRINTABLE[:33])]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -62,6 +63,11 @@ class Residues:
             raise GenerationError("the automaton fails")
         mask[:] = self.masks[self._state]
 
+    def copy(self) -> Self:
+        copied = copy.copy(self)
+        copied.tokens = [*self.tokens]
+        return copied
+
     def forced(self) -> list[int]:
         return []
 
@@ -93,8 +99,14 @@ class Runs(Residues):
         else:
             super().fill(mask)
 
+    def copy(self) -> Self:
+        copied = super().copy()
+        copied.run = [*self.run]
+        return copied
+
     def forced(self) -> list[int]:
-        return list(self.run) if self.tells else []
+        left = None if self.length is None else self.length - len(self.tokens)
+        return self.run[:left] if self.tells else []
 
 
 def accepts(tokens: Sequence[int], vocab_size: int, **automaton: Any) -> bool:

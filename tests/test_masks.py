@@ -106,7 +106,7 @@ class Inbox:
         self.ring, self.masks = Ring(1, num_slots=8), MaskMemory()
         self.masks.resize(4, VOCAB)
         self.parent, control = multiprocessing.Pipe()
-        config = SimpleNamespace(scheduler=SimpleNamespace(max_num_seqs=4))
+        config = SimpleNamespace(max_sampled_rows=4)
         self.control = control
         spec: Any = SimpleNamespace(
             reader=0, plans=self.ring, masks=self.masks, control=control, config=config

@@ -75,4 +75,6 @@ def test_drafts_are_written_behind_the_last_known_token() -> None:
 
 
 def test_nothing_is_proposed_without_speculation() -> None:
-    assert not Work(rank_of(make_slots([SamplingParams()], 60))).is_needed
+    config = Config(model=ModelConfig(path=""), speculation=SpeculationConfig(method="none"))
+    rank = dataclasses.replace(rank_of(make_slots([SamplingParams()], 60)), config=config)
+    assert not Work(rank).is_needed

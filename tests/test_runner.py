@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from aioinfer.config import Config, ModelConfig, SpeculationConfig
 from aioinfer.features.logprobs.sections import LogprobRows, Logprobs
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
@@ -96,7 +97,9 @@ class Steps:
         groups, num_blocks = group_layers(model.ours.kv_specs), BLOCKS * 4 // block_size
         kv = KVTensors(groups, [num_blocks], block_size, torch.float32, CPU)
         model.ours.bind(groups, kv.tensors, block_size, 8, 100)
-        works = StepWorks.load(Rank(model.ours, slots))
+        given = SpeculationConfig(method="none")  # drafts are those of the test
+        config = Config(model=ModelConfig(path=""), speculation=given)
+        works = StepWorks.load(Rank(model.ours, slots, config=config))
         self.runner = ModelRunner(model.ours, CpuDevice(slots, kv, max_lookahead=8), works)
         self.free = list(range(0, num_blocks, 2)) + list(range(1, num_blocks, 2))
         self.tables: dict[int, list[int]] = {}

@@ -76,7 +76,7 @@ class RandomLookahead(StepFeature):
         self.outcomes: list[tuple[int, int]] = []
 
     def lookahead(self, decodes):
-        return {r: self.chance.randrange(self.most + 1) for r in decodes if not r.uses}
+        return {r: self.chance.randrange(self.most + 1) for r in decodes}
 
     def take_lookahead(self, request, rows, kept):
         assert 0 <= kept <= rows > 0
@@ -876,10 +876,14 @@ def _append_some(harness: Harness, draw) -> None:
     if not may or draw(st.integers(0, 3)):
         return
     request = draw(st.sampled_from(may))
-    if request.num_output and request.num_pending < 2:
+    if request.num_output and request.num_pending <= 1 + request.num_lookahead:
         wanted = expected_output(request)[request.num_output :][: draw(st.integers(1, 9))]
-        assert harness.scheduler.append(request, wanted)[0] == len(wanted)
-        harness.scheduler.check_integrity()
+        kept = 0
+        if request.num_lookahead:  # how many drafts the posted step has kept
+            kept = harness.worker.next_start[request.slot] - len(request.tokens)
+        if len(wanted) > kept:
+            assert harness.scheduler.append(request, wanted, kept)[0] == len(wanted)
+            harness.scheduler.check_integrity()
 
 
 def _step_and_check_order(harness: Harness) -> None:

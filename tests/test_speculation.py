@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from aioinfer.config import load_config
+from aioinfer.engine.beam_search import Beam
 from aioinfer.features.masks.planning import Constrained
 from aioinfer.features.speculation.acceptance import Acceptance
 from aioinfer.features.speculation.costs import SIZES, StepCosts
@@ -200,11 +201,30 @@ def test_drafts_come_back_when_the_text_begins_to_repeat(streams: int) -> None:
 
 def test_each_request_has_the_drafts_that_it_deserves() -> None:
     planning = make_planning(start_times(memory_bound))
-    good, bad, constrained = (make_request(name, [1], 9) for name in "abc")
-    constrained.uses = (Constrained(None),)
+    good, bad, beam = (make_request(name, [1], 9) for name in "abc")
+    beam.uses = (Beam(None),)
     good.lookahead_state, bad.lookahead_state = Acceptance(0.9, 0.9), Acceptance(0.001, 0.1)
-    chosen = planning.lookahead([good, bad, constrained])
-    assert chosen == {good: MOST}
+    assert planning.lookahead([good, bad, beam]) == {good: MOST}
+
+
+@pytest.mark.parametrize(("method", "has_drafts"), [("ngram", True), ("mtp", False)])
+def test_a_constrained_request_has_drafts_that_the_engine_can_find(
+    method: str, has_drafts: bool
+) -> None:
+    planning = make_planning(start_times(memory_bound), method)
+    plain, constrained = requests = [make_request(name, [1], 9) for name in "ab"]
+    constrained.uses = (Constrained(None),)
+    for request in requests:
+        request.lookahead_state = Acceptance(0.9, 0.9)
+    planning.lookahead([plain])  # of a drafter the first step has no drafts yet
+    expected = [plain, constrained] if has_drafts else [plain]
+    assert planning.lookahead(requests) == dict.fromkeys(expected, MOST)
+
+
+def test_the_engine_finds_the_drafts_of_the_workers() -> None:
+    planning = make_planning()
+    assert planning.drafts(make_request("a", [4, 5, 6, 7, 4, 5], 9), 3) == [6, 7, 4]
+    assert planning.drafts(make_request("b", [4, 5, 6], 9), 2) == [0, 0]
 
 
 def test_nothing_is_planned_before_any_step_was_measured() -> None:

@@ -198,7 +198,7 @@ class HostRanks:
         """Tells every rank how many KV blocks of each group it has, and how long a request may
         be."""
         self._vocab_size = vocab_size
-        self._masks.resize(self.config.scheduler.max_num_seqs, vocab_size)
+        self._masks.resize(self.config.max_sampled_rows, vocab_size)
         for control in self._controls:
             with contextlib.suppress(OSError):  # the worker is dead; its pidfd reports that
                 control.send((tuple(num_blocks), max_model_len))
@@ -231,7 +231,7 @@ class HostRanks:
 
     def masks_of(self, step_id: int) -> I32:
         """Returns the memory for a step's masks; see `Executor.masks_of`."""
-        rows = self.config.scheduler.max_num_seqs
+        rows = self.config.max_sampled_rows
         return self._masks.buffers(rows, self._vocab_size)[self._buffer_of(step_id)]
 
     def _buffer_of(self, step_id: int) -> int:

@@ -66,7 +66,7 @@ class InlineExecutor:
         self._worker.allocate(capacity.num_blocks, capacity.max_model_len)
         self._worker.warm_up()
         # of zeros that were never written: pages that no mask touches take no memory
-        rows, words = self.config.scheduler.max_num_seqs, mask_words(report.vocab_size)
+        rows, words = self.config.max_sampled_rows, mask_words(report.vocab_size)
         self._masks = np.zeros((NUM_MASK_BUFFERS, rows, words), np.int32)
         return WorkerReport(
             report.device,

@@ -245,7 +245,7 @@ class WorkerExecutor:
             if isinstance(host, HostRanks):
                 return host.masks_of(step_id)
         if self._masks is None:
-            rows, words = self.config.scheduler.max_num_seqs, mask_words(self._vocab_size)
+            rows, words = self.config.max_sampled_rows, mask_words(self._vocab_size)
             buffers = num_mask_buffers(self._num_stages)
             self._masks = np.zeros((buffers, rows, words), np.int32)
         return self._masks[buffer_of(step_id, len(self._masks))]

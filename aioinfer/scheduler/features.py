@@ -109,6 +109,12 @@ class StepFeature:
         if the feature `looks_ahead`."""
         return None
 
+    def drafts(self, request: Request, count: int) -> Sequence[int]:
+        """Returns the tokens that the `count` lookahead rows of a request in a posted step compute,
+        once all tokens before them are known. Called of requests with a use that `needs_drafts`,
+        if the feature has given them such rows."""
+        return [0] * count
+
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """Notes that of `rows` lookahead rows of a request in a step `kept` were kept."""
 

@@ -60,6 +60,9 @@ class Use:
     feature: ClassVar[str]
     #: Whether a step may have lookahead rows of the request.
     allows_lookahead: ClassVar[bool] = True
+    #: Whether it may only if the engine knows the drafts by the time that a row is sampled (see
+    #: `StepFeature.drafts`).
+    needs_drafts: ClassVar[bool] = False
 
     @property
     def result_bytes(self) -> int:

@@ -227,20 +227,25 @@ class Scheduler:
             request.detach()
             self._waiting.add(request)
 
-    def append(self, request: Request, tokens: Sequence[int]) -> tuple[int, Finish | None]:
+    def append(
+        self, request: Request, tokens: Sequence[int], num_kept: int = 0
+    ) -> tuple[int, Finish | None]:
         """Appends tokens to a running request that need not be sampled, as if a result had brought
         them; the next plan sends them and computes them in one row.
 
         Returns how many were taken, fewer if the request ends with one of them and none if there
         are too many in a plan, and why the request ended, if it did.
 
-        If a posted step samples the first of them, that row's result is dropped.
+        If a posted step samples the first of them, its results for the request are dropped. With
+        lookahead it samples one more for each draft that it keeps, and has computed these: the
+        first `num_kept` of `tokens`. It must not sample more than `tokens`.
         """
         if request.slot < 0 or not self._running.can_append(len(tokens)):
             return 0, None
-        first, num_sampled = len(request.tokens), request.num_pending
-        if num_sampled:
-            self._posted.drop_row(request)
+        first, num_sampled = len(request.tokens), 0
+        if request.num_pending:
+            num_sampled, lookahead = 1 + num_kept, self._posted.drop_rows(request) - 1
+            request.settle(lookahead, lookahead - num_kept)
         request.total = first
         for number, token in enumerate(tokens, 1):
             request.total += 1

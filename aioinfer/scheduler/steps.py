@@ -110,11 +110,15 @@ class PostedSteps:
             raise IntegrityError(f"the result of step {step_id} came where {step.step_id} was due")
         return step
 
-    def drop_row(self, request: Request) -> None:
-        """Drops the token that the oldest step with a row of this request samples for it."""
+    def drop_rows(self, request: Request) -> int:
+        """Drops the tokens that the oldest step with rows of this request samples for it. Returns
+        how many rows these are."""
         step = next(step for step in self._steps if request in step.sampled)
-        step.sampled[step.sampled.index(request)] = None
-        step.num_dropped += 1
+        rows = [row for row, sampled in enumerate(step.sampled) if sampled is request]
+        for row in rows:
+            step.sampled[row] = None
+        step.num_dropped += len(rows)
+        return len(rows)
 
     def clear(self) -> None:
         """Forgets all steps: their results will not come."""

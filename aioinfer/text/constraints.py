@@ -42,6 +42,11 @@ class Constraint(Protocol):
         where the output may end. Raises `GenerationError` as `accept` does."""
         ...
 
+    def copy(self) -> Constraint:
+        """Returns a copy that goes on by itself, for tokens that may turn out to be none of the
+        sequence's. It may be later than the sequence to find that the output is complete."""
+        ...
+
     def forced(self) -> list[int]:
         """Returns the tokens that must come next, because nothing else is possible, as the
         tokenizer would encode their text; empty where there is a choice."""

@@ -93,6 +93,10 @@ class GrammarState:
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.raise_error()
 
+    def copy(self) -> GrammarState:
+        """See `Constraint.copy`."""
+        return GrammarState(self.matcher.deep_copy(), self.parser)
+
     def forced(self) -> list[int]:
         """See `Constraint.forced`."""
         return self.matcher.compute_ff_tokens()

@@ -118,6 +118,13 @@ class RestrictedTokens:
                 "no token may come next: what the request allows and forbids excludes all"
             )
 
+    def copy(self) -> RestrictedTokens:
+        """See `Constraint.copy`. It does not look for repeated calls."""
+        grammar = None if self.grammar is None else self.grammar.copy()
+        copy = RestrictedTokens(grammar, self._filters, self._all)
+        copy._context = [*self._context]
+        return copy
+
     def forced(self) -> list[int]:
         """See `Constraint.forced`. Tokens that a filter might forbid are not taken unseen."""
         if self.grammar is None or self._may_forbid_all:

@@ -156,7 +156,7 @@ class Device:
     def late_rows(self, slot_ids: I32, positions: I32, late: I32) -> SamplingRows:
         """Returns the rows `late` (int32 [M]) of the sampled ones; `slot_ids`, `positions`: int32
         [M], of these rows."""
-        return SamplingRows(slot_ids, positions, self.index, torch.tensor(late))
+        raise NotImplementedError
 
     def tokens(self, count: int) -> torch.Tensor:
         """Returns the step's sampled tokens, int32 [count] on the device."""
@@ -185,6 +185,7 @@ class CpuDevice(Device):
         self.index = (self.index + 1) % NUM_BUFFERS
         self._staged = self.slots.stage(plan)
         self._offsets: I32 | None = None  # of the sampled rows of a step with lookahead
+        self._lookahead: LookaheadTensors | None = None
 
     def resolve(self, plan: StepPlan) -> StepPlan:
         """See `Device.resolve`. All positions are known."""
@@ -224,6 +225,9 @@ class CpuDevice(Device):
         step = prepare_step(plan, self.slots)
         if every_token:
             step.sampled = None
+        if self._offsets is not None:
+            inputs = step.inputs.input_ids.index_select(0, self.last_tokens(plan))
+            self._lookahead = LookaheadTensors(torch.tensor(self._offsets), inputs)
         if step.has_lookahead and self.taps is not None:
             step.taps = self.taps[: plan.num_tokens]
         return step
@@ -261,11 +265,14 @@ class CpuDevice(Device):
 
     def sampled_rows(self, slot_ids: I32, positions: I32) -> SamplingRows:
         """See `Device.sampled_rows`."""
-        lookahead = None
-        if self._offsets is not None:
-            inputs = self.slots.tokens.numpy()[slot_ids, positions - 1]
-            lookahead = LookaheadTensors(torch.tensor(self._offsets), torch.from_numpy(inputs))
-        return SamplingRows(slot_ids, positions, self.index, lookahead=lookahead)
+        return SamplingRows(slot_ids, positions, self.index, lookahead=self._lookahead)
+
+    def late_rows(self, slot_ids: I32, positions: I32, late: I32) -> SamplingRows:
+        """See `Device.late_rows`."""
+        places, lookahead = torch.tensor(late), None
+        if self._lookahead is not None:
+            lookahead = self._lookahead.select(places)
+        return SamplingRows(slot_ids, positions, self.index, places, lookahead=lookahead)
 
     def fetch(
         self, count: int, pending: Sequence[PendingSection]

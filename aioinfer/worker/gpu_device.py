@@ -541,6 +541,11 @@ class GpuDevice(Device):
         arrays = np.stack([slot_ids, positions, np.ones_like(late), late, index])
         slots, ends, is_real, places, of_buffer = upload(arrays, self.slots.device).unbind()
         there = RowTensors(slots, ends, is_real, of_buffer)
+        if self._lookahead is not None:  # only the GPU knows the positions
+            every = self._sampled or self.decoded_rows(self.plan.rows, has_lookahead=True)
+            assert every.lookahead is not None
+            ends = every.positions.index_select(0, places)
+            there = RowTensors(slots, ends, is_real, of_buffer, every.lookahead.select(places))
         return SamplingRows(slot_ids, positions, self.index, places, there)
 
     def record_time(self) -> torch.cuda.Event | None:

@@ -260,7 +260,7 @@ class _Inbox:
         spec.plans.release(spec.reader)
         if notice.step_id != plan.step_id:
             raise RuntimeError(f"step {plan.step_id} was given the masks of {notice.step_id}")
-        rows = spec.config.scheduler.max_num_seqs
+        rows = spec.config.max_sampled_rows
         return spec.masks.buffers(rows, self._vocab_size)[notice.buffer, :count]
 
     def _read(self) -> memoryview:

@@ -131,7 +131,7 @@ class Sampler:
         if rows.there is not None:
             tokens = self.launch(logits, rows.there, rows.places)
         else:
-            tokens = self._sample_on_host(logits, rows, flags)
+            tokens = self._sample_on_host(logits, rows, flags, late)
         if flags_of_all & PENALIZED:
             has_later_rows = late is not None
             count_sampled(tokens, self._slots, rows, flags, has_later_rows=has_later_rows)
@@ -166,14 +166,15 @@ class Sampler:
         return tokens
 
     def _sample_on_host(
-        self, logits: torch.Tensor, rows: SamplingRows, flags: npt.NDArray[np.uint8]
-    ) -> torch.Tensor:
-        """Does what `launch` does without kernels."""
+        self, logits: torch.Tensor, rows: SamplingRows, flags: npt.NDArray[np.uint8],
+        late: I32 | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Does what `launch` does without kernels; the rows `late` enter no slot yet."""
         tokens = self._rows.sample_on_host(logits, rows.slot_ids, rows.positions, flags)
         if rows.lookahead is None:
             self._slots.append(rows.slot_ids, rows.positions, tokens)
         else:
-            self._slots.accept(rows.slot_ids, rows.positions, rows.lookahead, tokens)
+            self._slots.accept(rows.slot_ids, rows.positions, rows.lookahead, tokens, late)
         results = self._results[rows.index]
         if rows.places is None:
             results[: len(tokens)] = tokens

@@ -144,6 +144,12 @@ class LookaheadTensors:
     offsets: torch.Tensor
     inputs: torch.Tensor
 
+    def select(self, rows: torch.Tensor) -> LookaheadTensors:
+        """Returns some of the rows, integers [n] on the device."""
+        return LookaheadTensors(
+            self.offsets.index_select(0, rows), self.inputs.index_select(0, rows)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
@@ -383,17 +389,20 @@ class Slots:
         self.tokens[where] = tokens.clamp(min=0)
 
     def accept(
-        self, slot_ids: I32, positions: I32, lookahead: LookaheadTensors, tokens: torch.Tensor
-    ) -> None:
+        self, slot_ids: I32, positions: I32, lookahead: LookaheadTensors, tokens: torch.Tensor,
+        late: I32 | None = None,
+    ) -> None:  # fmt: skip
         """Keeps the tokens that the rows of a step with lookahead sampled (int32 [n], -1 where they
         could not), as long as the drafts of a slot equal the sampled tokens: writes the kept ones
-        to `positions` of `slot_ids`, and replaces the others by `SKIPPED`, in place. In plain
-        torch."""
+        to `positions` of `slot_ids`, and replaces the others by `SKIPPED`, in place. All but the
+        rows `late` (int32 [M]), whose drafts are still to be compared. In plain torch."""
         sampled, offsets = tokens.numpy(), lookahead.offsets.numpy()
         differs = np.zeros(len(sampled), np.bool_)
         differs[1:] = (offsets[1:] > 0) & (lookahead.inputs.numpy()[1:] != sampled[:-1])
         count = np.cumsum(differs)
         is_kept = count == count[np.arange(len(count)) - offsets]
+        if late is not None:
+            is_kept[late] = False
         kept = np.flatnonzero(is_kept)
         self.append(slot_ids[kept], positions[kept], tokens[torch.from_numpy(kept)])
         # of several rows of a slot the last one counts

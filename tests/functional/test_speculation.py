@@ -215,8 +215,11 @@ def test_aborts(folder: Path, expected: list[list[CompletionOutput]], stop: str)
         check(output.completions, expected[0])
 
 
-async def run_with_loss(llm: LLM, stop: str) -> list[list[int]]:
-    """The tokens of the first sequences; the workers are lost on the way."""
+async def run_with_loss(
+    llm: LLM, stop: str, given: tuple[list[list[int]], list[SamplingParams]] | None = None
+) -> list[list[int]]:
+    """The tokens of the first sequences of `given` requests, or of all cases; the workers are lost
+    on the way."""
     engine = llm.frontend.engines[0]
 
     async def read(prompt: list[int], params: SamplingParams) -> list[int]:
@@ -228,7 +231,9 @@ async def run_with_loss(llm: LLM, stop: str) -> list[list[int]]:
             for token in delta.token_ids
         ]
 
-    running = [asyncio.create_task(read(*each)) for each in zip(*requests(stop), strict=True)]
+    running = [
+        asyncio.create_task(read(*each)) for each in zip(*(given or requests(stop)), strict=True)
+    ]
     while engine.scheduler.stats.steps < 40:  # noqa: ASYNC110 (each turn may post a step)
         await asyncio.sleep(0)
     engine.handle_loss(EngineDeadError("worker 0 was killed by SIGKILL"))

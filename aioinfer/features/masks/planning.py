@@ -21,6 +21,9 @@ Where a constraint leaves one way only for some tokens (the names of an object's
 are not sampled one by one: the sequence jumps ahead. They are appended like a prompt's, and the
 next step computes them in one row (`Scheduler.append`).
 
+With drafts (see `ipc.lookahead`) a request has several rows in a step, each with its mask
+(`filling`). A request whose output is complete with one of several kept tokens loses those behind.
+
 Where no request is constrained, nothing of this module runs.
 """
 
@@ -29,9 +32,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import and_, eq
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -39,6 +45,7 @@ import numpy as np
 from aioinfer.errors import GenerationError
 from aioinfer.executor.base import Executor
 from aioinfer.features.host import Host
+from aioinfer.features.masks.filling import RequestRows, fill_rows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import StepResult
 from aioinfer.ipc.sections import Section
@@ -47,9 +54,9 @@ from aioinfer.scheduler.request import Finish, Request, RequestStatus, Use
 from aioinfer.scheduler.steps import Row, StepOutput
 from aioinfer.text.constraints import Constraint, Mask, MaskFiller
 
-#: Up to so many rows are filled on the event loop: handing them to a thread takes 90 us, and a mask
-#: of a JSON grammar over 152 000 tokens usually 25 us, though now and then a millisecond.
-_FEW_ROWS = 2
+#: Up to so many requests' rows are filled on the event loop: handing them to a thread takes 90 us,
+#: and a mask of a JSON grammar over 152 000 tokens usually 25 us, now and then a millisecond.
+_FEW_REQUESTS = 2
 #: Forced tokens that are taken at once. Fewer are sampled one by one: the posted row is lost with
 #: each jump, and the next step has a row that is no decode, which is not all in one CUDA graph.
 MIN_JUMP, MAX_JUMP = 3, 64
@@ -71,6 +78,30 @@ class _Jump(NamedTuple):
 
 
 _NO_JUMP = _Jump((), None)
+
+
+class _Taken(NamedTuple):
+    """The tokens that a step has sampled for a constrained request.
+
+    Attributes:
+        places: of its tokens in the step's output, ascending.
+        num_accepted: how many of them the constraint takes in: not the last one, if it has ended
+            the request.
+    """
+
+    request: Request
+    constraint: Constraint
+    places: Sequence[int]
+    num_accepted: int
+
+
+@dataclass(slots=True)
+class _Changes:
+    """How the output of a step changes: by place, the forced tokens behind it, or the end of the
+    request; and the places of tokens that are dropped."""
+
+    jumps: dict[int, _Jump] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
 
 
 class PlainFiller:
@@ -107,21 +138,21 @@ class _MaskedStep:
         step_id: the number of its plan.
         rows: the constrained rows, in their order.
         executor: the executor that has the plan.
-        filling: the requests whose masks are being filled; None before that.
+        filling: the requests whose masks are being filled, with their rows; None before that.
     """
 
     step_id: int
     rows: Sequence[Row]
     executor: Executor
-    filling: list[Request] | None = None
+    filling: dict[Request, RequestRows] | None = None
 
 
 @dataclass(slots=True)
 class _Work:
     """The work of the thread, which uses the constraints of `requests`."""
 
-    future: asyncio.Future[list[Exception | None]]
-    requests: list[Request]
+    future: asyncio.Future[None]
+    requests: Collection[Request]
 
 
 class Constrained(Use):
@@ -129,7 +160,7 @@ class Constrained(Use):
 
     __slots__ = ("constraint",)
     feature: ClassVar[str] = "masks"
-    allows_lookahead: ClassVar[bool] = False  # a draft's mask would have to know the draft
+    needs_drafts: ClassVar[bool] = True
 
     def __init__(self, constraint: Constraint):
         self.constraint = constraint
@@ -156,7 +187,9 @@ class Planning(StepFeature):
         self.filler: MaskFiller = PlainFiller()
         self.max_jumpers = MAX_JUMPERS
         self._step: _MaskedStep | None = None
-        self._only: dict[Request, int] = {}  # the token that the posted row has to sample
+        self._only: dict[Request, Sequence[int]] = {}  # what the posted rows have to sample
+        # which kept draft ends a request with an error, in the step whose result comes next
+        self._failures: dict[Request, tuple[int, Exception]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._work: _Work | None = None
 
@@ -171,34 +204,52 @@ class Planning(StepFeature):
         """Takes in the tokens of a step, ends the requests whose output is complete, and fills the
         masks that have waited for these tokens. Returns the step's output together with the forced
         tokens and the ends of requests."""
-        taken = [
-            (place, row.request, row.use.constraint)
-            for row, place in zip(rows, output.places(rows), strict=True)
-            if place >= 0 and row.request.status is not RequestStatus.FINISHED
-        ]
-        tokens = [(constraint, output.tokens[place]) for place, _, constraint in taken]
-        jumps: dict[int, _Jump] = {}
-        for (place, request, constraint), error in zip(
-            taken, self.filler.accept(tokens), strict=True
-        ):
-            try:
-                if error is not None:
-                    raise error
-                jump = self._proceed(request, constraint, len(tokens) <= self.max_jumpers)
-            except Exception as failure:  # one request's failure must not end the others
-                self.host.fail(request, _as_generation_error(failure))
-                continue
-            if jump is not _NO_JUMP:
-                jumps[place] = jump
+        changes = _Changes()
+        going = [each for each in _taken(rows, output) if each.num_accepted]
+        may_jump, level = len(going) <= self.max_jumpers, 0
+        while going:  # the first tokens of all requests, then the second ones of some
+            tokens = [(each.constraint, output.tokens[each.places[level]]) for each in going]
+            following = []
+            for each, error in zip(going, self.filler.accept(tokens), strict=True):
+                try:
+                    if error is not None:
+                        raise error
+                    if self._proceed(each, level, changes, may_jump=may_jump):
+                        following.append(each)
+                except Exception as failure:  # one request's failure must not end the others
+                    self.host.fail(each.request, _as_generation_error(failure))
+                    changes.dropped.update(each.places[level + 1 :])
+            going, level = following, level + 1
+        self._failures.clear()
         self.fill()
-        return _insert(output, jumps) if jumps else output
+        return _changed(output, changes) if changes.jumps or changes.dropped else output
 
-    def _proceed(self, request: Request, constraint: Constraint, may_jump: bool) -> _Jump:
-        """Ends a request whose output is complete, and lets another one jump ahead if it may."""
+    def _proceed(self, taken: _Taken, level: int, changes: _Changes, *, may_jump: bool) -> bool:
+        """Handles token `level` of a request, which the constraint has accepted: ends the request
+        if its output is complete, and lets it jump ahead behind its last token if it may. Returns
+        whether there is a next token to accept. Raises what has kept its mask from being filled."""
+        request, constraint, place = taken.request, taken.constraint, taken.places[level]
         if constraint.is_finished:
-            self.host.scheduler().finish(request, "stop")
-            return _Jump([], _COMPLETE)
-        return self._jump(request, constraint) if may_jump else _NO_JUMP
+            self._complete(request, len(taken.places) - level - 1)
+            changes.dropped.update(taken.places[level + 1 :])
+            changes.jumps[place] = _Jump([], _COMPLETE)
+            return False
+        if level + 1 < len(taken.places):
+            failed, error = self._failures.get(request, (0, None))
+            if error is not None and failed == level + 1:
+                raise error
+            return level + 1 < taken.num_accepted
+        jump = self._jump(request, constraint) if may_jump else _NO_JUMP
+        if jump is not _NO_JUMP:
+            changes.jumps[place] = jump
+        return False
+
+    def _complete(self, request: Request, num_dropped: int) -> None:
+        """Ends a request whose output is complete without its last `num_dropped` tokens."""
+        self.host.scheduler().finish(request, *_COMPLETE)
+        request.end(_COMPLETE)  # it may have ended with one of these tokens
+        if num_dropped:
+            del request.tokens[-num_dropped:]
 
     def _jump(self, request: Request, constraint: Constraint) -> _Jump:
         """Appends the tokens that must come next, if they are enough for a jump to pay off.
@@ -209,7 +260,11 @@ class Planning(StepFeature):
         if len(forced) < MIN_JUMP:
             return _NO_JUMP
         is_sampled = request.num_pending > 0
-        count, finish = self.host.scheduler().append(request, forced)
+        drafts = self._drafts(request, request.num_lookahead)
+        num_kept = sum(accumulate(map(eq, drafts, forced), and_))
+        if len(forced) - num_kept < MIN_JUMP:
+            return _NO_JUMP
+        count, finish = self.host.scheduler().append(request, forced, num_kept)
         if not count:
             return _NO_JUMP
         forced = forced[:count]
@@ -219,8 +274,13 @@ class Planning(StepFeature):
                 self.host.scheduler().finish(request, "stop")
                 finish = _COMPLETE
             elif is_sampled:  # by the posted row, which is to count it for penalties
-                self._only[request] = forced[0]
+                self._only[request] = forced[: num_kept + 1]
         return _Jump(forced, finish)
+
+    def _drafts(self, request: Request, count: int) -> Sequence[int]:
+        """Returns the drafts of a request in the posted step, whose first row is known."""
+        ahead = self.host.scheduler().features.ahead
+        return ahead.drafts(request, count) if count and ahead is not None else ()
 
     # ---------------------------------------------------------------- masks
 
@@ -242,73 +302,75 @@ class Planning(StepFeature):
         step = self._step
         if step is None or step.filling is not None:
             return
-        requests = [row.request for row in step.rows]
-        if any(r.num_pending > 1 and r.status is not RequestStatus.FINISHED for r in requests):
-            return  # more than the token of this very step
+        counts = Counter(row.request for row in step.rows)
+        if any(
+            request.num_pending > count and request.status is not RequestStatus.FINISHED
+            for request, count in counts.items()
+        ):
+            return  # more than the tokens of this very step
         masks = step.executor.masks_of(step.step_id)
-        rows: list[tuple[Constraint, int]] = []
-        only, self._only = self._only, {}
-        step.filling = []
-        for row, request in enumerate(requests):
-            if request.status is RequestStatus.FINISHED:
-                masks[row] = -1  # its sampled token is dropped
-            elif request in only:
-                masks[row] = 0
-                masks[row, only[request] // 32] = np.int64(1 << only[request] % 32).astype(np.int32)
-            else:
-                rows.append((step.rows[row].use.constraint, row))
-                step.filling.append(request)
-        began = time.perf_counter()
-        if len(rows) <= _FEW_ROWS:
-            self._end(step, began, self._fill_now(rows, masks))
+        step.filling = self._prepare(step.rows, counts, masks)
+        began, filling = time.perf_counter(), [*step.filling.values()]
+        if len(filling) <= _FEW_REQUESTS:
+            fill_rows(self.filler, filling, masks)
+            self._end(step, began)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         future = asyncio.get_running_loop().run_in_executor(
-            self._thread, self.filler.fill, rows, masks
+            self._thread, fill_rows, self.filler, filling, masks
         )
-        self._work = _Work(future, step.filling)
+        self._work = _Work(future, step.filling.keys())
         future.add_done_callback(lambda done: self._take(step, began, done))
 
-    def _fill_now(
-        self, rows: Sequence[tuple[Constraint, int]], masks: Mask
-    ) -> list[Exception | None]:
-        try:
-            return self.filler.fill(rows, masks)
-        except Exception as error:
-            return [error] * len(rows)
+    def _prepare(
+        self, rows: Sequence[Row], counts: Mapping[Request, int], masks: Mask
+    ) -> dict[Request, RequestRows]:
+        """Returns the rows whose masks are to be filled, of each request, which has `counts`
+        adjacent ones; fills the others."""
+        filling = {}
+        only, self._only = self._only, {}
+        for first, row in enumerate(rows):
+            request = row.request
+            if first and rows[first - 1].request is request:
+                continue
+            last = first + counts[request]
+            if request.status is not RequestStatus.FINISHED and request not in only:
+                drafts = self._drafts(request, counts[request] - 1)
+                filling[request] = RequestRows(row.use.constraint, first, drafts)
+                continue
+            masks[first:last] = -1  # what they sample is dropped
+            for number, token in enumerate(only.get(request, ()), first):
+                masks[number] = 0
+                masks[number, token // 32] = np.int64(1 << token % 32).astype(np.int32)
+        return filling
 
-    def _take(
-        self, step: _MaskedStep, began: float, done: asyncio.Future[list[Exception | None]]
-    ) -> None:
+    def _take(self, step: _MaskedStep, began: float, done: asyncio.Future[None]) -> None:
         """Handles the end of the thread's work."""
         if self._work is not None and self._work.future is done:
             self._work = None
         if done.cancelled():
             return
-        error = done.exception()
-        count = len(step.filling or ())
-        if error is None:
-            self._end(step, began, done.result())
-        else:
-            self._end(step, began, [_as_generation_error(error)] * count)
+        if (error := done.exception()) is not None:
+            for each in (step.filling or {}).values():
+                each.fail(0, _as_generation_error(error))
+        self._end(step, began)
         self.host.go_on()
 
-    def _end(self, step: _MaskedStep, began: float, errors: list[Exception | None]) -> None:
-        """Posts the masks of a step, and ends the requests whose masks could not be filled."""
+    def _end(self, step: _MaskedStep, began: float) -> None:
+        """Posts the masks of a step, and ends the requests whose first mask could not be filled."""
         if self._step is not step:
             return  # its workers were lost meanwhile
         self.host.metrics.observe("mask_fill_seconds", time.perf_counter() - began)
-        failed = [
-            (request, error)
-            for request, error in zip(step.filling or (), errors, strict=True)
-            if error is not None
-        ]
         self._step, self.is_waiting = None, False
         step.executor.post_masks(step.step_id)
-        for request, error in failed:  # its sampled token is dropped
-            if request.status is not RequestStatus.FINISHED:
-                self.host.fail(request, _as_generation_error(error))
+        for request, rows in (step.filling or {}).items():
+            if rows.error is None or request.status is RequestStatus.FINISHED:
+                continue
+            if rows.failed:  # of a draft that may not be kept
+                self._failures[request] = rows.failed, rows.error
+            else:  # its sampled token is dropped
+                self.host.fail(request, _as_generation_error(rows.error))
 
     # ---------------------------------------------------------------- lost workers
 
@@ -317,6 +379,7 @@ class Planning(StepFeature):
         tokens that are known, so they go on from there."""
         self._step, self.is_waiting = None, False
         self._only.clear()
+        self._failures.clear()
 
     def restart(self) -> None:
         """Prepares for new workers. If the thread has still not filled the masks for the lost ones,
@@ -339,8 +402,25 @@ class Planning(StepFeature):
             self._thread = None
 
 
-def _insert(output: StepOutput, jumps: Mapping[int, _Jump]) -> StepOutput:
-    """Returns the output with forced tokens behind the tokens at the places of `jumps`."""
+def _taken(rows: Sequence[Row], output: StepOutput) -> list[_Taken]:
+    """Returns the tokens of each request that has any in the output."""
+    places: dict[Request, list[int]] = {}
+    constraints = {}
+    for row, place in zip(rows, output.places(rows), strict=True):
+        if place >= 0:
+            places.setdefault(row.request, []).append(place)
+            constraints[row.request] = row.use.constraint
+    return [
+        _Taken(
+            request, constraints[request], of_request,
+            len(of_request) - (request.status is RequestStatus.FINISHED),
+        )
+        for request, of_request in places.items()
+    ]  # fmt: skip
+
+
+def _changed(output: StepOutput, changes: _Changes) -> StepOutput:
+    """Returns the output with its changes."""
     requests: list[Request] = []
     tokens: list[int] = []
     rows: list[int] = []
@@ -348,7 +428,9 @@ def _insert(output: StepOutput, jumps: Mapping[int, _Jump]) -> StepOutput:
     for place, (request, token, row) in enumerate(
         zip(output.requests, output.tokens, output.rows, strict=True)
     ):
-        forced, finish = jumps.get(place, _NO_JUMP)
+        if place in changes.dropped:
+            continue
+        forced, finish = changes.jumps.get(place, _NO_JUMP)
         requests += [request] * (1 + len(forced))
         tokens += [token, *forced]
         rows += [row] * (1 + len(forced))

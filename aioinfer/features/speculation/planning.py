@@ -10,7 +10,8 @@ do.
 Where none pays, a request is still probed with one draft now and then, so rarely that probes cost
 at most `MAX_PROBE_COST` of the time. A probe that is kept brings the request's drafts back at once.
 
-Requests whose features need each token before the next one (`Use.allows_lookahead`) have no drafts.
+Requests whose features need each token before the next one (`Use.allows_lookahead`) have no drafts,
+and those under a mask (`Use.needs_drafts`) only drafts that the engine can find as the workers do.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
 
+import numpy as np
+
 from aioinfer.features.host import Host
 from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
+from aioinfer.features.speculation.ngram import find_drafts
 from aioinfer.scheduler.features import StepFeature
 from aioinfer.scheduler.request import Request
 
@@ -73,10 +77,17 @@ class Planning(StepFeature):
         self._looked_ahead = False
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
+        for position in range(self._max_drafts if self.looks_ahead else 0):
+            host.metrics.count(f"{ACCEPTED_AT}{position}", 0)  # `/metrics` shows it from the start
 
     def restart(self) -> None:
         """See `StepFeature.restart`."""
         self.costs = None
+
+    def drafts(self, request: Request, count: int) -> Sequence[int]:
+        """See `StepFeature.drafts`."""
+        found = find_drafts(np.frombuffer(request.tokens, np.int32), count)
+        return [0] * count if found is None else found.tolist()
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """See `StepFeature.lookahead`."""
@@ -154,7 +165,7 @@ class Planning(StepFeature):
         known = [
             (self._acceptance(request), request)
             for request in decodes
-            if _allows_lookahead(request)
+            if self._allows_lookahead(request)
         ]
         most = _MIN_GAIN * rows / costs.plain(rows)
         last = bisect_left(SIZES, rows + self._max_drafts * len(known))
@@ -190,7 +201,7 @@ class Planning(StepFeature):
 
     def _probe(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
         """Returns one draft for some requests, and sets when the next are probed."""
-        allowed = [request for request in decodes if _allows_lookahead(request)]
+        allowed = [request for request in decodes if self._allows_lookahead(request)]
         if not allowed:
             return None
         first = self._probed % len(allowed)
@@ -202,6 +213,8 @@ class Planning(StepFeature):
         self._next_probe = self._step + self._interval
         return dict.fromkeys(probed, 1)
 
-
-def _allows_lookahead(request: Request) -> bool:
-    return not request.uses or all(use.allows_lookahead for use in request.uses)
+    def _allows_lookahead(self, request: Request) -> bool:
+        return not request.uses or all(
+            use.allows_lookahead and not (use.needs_drafts and self._drafts_behind)
+            for use in request.uses
+        )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aioinfer.config import Config, ModelConfig
+from aioinfer.config_sections import DraftMethod
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
@@ -19,7 +20,7 @@ from aioinfer.models.mtp import has_mtp
 from aioinfer.models.registry import CausalLMConfig, build_model, load_model_config
 
 
-def select_method(config: Config, folder: Path) -> str:
+def select_method(config: Config, folder: Path) -> DraftMethod:
     """Returns the method that `speculation.method = "auto"` means for the model in a folder, where
     no model is named that drafts. Raises `ConfigError`."""
     parallel = config.parallel
@@ -48,7 +49,7 @@ def drafter_options(config: Config) -> ModelConfig:
     )
 
 
-def drafter_method(folder: Path) -> str:
+def drafter_method(folder: Path) -> DraftMethod:
     """Returns the method that the checkpoint in a folder of its own is for. Raises
     `ConfigError`."""
     return "eagle3" if is_eagle3(folder) else "draft"
