@@ -71,10 +71,15 @@ class ColumnParallelLinear:
         return self.weight.multiply(x, Epilogue(None, self.bias))
 
     def of_normed(
-        self, stream: ResidualStream, norm: Norm | None, gate: str | None = None
+        self,
+        stream: ResidualStream,
+        norm: Norm | None,
+        gate: str | None = None,
+        activation: str | None = None,
     ) -> torch.Tensor:
         """Returns the product [T, out] with the normed stream; with `gate`, an activation of
-        `formats.base.ACTIVATIONS`, that of the gate times up [T, out / 2].
+        `formats.base.ACTIVATIONS`, that of the gate times up [T, out / 2]; with `activation` that
+        of the product.
 
         The norm is left to the product, unless parts side by side have it in common, or an
         outstanding sum computes it along the way, and quantizes what the weight takes so."""
@@ -87,8 +92,9 @@ class ColumnParallelLinear:
             format = self.weight.input_format(len(stream)) if is_plain else None
             x = stream.normed(norm) if format is None else stream.normed_for(norm, format)
             norm = None
-        if self._epilogue.norm is not norm or self._epilogue.gate is not gate:
-            self._epilogue = Epilogue(norm, self.bias, gate)
+        last = self._epilogue
+        if last.norm is not norm or last.gate is not gate or last.activation is not activation:
+            self._epilogue = Epilogue(norm, self.bias, gate, activation=activation)
         return self.weight.multiply(x, self._epilogue)
 
     def warm_up(self, norm: Norm | None, gate: str | None = None) -> None:
@@ -170,6 +176,8 @@ class RowParallelLinear:
             stream.add_partial(self._partial(x))
         elif self._backend.group.size > 1:
             stream.hidden.add_(self(x))
+        elif stream.is_normed_behind and self._backend.has_kernels:
+            stream.add_later(self.weight.multiply(x, Epilogue(None, self.bias)))
         else:
             hidden = stream.hidden
             product = self.weight.multiply(x, Epilogue(None, self.bias, None, hidden))

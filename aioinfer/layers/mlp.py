@@ -43,7 +43,7 @@ class MLP(Part):
     ):
         self.up, self.down = up, down
         self._channels = channels
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._norm, self._post_norm = norm, post_norm
         self._residual_scale = residual_scale
 
@@ -67,7 +67,7 @@ class MLP(Part):
 
     def __call__(self, stream: ResidualStream, step: Step) -> None:
         """See `Part`."""
-        activated = self._activation(self.up.of_normed(stream, self._norm))
+        activated = self.up.of_normed(stream, self._norm, activation=self._activation)
         self.down.add_to(stream, activated, norm=self._post_norm, scale=self._residual_scale)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.norm import Norm, RMSNorm
+from aioinfer.layers.norm import LayerNorm, Norm, RMSNorm
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
@@ -30,7 +30,13 @@ class ResidualStream:
         is_first: `hidden` has not been written yet; the reduced sum will be its first value.
         side: [T, side_size], what parts of a model keep of each token beside the hidden states,
             and read and write in place; None for nothing.
+
+    Attributes:
+        is_normed_behind: whether a norm of the stream itself follows each part (`become_normed`):
+            with kernels, what a part adds waits for it.
     """
+
+    is_normed_behind = False
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class ResidualStream:
         self._backend = backend
         self._partial = partial
         self._parts: torch.Tensor | None = None
+        self._addend: torch.Tensor | None = None
         self._is_first = is_first
         self._inputs: torch.Tensor | None = None
         self._normed: dict[Norm, torch.Tensor] = {}
@@ -87,7 +94,8 @@ class ResidualStream:
     @property
     def is_reduced(self) -> bool:
         """Whether `inputs` has no outstanding sum."""
-        return (self._partial is None and self._parts is None) or self._inputs is not None
+        is_whole = self._partial is self._parts is self._addend is None
+        return is_whole or self._inputs is not None
 
     @property
     def is_parallel(self) -> bool:
@@ -133,7 +141,13 @@ class ResidualStream:
 
     def become_normed(self, norm: Norm) -> None:
         """Puts the norm of the stream in the stream's place."""
-        self._hidden = norm(self.hidden)
+        if self._addend is None or not isinstance(norm, LayerNorm):
+            self._hidden = norm(self.hidden)
+            return
+        from aioinfer.kernels.layer_norm import add_layer_norm
+
+        addend, self._addend = self._addend, None
+        add_layer_norm(self._hidden, addend, norm.weight, norm.bias, norm.eps)
 
     def normed_for(self, norm: Norm, format: InputFormat) -> torch.Tensor | ScaledInputs:
         """Returns the norm of `inputs` for a product whose inputs have a format: quantized if an
@@ -168,6 +182,11 @@ class ResidualStream:
         if self._inputs is not None:  # the next part writes there, too
             self._sum(None)
 
+    def add_later(self, addend: torch.Tensor) -> None:
+        """Adds `addend` [T, hidden_size] before the stream is read next."""
+        self._sum(None)
+        self._addend = addend
+
     def add_parts(self, parts: torch.Tensor) -> None:
         """Adds the sum of `parts` (float32 [P, T, hidden_size]) over the first dimension."""
         self._sum(None)  # of a part beside this one
@@ -192,6 +211,10 @@ class ResidualStream:
 
     def _sum(self, norm: RMSNorm | None) -> torch.Tensor | None:
         """Computes the outstanding sum, if there is one, and returns its norm, if one is given."""
+        if self._addend is not None:
+            self._hidden.add_(self._addend)
+            self._addend = None
+            return None if norm is None else norm(self._hidden)
         if self._partial is not None:
             return self._reduce(self._partial, norm)
         if self._parts is not None:

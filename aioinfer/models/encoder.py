@@ -168,6 +168,7 @@ class EncoderModel(BuiltModel):
         ordered = self._ordered(step)
         computed = step if ordered is None else ordered.step
         stream = self.embedding(computed)
+        stream.is_normed_behind = self.norm is None
         for layer in self.layers[:-1][:num_layers]:
             layer(stream, computed)
         return stream

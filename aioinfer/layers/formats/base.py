@@ -56,6 +56,7 @@ class Epilogue(NamedTuple):
             outputs, times the second half: [T, out / 2].
         add_to: [T, out], to which the product is added, in place.
         out: [T, out], to which the product is written; not with `add_to`.
+        activation: one of `ACTIVATIONS`, of the product with its bias; not with `gate` or `add_to`.
     """
 
     norm: Norm | None = None
@@ -63,6 +64,7 @@ class Epilogue(NamedTuple):
     gate: str | None = None
     add_to: torch.Tensor | None = None
     out: torch.Tensor | None = None
+    activation: str | None = None
 
     def added(self, rows: int) -> torch.Tensor | None:
         """Returns the addend of so many rows of the product: `add_to`, the bias [rows, out] or
@@ -200,19 +202,20 @@ class Weight(ABC):
         self, x: torch.Tensor, epilogue: Epilogue, adapted: AdaptedProduct
     ) -> torch.Tensor:
         """Computes `multiply` with the adapters of the step's tokens."""
-        norm, bias, gate, total, out = epilogue
+        norm, bias, gate, total, out, activation = epilogue
         if norm is not None:
             x = norm(x)
-        product = self._multiply(x, Epilogue(None, bias, None, total, None if gate else out))
+        is_changed = gate is not None or activation is not None
+        product = self._multiply(x, Epilogue(None, bias, None, total, None if is_changed else out))
         rows = product if total is None else total
         adapted.add(x.flatten(0, -2), rows.flatten(0, -2))
-        if gate is None:
+        if not is_changed:
             return product
-        product = self._activate(product, gate)
+        product = self._activate(product, gate, activation)
         return product if out is None else out.copy_(product)
 
     def _multiply(self, x: Any, epilogue: Epilogue) -> torch.Tensor:
-        norm, bias, gate, total, out = epilogue
+        norm, bias, gate, total, out, activation = epilogue
         if bias is not None and total is not None:
             total.add_(bias)  # before the product, which may stay in parts
             bias = None
@@ -220,24 +223,30 @@ class Weight(ABC):
         candidate = self.only
         if candidate is None:
             x, norm = self._prepare(x, norm, is_plain=bias is total is None)
-            wanted = Epilogue(norm, bias, gate if is_gated else None, total, out)
+            wanted = Epilogue(norm, bias, gate if is_gated else None, total, out, activation)
             candidate = self._select(x, wanted)
         fuses = candidate.fuses
         if norm is not None and not ("norm" in fuses and isinstance(norm, RMSNorm)):
             x, norm = norm(x), None
         is_gated = is_gated and "gate" in fuses
-        is_composed = gate is not None and not is_gated
+        fused_activation = activation if "activation" in fuses else None
+        is_composed = (gate is not None and not is_gated) or activation is not fused_activation
         fused_bias = bias if "bias" in fuses else None
         fused_total = total if "add_to" in fuses else None
         fused_out = out if "out" in fuses and not is_composed else None
         fused = PLAIN  # most products on a CPU, of which each tuple would take a microsecond
-        if is_gated or not (norm is fused_bias is fused_total is fused_out is None):
-            fused = Epilogue(norm, fused_bias, gate if is_gated else None, fused_total, fused_out)
+        if is_gated or not (
+            norm is fused_bias is fused_total is fused_out is fused_activation is None
+        ):
+            fused = Epilogue(
+                norm, fused_bias, gate if is_gated else None, fused_total, fused_out,
+                fused_activation,
+            )  # fmt: skip
         product = self.launch(candidate, x, fused)
         if bias is not None and fused_bias is None:
             product.add_(bias)
         if is_composed:
-            product = self._activate(product, gate)
+            product = self._activate(product, gate, activation)
         if total is not None:
             return total.add_(product) if fused_total is None else product
         return product if out is None or product is out else out.copy_(product)
@@ -261,9 +270,13 @@ class Weight(ABC):
             return norm(x), None
         return x, norm
 
-    def _activate(self, product: torch.Tensor, gate: str | None) -> torch.Tensor:
-        """Returns activation(gate) * up of a product [..., out]."""
-        assert gate is not None
+    def _activate(
+        self, product: torch.Tensor, gate: str | None, activation: str | None
+    ) -> torch.Tensor:
+        """Returns activation(gate) * up of a product [..., out], or its activation."""
+        if gate is None:
+            assert activation is not None
+            return ACTIVATIONS[activation](product)
         if self.gate == "interleaved":
             from aioinfer.kernels.activation import gated_activation
 
@@ -325,7 +338,7 @@ class Weight(ABC):
 
 
 def _operation_of(epilogue: Epilogue) -> Operation:
-    norm, bias, gate, total, out = epilogue
+    norm, bias, gate, total, out, _ = epilogue
     if norm is not None:
         return "normed" if gate is None else "normed gated"
     if gate is not None:

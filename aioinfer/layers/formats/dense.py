@@ -17,13 +17,19 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
 from aioinfer.layers.kernel_choices import Candidate
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard, sharded_part
 
 #: The batch size for which oneDNN lays out packed weights. Its layouts for 1 to 32 rows are alike,
 #: and these serve prefill as well.
 _PACKED_ROWS = 8
+#: Activations that oneDNN computes along the way, and by which algorithm.
+_FUSED_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
+    "gelu": ("gelu", "none"),
+    "gelu_new": ("gelu", "tanh"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+}
 #: Up to so many rows our own products beat cuBLAS on a GPU where nothing but a residual sum goes
 #: with them, where nothing was timed (notes/products.md).
 MAX_FEW_ROWS = 8
@@ -38,7 +44,7 @@ class DenseWeight(Weight):
         is_half: whether it becomes float16 on a CPU.
     """
 
-    only: Candidate | None = Candidate("torch", fuses=frozenset({"bias"}))
+    only: Candidate | None = Candidate("torch", fuses=frozenset({"bias", "activation"}))
 
     def __init__(
         self,
@@ -117,9 +123,14 @@ class DenseWeight(Weight):
 
     def launch(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """See `Weight.launch`."""
+        bias, activation = epilogue.bias, epilogue.activation
+        if isinstance(self._packed, PackedWeight):
+            return self._packed.multiply(x, bias, activation)
         if self._packed is not None:
-            return self._packed.multiply(x, epilogue.bias)
-        return F.linear(x, self.loaded, epilogue.bias)
+            product = self._packed.multiply(x, bias)
+        else:
+            product = F.linear(x, self.loaded, bias)
+        return product if activation is None else ACTIVATIONS[activation](product)
 
 
 class PackedWeight:
@@ -149,10 +160,20 @@ class PackedWeight:
         else:
             self._row_layout = weight.t().contiguous().view(self._parts, -1, out_features)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns x W^T + b [..., out] for x [..., in]."""
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> torch.Tensor:
+        """Returns x W^T + b [..., out] for x [..., in], or its activation of `ACTIVATIONS`."""
         if x.numel() != x.shape[-1] or self._parts == 1:
-            return self._multiply_blocks(x, bias)
+            if activation in _FUSED_ACTIVATIONS:
+                return self._multiply_blocks(x, bias, _FUSED_ACTIVATIONS[activation])
+            product = self._multiply_blocks(x, bias)
+        else:
+            product = self._multiply_row(x, bias)
+        return product if activation is None else ACTIVATIONS[activation](product)
+
+    def _multiply_row(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x W^T + b for one row."""
         if self._by_output:
             expanded = x.reshape(1, 1, -1).expand(self._parts, -1, -1)
             product = torch.bmm(expanded, self._row_layout)
@@ -161,12 +182,17 @@ class PackedWeight:
         product = product.view(*x.shape[:-1], -1)
         return product if bias is None else product.add_(bias)
 
-    def _multiply_blocks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns x W^T + b [..., out] for x [..., in], computed by oneDNN for `padded_rows`."""
+    def _multiply_blocks(
+        self, x: torch.Tensor, bias: torch.Tensor | None, fused: tuple[str, str] = ("none", "")
+    ) -> torch.Tensor:
+        """Returns x W^T + b [..., out] for x [..., in], computed by oneDNN for `padded_rows`, with
+        oneDNN's activation and its algorithm."""
         rows = x.reshape(-1, x.shape[-1])
         missing = padded_rows(len(rows)) - len(rows)
         padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        product = torch.ops.mkldnn._linear_pointwise(padded, self._blocks, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise(
+            padded, self._blocks, bias, fused[0], [], fused[1]
+        )
         return product[: len(rows)].view(*x.shape[:-1], -1)
 
 
