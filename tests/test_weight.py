@@ -32,13 +32,14 @@ SOURCE = Source("x", Shard.whole(OUT))
 
 
 def epilogues(total: torch.Tensor) -> list[Epilogue]:
-    """Returns combinations of what may go with a product; the last two write to `total`."""
+    """Returns combinations of what may go with a product; some write to `total`."""
     rms, layer = RMSNorm("n", INPUTS, 1e-6, BACKEND), LayerNorm("n", INPUTS, 1e-6, BACKEND)
     bias = torch.randn(OUT)
     return [
         Epilogue(), Epilogue(rms, bias), Epilogue(layer, gate="silu"),
         Epilogue(rms, bias, "gelu_new"), Epilogue(rms, bias, add_to=total),
-        Epilogue(layer, bias, out=total),
+        Epilogue(layer, bias, out=total), Epilogue(rms, bias, activation="gelu"),
+        Epilogue(None, bias, activation="gelu_new"), Epilogue(layer, activation="relu2"),
     ]  # fmt: skip
 
 
@@ -48,6 +49,8 @@ def expected_of(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> to
     if epilogue.gate is not None:
         gate, up = product.chunk(2, dim=-1)
         return ACTIVATIONS[epilogue.gate](gate) * up
+    if epilogue.activation is not None:
+        return ACTIVATIONS[epilogue.activation](product)
     return product if epilogue.add_to is None else epilogue.add_to + product
 
 

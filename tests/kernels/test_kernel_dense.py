@@ -11,7 +11,7 @@ from aioinfer.kernels.gated_product import interleave
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats import kernel_dense
-from aioinfer.layers.formats.base import Epilogue, epilogue_of
+from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, epilogue_of
 from aioinfer.layers.formats.kernel_dense import (
     CUBLAS,
     FEW_ROWS,
@@ -119,6 +119,22 @@ def test_the_head_is_not_timed(rows: int, backend: Backend) -> None:
         torch.testing.assert_close(found, norm(x) @ weight.T, rtol=1e-4, atol=1e-4)
     assert found is out
     assert not backend.choices.products
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_activations(activation: str, dtype: torch.dtype, limit: float) -> None:
+    """Of 16 bits GELU is computed along with the product, by its tanh form."""
+    cpu = torch.device("cpu")
+    backend = Backend(cpu, dtype, ParallelGroup.single(), has_kernels=True)
+    weight = torch.randn(OUT, INPUTS).to(dtype) / 8
+    source = Source("weight", Shard.whole(OUT))
+    made = KernelDenseWeight([source], Shard.whole(INPUTS), backend, weight)
+    x, bias = torch.randn(20, INPUTS).to(dtype), torch.randn(OUT).to(dtype)
+    expected = ACTIVATIONS[activation](x.float() @ weight.float().T + bias.float())
+    found = made.multiply(x, Epilogue(None, bias, activation=activation))
+    torch.testing.assert_close(found.float(), expected, rtol=limit, atol=limit)
+    assert backend.choices.products
 
 
 def split_configs(
