@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.adapter_tiles import BLOCK
+from aioinfer.kernels.adapters import AdapterOperand, operand_arguments
 from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.norm import rms_norm
 from aioinfer.kernels.products import product_output
@@ -128,13 +130,34 @@ def _finish(
 
 
 @triton.jit
+def _add_adapters(
+    totals, up_totals, shrunk, up, blocks, lines, inside, row, rows, shrunk_stride, up_stride,
+    GATED: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Returns the sums [FEATURES, ROWS], and those of a gate's second half, with the adapters."""
+    for index in range(1, tl.load(blocks) + 1):
+        column = tl.load(blocks + index) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(
+            shrunk + row[None, :] * shrunk_stride + column[:, None], (row < rows)[None, :], 0.0
+        )
+        place = up + lines.to(tl.int64)[:, None] * up_stride + column[None, :]
+        w = tl.load(place, inside[:, None], 0.0)
+        totals = tl.dot(w, value, totals, input_precision="ieee")
+        if GATED:
+            up_w = tl.load(place + RUN * up_stride, inside[:, None], 0.0)
+            up_totals = tl.dot(up_w, value, up_totals, input_precision="ieee")
+    return totals, up_totals
+
+
+@triton.jit
 def _vector_kernel(
     x, weight, scales, norm, residual, out, features, groups, eps,
+    shrunk, up, blocks, slots, shrunk_stride, up_stride, width,
     INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr, RUN_OF_INPUTS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
-    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr,
+    PDL: tl.constexpr, EARLY_TRIGGER: tl.constexpr, ADAPTED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
@@ -146,10 +169,19 @@ def _vector_kernel(
     w = tl.load(place, mask, 0.0)
     if GATED:
         up_w = tl.load(up_place, mask, 0.0)
+    if ADAPTED:  # its rows of B, from the columns of the row's adapter
+        slot, column = tl.load(slots), tl.arange(0, WIDTH)
+        has = column < tl.where(slot < 0, 0, width)
+        of_rows = up + lines.to(tl.int64)[:, None] * up_stride + (slot * width + column)[None, :]
+        of_adapter = tl.load(of_rows, inside[:, None] & has[None, :], 0.0)
+        if GATED:
+            up_of_adapter = tl.load(of_rows + RUN * up_stride, inside[:, None] & has[None, :], 0.0)
     if PDL:
         gdc_wait()
         if EARLY_TRIGGER:
             gdc_launch_dependents()
+    if ADAPTED:
+        ranks = tl.load(shrunk + slot * width + column, has, 0.0).to(tl.float32)
     total = tl.zeros([FEATURES], tl.float32)
     up_total = tl.zeros([FEATURES], tl.float32)
     square = 0.0
@@ -182,6 +214,10 @@ def _vector_kernel(
         factor = tl.rsqrt(square / INPUTS + eps)
         total *= factor
         up_total *= factor
+    if ADAPTED:
+        total += tl.sum(of_adapter.to(tl.float32) * ranks[None, :], 1)
+        if GATED:
+            up_total += tl.sum(up_of_adapter.to(tl.float32) * ranks[None, :], 1)
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * up_total
     _finish(total, out, residual, 0, n, inside, 0, 0, HAS_RESIDUAL)
@@ -205,10 +241,12 @@ def _add_step(
 @triton.jit(do_not_specialize=["rows"])
 def _tensor_kernel(
     x, weight, scales, residual, out, rows, features, groups, x_stride, residual_stride, out_stride,
+    shrunk, up, blocks, slots, shrunk_stride, up_stride, width,
     ROWS_PAD: tl.constexpr, INPUTS: tl.constexpr, FEATURES: tl.constexpr, STEP: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr, RUN: tl.constexpr, SCALED: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, PDL: tl.constexpr,
+    ADAPTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, STEP)
@@ -243,6 +281,11 @@ def _tensor_kernel(
         totals *= tl.load(scales + lines // ROWS_PER_SCALE, inside, 0.0)[:, None]
         if GATED:
             up_totals *= tl.load(scales + (lines + RUN) // ROWS_PER_SCALE, inside, 0.0)[:, None]
+    if ADAPTED:
+        totals, up_totals = _add_adapters(
+            totals, up_totals, shrunk, up, blocks, lines, inside, row, rows, shrunk_stride,
+            up_stride, GATED, RUN, BLOCK,
+        )  # fmt: skip
     if GATED:
         totals = totals / (1.0 + tl.exp(-totals)) * up_totals
     _finish(
@@ -263,6 +306,7 @@ def launch_few_rows(
     out: torch.Tensor,
     pdl: bool,
     config: FewRowsConfig,
+    adapters: AdapterOperand | None = None,
 ) -> None:
     """Writes a product of a weight as it is, or of one byte with scales, to `out`; the arguments
     are those of `few_rows_dense` and `few_rows_scaled.ScaledMatrix`."""
@@ -276,21 +320,23 @@ def launch_few_rows(
         "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
         "HAS_RESIDUAL": residual is not None, "GATED": gated, "RUN": GATE_RUN,
         "SCALED": scales is not None, "GROUPED": groups > 1, "GROUP": GROUP,
-        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl,
+        "ROWS_PER_SCALE": rows_per_scale, "PDL": pdl, "ADAPTED": adapters is not None,
     }  # fmt: skip
+    extra = operand_arguments(adapters, x)
     grid = (triton.cdiv(features, config.features),)
     if rows == 1:
         _vector_kernel[grid](
             *given, x if norm_weight is None else norm_weight, added, out, features, groups, eps,
-            **constants, HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
+            *extra, **constants, HAS_NORM=norm_weight is not None, RUN_OF_INPUTS=RUN_OF_INPUTS,
+            WIDTH=1 if adapters is None else triton.next_power_of_2(adapters.width),
             EARLY_TRIGGER=values.nbytes < EARLY_TRIGGER_BYTES, num_warps=config.num_warps,
             launch_pdl=pdl,
         )  # fmt: skip
     else:
         _tensor_kernel[grid](
             *given, added, out, rows, features, groups, x.stride(0), added.stride(0), out.stride(0),
-            **constants, ROWS_PAD=8 if rows <= 8 else 16, num_warps=config.num_warps,
-            num_stages=config.num_stages, launch_pdl=pdl,
+            *extra, **constants, ROWS_PAD=8 if rows <= 8 else 16, BLOCK=BLOCK,
+            num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -305,6 +351,7 @@ def few_rows_dense(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: FewRowsConfig | None = None,
+    adapters: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T, for few rows of x, accumulated in float32.
 
@@ -320,6 +367,7 @@ def few_rows_dense(
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later); `weight` is
             read before that kernel ends, so that kernel must not write it.
         config: instead of `few_rows_dense_config`'s (for tests and tuning).
+        adapters: added to the product, before a gate.
 
     Returns:
         [M, N] in x's dtype.
@@ -335,5 +383,7 @@ def few_rows_dense(
         rows, out.shape[1], inputs, normed=norm_weight is not None, gated=gated,
         itemsize=weight.element_size(),
     )  # fmt: skip
-    launch_few_rows(x, weight, None, 1, norm_weight, eps, residual, gated, out, pdl, config)
+    launch_few_rows(
+        x, weight, None, 1, norm_weight, eps, residual, gated, out, pdl, config, adapters
+    )
     return out

@@ -24,10 +24,13 @@ from dataclasses import dataclass
 
 import torch
 from aioinfer.kernels.activation import GATE_RUN
+from aioinfer.kernels.adapters import AdapterOperand
 from aioinfer.kernels.hopper_pipeline import (
     PRODUCER_REGISTERS,
     STEP,
     WEIGHT_ROWS,
+    adapter_descriptors,
+    adapter_steps,
     all_registers,
     allocate_boxes,
     apply_gate,
@@ -162,8 +165,8 @@ def use_fused(rows: int, weight: torch.Tensor) -> bool:
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, GROUP: gl.constexpr, out, staging, x_smem, w_smem, full, empty, items,
-    token_tiles, weight_tiles, steps
+    PART: gl.constexpr, GROUP: gl.constexpr, ADAPTED: gl.constexpr, blocks, out, staging, x_smem,
+    w_smem, full, empty, items, token_tiles, weight_tiles, steps
 ):  # fmt: skip
     """Computes the part of consumer `PART` of every work item: 64 weight rows, which are 32 outputs
     of each token."""
@@ -178,6 +181,7 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     mine = staging.index(PART)
     used = gl.program_id(0) * 0
+    steps += adapter_steps(ADAPTED, blocks)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
         acc = warpgroup_mma_init(gl.zeros([ROWS, TOKENS], gl.float32, layout))
@@ -209,9 +213,9 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["items", "token_tiles", "weight_tiles", "steps"])
 def _gated_kernel(
-    x, weight, out, items, token_tiles, weight_tiles, steps,
+    x, weight, out, shrunk, up, blocks, items, token_tiles, weight_tiles, steps,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, REGISTERS: gl.constexpr,
-    PDL: gl.constexpr,
+    ADAPTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     x_smem = allocate_boxes(x, STAGES)
     w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
@@ -220,12 +224,13 @@ def _gated_kernel(
     fence_async_shared()
     gl.thread_barrier()
     ring = (x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
+    loads = (x, weight, x, shrunk, up, blocks, x_smem)  # x in the place of scales
     # constants must be named in each tuple: in a variable they would become constants of constants
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUP, out, staging) + ring),
-                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),  # no scales
+                (_consume, (0, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (produce, (PDL, False, GROUP, ADAPTED) + loads + ring),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -233,9 +238,9 @@ def _gated_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUP, out, staging) + ring),
-                (_consume, (1, GROUP, out, staging) + ring),
-                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),
+                (_consume, (0, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (_consume, (1, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (produce, (PDL, False, GROUP, ADAPTED) + loads + ring),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -243,10 +248,10 @@ def _gated_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, GROUP, out, staging) + ring),
-                (_consume, (1, GROUP, out, staging) + ring),
-                (_consume, (2, GROUP, out, staging) + ring),
-                (produce, (PDL, False, GROUP, x, weight, x, x_smem) + ring),
+                (_consume, (0, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (_consume, (1, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (_consume, (2, GROUP, ADAPTED, blocks, out, staging) + ring),
+                (produce, (PDL, False, GROUP, ADAPTED) + loads + ring),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -266,6 +271,7 @@ def gated_product(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     config: GatedConfig | None = None,
+    adapters: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns silu(x @ gate.T) * (x @ up.T), accumulated in float32.
 
@@ -277,6 +283,7 @@ def gated_product(
         pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
             that kernel ends, so that kernel must not write it.
         config: instead of `gated_config`'s (for tests and tuning).
+        adapters: added to the product, before the gate.
 
     Raises:
         ValueError: the shapes do not fit, or `supports` returns false.
@@ -301,10 +308,14 @@ def gated_product(
     _gated_kernel[(min(items, programs),)](
         descriptor(x, [config.tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
         descriptor(out, [config.tokens, WEIGHT_ROWS // 2]),
+        *adapter_descriptors(adapters, x, config.tokens),
         items, token_tiles, items // token_tiles, inputs // STEP,
-        CONSUMERS=config.consumers, STAGES=config.stages, GROUP=config.group,
+        CONSUMERS=config.consumers,
+        STAGES=config.stages if adapters is None else config.stages - 1,  # room for `shrink`
+        GROUP=config.group,
         REGISTERS=consumer_registers(config.registers, config.consumers),
-        PDL=pdl, num_warps=4, maxnreg=config.registers, launch_pdl=pdl,
+        ADAPTED=adapters is not None, PDL=pdl, num_warps=4, maxnreg=config.registers,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 

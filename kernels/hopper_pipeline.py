@@ -10,7 +10,10 @@ tiles has in common stay in the L2 cache (Tillet et al., "Triton", 2019).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from aioinfer.kernels.adapters import AdapterOperand
 from aioinfer.kernels.launch import is_hopper
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -78,13 +81,35 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def adapter_steps(ADAPTED: gl.constexpr, blocks):
+    """Returns by how many steps the adapters of the tokens lengthen a product: a block of ranks
+    each (`adapters.AdapterOperand`). The blocks were listed before the kernel before the preceding
+    one began, so that nothing has to be waited for."""
+    return gl.load(blocks) if ADAPTED else gl.program_id(0) * 0
+
+
+@gluon.jit
+def load_adapter_step(
+    shrunk, up, blocks, index, x_smem, w_smem, full, stage, token, row, NBYTES: gl.constexpr
+):  # fmt: skip
+    """Loads block number `index` of the adapters' ranks into a stage that is empty: x A^T of the
+    tokens from `token` on, and rows of B from `row` on."""
+    column = gl.load(blocks + 1 + index) * x_smem.shape[2]
+    mbarrier.expect(full.index(stage), NBYTES)
+    tma.async_copy_global_to_shared(shrunk, [token, column], full.index(stage), x_smem.index(stage))
+    load_rows(up, w_smem, full, stage, row, column, True)
+
+
+@gluon.jit
 def produce(
-    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, x, weight, scales, scale_smem,
-    x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps
+    PDL: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr, ADAPTED: gl.constexpr, x, weight,
+    scales, shrunk, up, blocks, scale_smem, x_smem, w_smem, full, empty, items, token_tiles,
+    weight_tiles, steps
 ):  # fmt: skip
     """Loads the stages of every work item as they become free; with PDL, the first weights are
     loaded before waiting for the preceding kernel, which writes x. Also `scaled_hopper`'s producer:
-    with GROUPED, a stage has a row of `scales`, one for each token.
+    with GROUPED, a stage has a row of `scales`, one for each token. With ADAPTED, the steps of an
+    item are followed by those of `adapter_steps`.
 
     The consumers need not wait for the preceding kernel: they read its results and write their own
     only after a stage whose x was loaded behind the wait.
@@ -106,6 +131,7 @@ def produce(
             load_rows(weight, w_smem, full, stage, weight_tile * ROWS, stage * STEP, True)
         gdc_wait()
     loaded = gl.program_id(0) * 0
+    extra = adapter_steps(ADAPTED, blocks)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         token_tile, weight_tile = tiles_of_item(item, token_tiles, weight_tiles, GROUP)
         for index in range(steps):
@@ -124,6 +150,15 @@ def produce(
                 weight, w_smem, full, stage, weight_tile * ROWS, index * STEP, loaded >= early
             )
             loaded += 1
+        if ADAPTED:
+            for index in range(extra):
+                stage = loaded % STAGES
+                mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+                load_adapter_step(
+                    shrunk, up, blocks, index, x_smem, w_smem, full, stage, token_tile * TOKENS,
+                    weight_tile * ROWS, NBYTES,
+                )  # fmt: skip
+                loaded += 1
     if PDL:
         gdc_launch_dependents()
 
@@ -235,6 +270,17 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     kind = gl.float8e4nv if t.dtype == torch.float8_e4m3fn else TORCH_DTYPES[t.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def adapter_descriptors(
+    adapters: AdapterOperand | None, x: torch.Tensor, tokens: int
+) -> tuple[Any, Any, torch.Tensor]:
+    """Returns the adapters of a product of x as `produce` takes them (shrunk, up, blocks), for
+    tiles of `tokens` tokens; x stands for them where there are none."""
+    if adapters is None:
+        return x, x, x
+    shrunk = descriptor(adapters.shrunk, [tokens, STEP])
+    return shrunk, descriptor(adapters.up, [WEIGHT_ROWS, STEP]), adapters.blocks
 
 
 def scale_layout() -> gl.NVMMASharedLayout:

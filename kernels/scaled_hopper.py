@@ -267,6 +267,7 @@ def _product_kernel(
     fence_async_shared()
     gl.thread_barrier()
     ring = (scale_smem, x_smem, w_smem, full, empty, items, token_tiles, weight_tiles, steps)
+    loads = (x, weight, scales, x, x, x)  # no adapters
     ends = (out, residual, x_scales, w_scales, rows, lines, groups, staging, added)
     # constants must be named in each tuple: in a variable they would become constants of constants
     if CONSUMERS == 2:
@@ -274,7 +275,7 @@ def _product_kernel(
             [
                 (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-                (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+                (produce, (PDL, GROUPED, GROUP, False) + loads + ring),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -285,7 +286,7 @@ def _product_kernel(
                 (_consume, (0, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (1, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
                 (_consume, (2, GROUP, GATED, HAS_RESIDUAL, GROUPED, ROWS_PER_SCALE) + ends + ring),
-                (produce, (PDL, GROUPED, GROUP, x, weight, scales) + ring),
+                (produce, (PDL, GROUPED, GROUP, False) + loads + ring),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

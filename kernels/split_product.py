@@ -22,14 +22,18 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from aioinfer.kernels.adapters import AdapterOperand
 from aioinfer.kernels.hopper_pipeline import (
     PRODUCER_REGISTERS,
     STEP,
     WEIGHT_ROWS,
+    adapter_descriptors,
+    adapter_steps,
     allocate_boxes,
     consumer_registers,
     descriptor,
     few_registers,
+    load_adapter_step,
     load_rows,
     make_barriers,
     supports_product,
@@ -73,28 +77,40 @@ def split_config(features: int, inputs: int, programs: int, consumers: int) -> S
 
 
 @gluon.jit
-def _produce(PDL: gl.constexpr, x, weight, x_smem, w_smem, full, empty, tile, begin, end):
+def _produce(
+    PDL: gl.constexpr, ADAPTED: gl.constexpr, x, weight, shrunk, up, blocks, steps, x_smem, w_smem,
+    full, empty, tile, begin, end
+):  # fmt: skip
     """Loads the stages of a part; with PDL, the first weights before the preceding kernel, which
-    writes x, has ended."""
+    writes x, has ended. The steps from `steps` on are those of adapters."""
     STAGES: gl.constexpr = x_smem.shape[0]
     CONSUMERS: gl.constexpr = w_smem.shape[0] // STAGES
     STEP: gl.constexpr = x_smem.shape[2]
     NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
     row = tile * CONSUMERS * w_smem.shape[1]
+    own = gl.minimum(end, steps) - begin  # the last part's, which may have adapters alone
     early = begin * 0
     if PDL:
-        early = gl.minimum(end - begin, STAGES)
+        early = gl.minimum(own, STAGES)
         for stage in range(early):
             mbarrier.expect(full.index(stage), NBYTES)
             load_rows(weight, w_smem, full, stage, row, (begin + stage) * STEP, True)
         gdc_wait()
-    for loaded in range(end - begin):
+    for loaded in range(own):
         stage = loaded % STAGES
         column = (begin + loaded) * STEP
         mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), NBYTES, pred=loaded >= early)
         tma.async_copy_global_to_shared(x, [0, column], full.index(stage), x_smem.index(stage))
         load_rows(weight, w_smem, full, stage, row, column, loaded >= early)
+    if ADAPTED:
+        for loaded in range(gl.maximum(own, 0), end - begin):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), ((loaded // STAGES) & 1) ^ 1)
+            load_adapter_step(
+                shrunk, up, blocks, begin + loaded - steps, x_smem, w_smem, full, stage, 0, row,
+                NBYTES,
+            )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 
@@ -132,12 +148,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["rows", "features", "out_stride", "steps"])
 def _split_kernel(
-    x, weight, bias, out, rows, features, out_stride, steps,
+    x, weight, bias, out, shrunk, up, blocks, rows, features, out_stride, steps,
     PARTS: gl.constexpr, CONSUMERS: gl.constexpr, HAS_BIAS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, ADAPTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
-    begin, end = steps * part // PARTS, steps * (part + 1) // PARTS
+    total = steps + adapter_steps(ADAPTED, blocks)
+    begin, end = total * part // PARTS, total * (part + 1) // PARTS
     x_smem = allocate_boxes(x, STAGES)
     w_smem = allocate_boxes(weight, STAGES * CONSUMERS)
     full, empty = make_barriers(STAGES, CONSUMERS)
@@ -150,7 +167,7 @@ def _split_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, HAS_BIAS) + ends),
-                (_produce, (PDL, x, weight) + ring),
+                (_produce, (PDL, ADAPTED, x, weight, shrunk, up, blocks, steps) + ring),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -160,7 +177,7 @@ def _split_kernel(
             [
                 (_consume, (0, HAS_BIAS) + ends),
                 (_consume, (1, HAS_BIAS) + ends),
-                (_produce, (PDL, x, weight) + ring),
+                (_produce, (PDL, ADAPTED, x, weight, shrunk, up, blocks, steps) + ring),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -168,7 +185,12 @@ def _split_kernel(
 
 
 def split_product(
-    x: torch.Tensor, weight: torch.Tensor, config: SplitConfig, *, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    config: SplitConfig,
+    *,
+    pdl: bool = False,
+    adapters: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns parts, float32 [P, T, N], of x @ weight.T, whose sum over the first dimension is the
     product.
@@ -179,13 +201,14 @@ def split_product(
         config: how many parts, and the tiles.
         pdl: launch as a programmatic dependent of the preceding kernel; `weight` is read before
             that kernel ends, so that kernel must not write it.
+        adapters: added to the product.
 
     Raises:
         ValueError: the shapes do not fit, or `supports_product` returns false.
     """
     shape = config.parts, len(x), len(weight)
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, out, config, pdl)
+    _launch(x, weight, None, out, config, pdl, adapters)
     return out
 
 
@@ -197,11 +220,12 @@ def whole_product(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
+    adapters: AdapterOperand | None = None,
 ) -> torch.Tensor:
     """Returns x @ weight.T + bias [T, N].
 
     Args:
-        x, weight, pdl: as for `split_product`.
+        x, weight, pdl, adapters: as for `split_product`.
         config: with one part.
         bias: [N] of x's dtype, if there is one.
         out: [T, N] to write to, of x's dtype; by default a new tensor.
@@ -216,7 +240,7 @@ def whole_product(
             f"a product of one part goes to {shape} with contiguous rows, not {config.parts} to "
             f"{tuple(out.shape)}"
         )
-    _launch(x, weight, bias, out[None], config, pdl)
+    _launch(x, weight, bias, out[None], config, pdl, adapters)
     return out
 
 
@@ -227,6 +251,7 @@ def _launch(
     out: torch.Tensor,
     config: SplitConfig,
     pdl: bool,
+    adapters: AdapterOperand | None,
 ) -> None:
     """Writes the product to `out` [P, T, N]."""
     (rows, inputs), features = x.shape, len(weight)
@@ -241,9 +266,11 @@ def _launch(
     registers = few_registers(tokens)
     _split_kernel[(tiles * config.parts,)](
         descriptor(x, [tokens, STEP]), descriptor(weight, [WEIGHT_ROWS, STEP]),
-        x if bias is None else bias, out, rows, features, out.stride(1), inputs // STEP,
+        x if bias is None else bias, out, *adapter_descriptors(adapters, x, tokens), rows, features,
+        out.stride(1), inputs // STEP,
         PARTS=config.parts, CONSUMERS=config.consumers, HAS_BIAS=bias is not None,
         STAGES=RING_BYTES // stage_bytes,
-        REGISTERS=consumer_registers(registers, config.consumers), PDL=pdl,
+        REGISTERS=consumer_registers(registers, config.consumers), ADAPTED=adapters is not None,
+        PDL=pdl,
         num_warps=4, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip

@@ -2,10 +2,11 @@
 adds (x A^T) B^T, with matrices of low rank.
 
 A rank has slots for adapters on its device, of one size each: a slot holds the matrices of all
-adapted layers (`AdaptedProduct`), so that an adapter enters it by one copy. Modules that a product
-merges have their ranks one after the other: A is [modules * rank, in], and B [out, modules * rank]
-with zeros where a row's module has other ranks. Tensor-parallel ranks have the rows of B or the
-columns of A that belong to their part of the weight, so no sum over the ranks is added.
+adapted layers (`AdaptedProduct`). Modules that a product merges have their ranks one after the
+other: A is [modules * rank, in], and B [out, modules * rank] with zeros where a row's module has
+other ranks. The matrices B of all slots lie side by side, as one matrix that a kernel may multiply
+with together with the layer's weight. Tensor-parallel ranks have the rows of B or the columns of A
+that belong to their part of the weight, so no sum over the ranks is added.
 
 `Weight.multiply` adds the products of a step's adapters while `AdapterSlots.is_active`; a step
 without adapters computes what it would without slots.
@@ -14,8 +15,8 @@ without adapters computes what it would without slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,9 +25,14 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
-    from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
+    from aioinfer.kernels.adapter_tiles import AdapterTiles
+    from aioinfer.kernels.adapters import AdapterOperand, AdapterRoom, Adapters
+    from aioinfer.layers.norm import RMSNorm
 
-#: Slots begin at multiples of so many numbers, as do the matrices in them.
+#: More rows than these have the adapters in the launch of a product only if it has so many times as
+#: many input features as columns of B.
+_FEW_ROWS, _COLUMN_SHARE = 256, 8
+#: Matrices in a slot begin at multiples of so many numbers, and slots of B end at them.
 _ALIGNMENT = 64
 
 
@@ -66,7 +72,20 @@ class AdaptedProduct:
         self.input_order: torch.Tensor | None = None
         self._out = sum(source.rows.size for source in sources)
         self.width = len(self.modules) * slots.max_rank
-        self._down, self._up = self._slots.reserve(self, columns.size, self._out)
+        self._places = slots.reserve(self.width * columns.size, self._out * self.width)
+        self._down: torch.Tensor
+        self._up: torch.Tensor
+
+    @property
+    def inputs(self) -> int:
+        """Input features on this rank."""
+        return self._columns.size
+
+    def allocate(self) -> None:
+        """Makes the matrices B of all slots, once those A are there."""
+        memory = self._slots.memory
+        columns = -(-self._slots.count * self.width // _ALIGNMENT) * _ALIGNMENT
+        self._down, self._up = self._down_of(memory), memory.new_zeros(self._out, columns)
 
     @property
     def is_active(self) -> bool:
@@ -79,9 +98,9 @@ class AdaptedProduct:
         return rows.total, self._columns.total
 
     def put(self, packed: torch.Tensor, weights: Mapping[str, AdapterWeights], rank: int) -> None:
-        """Writes an adapter's matrices into `packed`, a slot of zeros; `rank`: the largest of its
-        modules."""
-        down, up = self._views(packed[None])
+        """Writes an adapter's matrices into `packed`, a slot of zeros on the host; `rank`: the
+        largest of its modules."""
+        down, up = self._down_of(packed[None])[0], self._up_of(packed)
         columns = slice(self._columns.start, self._columns.start + self._columns.size)
         first_row = 0
         for source in self._sources:
@@ -92,37 +111,84 @@ class AdaptedProduct:
             number = self.modules.index(source.name) * rank
             ranks = slice(number, number + len(found.down))
             given = found.down[:, columns]
-            down[0, ranks] = given if self.input_order is None else given[:, self.input_order]
+            down[ranks] = given if self.input_order is None else given[:, self.input_order]
             own = found.up[source.rows.start : source.rows.start + source.rows.size].float()
-            up[0, rows, ranks] = (own * (found.scale * source.scale)).to(up.dtype)
+            up[rows, ranks] = (own * (found.scale * source.scale)).to(up.dtype)
         if self.row_order is not None:
-            up[0] = up[0][self.row_order]
+            up.copy_(up[self.row_order])
 
-    def _views(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A [slots, width, in] and B [slots, out, width] in memory of slots."""
-        size, width, count = self._columns.size, self.width, len(memory)
-        down = memory[:, self._down : self._down + width * size].view(count, width, size)
-        up = memory[:, self._up : self._up + self._out * width].view(count, self._out, width)
-        return down, up
+    def _down_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns A [slots, width, in] in memory of slots [slots, numbers]."""
+        first, size = self._places[0], self._columns.size
+        return memory[:, first : first + self.width * size].view(len(memory), self.width, size)
+
+    def _up_of(self, packed: torch.Tensor) -> torch.Tensor:
+        """Returns B [out, width] in a packed slot."""
+        first = self._places[1] + self._slots.down_size
+        return packed[first : first + self._out * self.width].view(self._out, self.width)
+
+    def enter(self, slot: int, packed: torch.Tensor) -> None:
+        """Copies B of a packed slot that is on the device to its columns."""
+        columns = slice(slot * self.width, (slot + 1) * self.width)
+        self._up[:, columns].copy_(self._up_of(packed))
+
+    # ---------------------------------------------------------------- products
+
+    def _matrices(self) -> Adapters:
+        """Returns the matrices as kernels take them."""
+        from aioinfer.kernels.adapters import Adapters
+
+        return Adapters(self._down, self._up, self._slots.ranks, len(self.modules))
+
+    def may_fuse(self, x: torch.Tensor) -> bool:
+        """Whether a kernel may add the adapters to the product of x [T, in] in its own launch."""
+        return x.ndim == 2 and self._slots.may_fuse(len(x), self._up.shape[1], self.inputs)
+
+    def shrink(self, x: torch.Tensor, norm: RMSNorm | None = None) -> AdapterOperand:
+        """Returns the adapters of the step's few tokens x [T, in], whose product with B a kernel
+        adds to the weight's (`AdapterSlots.may_fuse`).
+
+        Args:
+            norm: that x passes through first; of one token alone.
+        """
+        from aioinfer.kernels.adapters import shrink
+
+        slots = self._slots
+        given: dict[str, Any] = {}
+        if norm is not None:
+            given = {"norm_weight": norm.weight, "eps": norm.eps}
+        tiles = slots.tiles_of(len(x))
+        operand = shrink(x, self._matrices(), tiles, slots.room, **given, pdl=slots.pdl)
+        assert operand is not None, "too many tokens"
+        return operand
+
+    def begin(self, x: torch.Tensor) -> None:
+        """Begins to compute what `add` adds for x [T, in], beside the weight's product with x."""
+        slots = self._slots
+        if not slots.uses_kernels or not len(x):
+            return
+        from aioinfer.kernels.adapters import shrink
+
+        with slots.beside():
+            shrink(x, self._matrices(), slots.tiles_of(len(x)), slots.room)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds the products of the step's tokens x [T, in] with their adapters to y [T, out]."""
+        """Adds the products of the step's tokens x [T, in] with their adapters to y [T, out], after
+        `begin`."""
         slots = self._slots
         if not len(x):
             return
-        down, up = self._views(slots.memory)
         if slots.uses_kernels:
-            from aioinfer.kernels.adapters import add_adapters
+            from aioinfer.kernels.adapters import expand
 
-            tiles = slots.tiles_of(len(x))
-            add_adapters(
-                x, down, up, y, tiles, slots.ranks, len(self.modules), slots.room, pdl=slots.pdl
-            )
+            slots.join()
+            expand(y, self._matrices(), slots.tiles_of(len(x)), slots.room)
             return
         for slot, tokens in slots.tokens_of(len(x)):
             used = int(slots.ranks[slot]) * len(self.modules)
-            shrunk = x.index_select(0, tokens) @ down[slot, :used].t()
-            y.index_add_(0, tokens, shrunk @ up[slot, :, :used].t())
+            first = slot * self.width
+            shrunk = x.index_select(0, tokens) @ self._down[slot, :used].t()
+            y.index_add_(0, tokens, shrunk @ self._up[:, first : first + used].t())
 
 
 class AdapterSlots:
@@ -139,7 +205,7 @@ class AdapterSlots:
         is_active: whether a token of the step that is being computed may have an adapter.
         products: that adapters may change.
         parts: what a slot holds beside their matrices.
-        memory: [count, numbers of a slot]; made by `allocate`.
+        memory: [count, numbers], the matrices A of each slot; made by `allocate`.
         ranks: int32 [count], of the adapter in each slot; on a CPU on the host.
         room: the kernels' memory between the two matrices.
         pdl: whether kernels are launched as programmatic dependents.
@@ -160,7 +226,10 @@ class AdapterSlots:
         self.parts = SlotParts()
         self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._dtype, self._device = dtype, device
-        self._size = 0
+        #: numbers of a packed slot in A and in B
+        self._sizes = [0, 0]
+        self._entering: torch.Tensor
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._tokens = self._sampled = 0
         #: on a CPU: by the number of tokens, the tokens of each slot
         self._by_slot: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -194,35 +263,43 @@ class AdapterSlots:
         self.products.append(product)
         return product
 
-    def reserve(self, product: AdaptedProduct, inputs: int, outputs: int) -> tuple[int, int]:
-        """Returns where the matrices of a product begin in a slot."""
+    def reserve(self, downs: int, ups: int) -> tuple[int, int]:
+        """Returns where so many numbers of A begin among a slot's, and those of B."""
         places = []
-        for numbers in (inputs, outputs):
-            places.append(self._size)
-            self._size += -(-numbers * product.width // _ALIGNMENT) * _ALIGNMENT
+        for which, numbers in enumerate((downs, ups)):
+            places.append(self._sizes[which])
+            self._sizes[which] += -(-numbers // _ALIGNMENT) * _ALIGNMENT
         return places[0], places[1]
+
+    @property
+    def down_size(self) -> int:
+        """Numbers of a slot's matrices A, with which a packed slot begins."""
+        return self._sizes[0]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return (self._size + self.parts.size) * self._dtype.itemsize
+        return (sum(self._sizes) + self.parts.size) * self._dtype.itemsize
 
     def allocate(self, tokens: int) -> None:
         """Makes the memory of the slots, for steps of up to `tokens` tokens."""
-        shape = self.count, self._size
-        self.memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self.parts.allocate(self.count, self._dtype, self._device)
+        dtype, device = self._dtype, self._device
+        self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
+        for product in self.products:
+            product.allocate()
+        self.parts.allocate(self.count, dtype, device)
         if not self.uses_kernels:
             return
-        from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles
+        from aioinfer.kernels.adapter_tiles import AdapterTiles, RankLayout
+        from aioinfer.kernels.adapters import AdapterRoom
 
-        widths = {product.width for product in self.products}
-        self.room = max(
-            (AdapterRoom.empty(tokens, self.count, n, self._dtype, self._device) for n in widths),
-            key=lambda room: room.shrunk.numel(),
-        )
-        self._tiles = AdapterTiles.empty(tokens, self.count, self._device)
-        self._sampled_tiles = AdapterTiles.empty(tokens, self.count, self._device)
+        merged = sorted({len(product.modules) for product in self.products})
+        layout = RankLayout(self.count, self.max_rank, tuple(merged))
+        inputs = max(product.inputs for product in self.products)
+        self.room = AdapterRoom.empty(tokens, layout, inputs, dtype, device)
+        self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+        self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+        self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
 
     def pack(self, weights: Mapping[str, AdapterWeights], *, pinned: bool) -> torch.Tensor:
         """Returns this rank's part of an adapter in the form of a slot, on the host.
@@ -231,7 +308,7 @@ class AdapterSlots:
             weights: by checkpoint module.
             pinned: in pinned memory.
         """
-        packed = torch.zeros(self._size, dtype=self._dtype, pin_memory=pinned)
+        packed = torch.zeros(sum(self._sizes), dtype=self._dtype, pin_memory=pinned)
         rank = rank_of(weights)
         for product in self.products:
             product.put(packed, weights, rank)
@@ -243,7 +320,11 @@ class AdapterSlots:
 
     def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
         """Puts an adapter into a slot, on the current stream."""
-        self.memory[slot].copy_(packed, non_blocking=True)
+        if self.uses_kernels:
+            packed = self._entering.copy_(packed, non_blocking=True)
+        self.memory[slot].copy_(packed[: self.down_size])
+        for product in self.products:
+            product.enter(slot, packed)
         self.ranks[slot] = rank
 
     # ---------------------------------------------------------------- a step
@@ -256,6 +337,19 @@ class AdapterSlots:
             return given if self.is_active else None
         assert sampled is not None, "neither all tokens nor the sampled ones"
         return given.index_select(0, sampled.last)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Context of launches beside those that follow on the current stream, until `join`; on a
+        CPU of calls in their order."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def join(self) -> None:
+        """Lets the current stream wait for the launches of `beside`."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
 
     def plan(self, step: Step) -> None:
         """Finds the tokens of each adapter in a step, while `is_active`; before its products. On a
@@ -280,10 +374,10 @@ class AdapterSlots:
             return
         if not len(adapters):
             return
-        from aioinfer.kernels.adapters import sort_by_adapter
+        from aioinfer.kernels.adapter_tiles import sort_by_adapter
 
         tiles = self._sampled_tiles if is_sampled else self._tiles
-        sort_by_adapter(adapters, tiles, self.count)
+        sort_by_adapter(adapters, tiles, self.ranks)
 
     @contextmanager
     def expecting(self, tokens: int) -> Iterator[None]:
@@ -297,7 +391,15 @@ class AdapterSlots:
         """Returns the tiles of a product of so many rows: all tokens of the step, or the sampled
         ones."""
         tiles = self._tiles if rows == self._tokens else self._sampled_tiles
-        return tiles.views(rows, self.count)
+        return tiles.views(rows)
+
+    def may_fuse(self, rows: int, columns: int, inputs: int) -> bool:
+        """Whether a kernel may add the adapters to a product of so many rows in its own launch: few
+        rows read the matrices B that they need anyway, while many would take arithmetic for each
+        column of B beside the input features."""
+        if not self.uses_kernels or not 0 < rows <= len(self._tiles.shrunk):
+            return False
+        return rows <= _FEW_ROWS or _COLUMN_SHARE * columns <= inputs
 
     def tokens_of(self, rows: int) -> list[tuple[int, torch.Tensor]]:
         """Returns (slot, int64 tokens) of the adapters in a product of so many rows, in plain

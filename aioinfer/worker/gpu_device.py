@@ -18,7 +18,7 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.kernels import prepare
-from aioinfer.kernels.adapters import assign_adapters
+from aioinfer.kernels.adapter_tiles import assign_adapters
 from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.kernels.states import plan_replays

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
+from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS
 from triton._C.libtriton import native_specialize_impl
 from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
@@ -60,6 +61,15 @@ def compile_kernel(
     )
     options = {"num_warps": config.num_warps, "num_stages": getattr(config, "num_stages", 3)}
     return checked(triton.compile(source, target=HOPPER, options=options))
+
+
+def adapter_types(kind: gl.dtype, tokens: int, *, adapted: bool) -> dict[str, str]:
+    """Returns the types of the adapters of a product of 16-bit operands on Hopper, for tiles of so
+    many tokens; without adapters x stands in their place."""
+    if not adapted:
+        return dict.fromkeys(("shrunk", "up", "blocks"), f"*{kind.name}")
+    shrunk, up = box(kind, tokens, STEP), box(kind, WEIGHT_ROWS, STEP)
+    return {"shrunk": shrunk, "up": up, "blocks": "*i32"}
 
 
 def compile_call(kernel: Any, config: Any, **arguments: Any) -> CompiledKernel:

@@ -34,13 +34,18 @@ PRODUCTS = [
     (1, 4608, 3584, True, False),  # of 512
 ]
 TYPES = names_to_types(
-    {"*bf16": ("x", "weight", "scales", "norm", "residual", "out"), "fp32": ("eps",)}
+    {
+        "*bf16": ("x", "weight", "scales", "norm", "residual", "out", "shrunk", "up"),
+        "*i32": ("blocks", "slots"),
+        "fp32": ("eps",),
+    }
 )
 
 
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(("rows", "features", "inputs", "normed", "gated"), PRODUCTS)
 def test_they_fit(
-    rows: int, features: int, inputs: int, normed: bool, gated: bool, tmp_path: Path
+    rows: int, features: int, inputs: int, normed: bool, gated: bool, adapted: bool, tmp_path: Path
 ) -> None:
     shape = {"normed": normed, "gated": gated}
     configs = other_configs(rows, features, inputs, **shape)
@@ -50,12 +55,12 @@ def test_they_fit(
         fixed = {
             "INPUTS": inputs, "FEATURES": config.features, "STEP": config.step,
             "HAS_RESIDUAL": not normed, "GATED": gated, "RUN": 8, "SCALED": False,
-            "GROUPED": False, "GROUP": 128, "ROWS_PER_SCALE": 1, "PDL": True,
+            "GROUPED": False, "GROUP": 128, "ROWS_PER_SCALE": 1, "PDL": True, "ADAPTED": adapted,
         }  # fmt: skip
         if rows == 1:
-            fixed |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False}
+            fixed |= {"HAS_NORM": normed, "RUN_OF_INPUTS": 16, "EARLY_TRIGGER": False, "WIDTH": 64}
         else:
-            fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16}
+            fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16, "BLOCK": 64}
         kernel = _vector_kernel if rows == 1 else _tensor_kernel
         compiled = compile_kernel(kernel, TYPES, fixed, config)
         assert compiled.metadata.shared <= SHARED_MEMORY

@@ -31,24 +31,35 @@ from aioinfer.kernels.hopper_pipeline import STEP, WEIGHT_ROWS, consumer_registe
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import HOPPER, SHARED_MEMORY, box, compile_gluon, resources
+from tests.compiled.hopper import (
+    HOPPER,
+    SHARED_MEMORY,
+    adapter_types,
+    box,
+    compile_gluon,
+    resources,
+)
 from tests.kernels.references import product_reference
 
 # the accumulators of the widest tile fill the registers
 FULLEST = [(config, "fp16", False) for config in CONFIGS if config.tokens == 256]
 
 
-def compile_kernel(config: GatedConfig, dtype: str, pdl: bool) -> CompiledKernel:
+def compile_kernel(
+    config: GatedConfig, dtype: str, pdl: bool, *, adapted: bool = False
+) -> CompiledKernel:
     """Compiles what `gated_product` launches with `config`, for Hopper, without a GPU."""
     kind = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     types = {
         "x": box(kind, config.tokens, STEP),
         "weight": box(kind, WEIGHT_ROWS, STEP),
         "out": box(kind, config.tokens, WEIGHT_ROWS // 2),
+        **adapter_types(kind, config.tokens, adapted=adapted),
     }
     constants = {
-        "CONSUMERS": config.consumers, "STAGES": config.stages, "GROUP": config.group,
+        "CONSUMERS": config.consumers, "STAGES": config.stages - adapted, "GROUP": config.group,
         "REGISTERS": consumer_registers(config.registers, config.consumers), "PDL": pdl,
+        "ADAPTED": adapted,
     }  # fmt: skip
     return compile_gluon(_gated_kernel, types, constants, pdl=pdl, registers=config.registers)
 
@@ -68,6 +79,14 @@ def test_every_configuration_compiles_without_spilling_registers(
     assert [
         kernel.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("wait", "launch_dependents")
     ] == [pdl, pdl]
+
+
+@pytest.mark.parametrize("config", TILE_TIMES)
+def test_products_with_adapters_compile_without_spilling_registers(
+    config: GatedConfig, tmp_path: Path
+) -> None:
+    used = resources(compile_kernel(config, "bf16", True, adapted=True), tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,32 +33,34 @@ from aioinfer.kernels.split_product import (
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
+from tests.compiled.hopper import SHARED_MEMORY, adapter_types, box, compile_gluon, spilled
 
 
-def compile_kernel(config: SplitConfig, tokens: int, pdl: bool) -> CompiledKernel:
+def compile_kernel(
+    config: SplitConfig, tokens: int, pdl: bool, *, adapted: bool = False
+) -> CompiledKernel:
     """Compiles what `split_product` launches for so many rows, for Hopper, without a GPU."""
     bf16 = gl.bfloat16
     types = {
         "x": box(bf16, tokens, STEP), "weight": box(bf16, WEIGHT_ROWS, STEP), "bias": "*bf16",
-        "out": "*fp32",
+        "out": "*fp32", **adapter_types(bf16, tokens, adapted=adapted),
     }  # fmt: skip
     stage = (WEIGHT_ROWS * config.consumers + tokens) * STEP * 2
     registers = few_registers(tokens)
     constants = {
         "PARTS": config.parts, "CONSUMERS": config.consumers, "HAS_BIAS": True,
-        "STAGES": RING_BYTES // stage, "PDL": pdl,
+        "STAGES": RING_BYTES // stage, "PDL": pdl, "ADAPTED": adapted,
         "REGISTERS": consumer_registers(registers, config.consumers),
     }  # fmt: skip
     return compile_gluon(_split_kernel, types, constants, pdl=pdl, registers=registers)
 
 
 @pytest.mark.parametrize("tokens", [MIN_TOKENS, 32, 64, MAX_ROWS])
-@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(("consumers", "adapted"), [(1, False), (2, False), (1, True)])
 def test_every_configuration_compiles_without_spilling_registers(
-    consumers: int, tokens: int, tmp_path: Path
+    consumers: int, adapted: bool, tokens: int, tmp_path: Path
 ) -> None:
-    kernel = compile_kernel(SplitConfig(consumers, 2), tokens, pdl=True)
+    kernel = compile_kernel(SplitConfig(consumers, 2), tokens, pdl=True, adapted=adapted)
     assert spilled(kernel, tmp_path) == 0
     assert kernel.metadata.shared <= SHARED_MEMORY
     for instruction in ("wgmma.mma_async", "griddepcontrol.wait", "griddepcontrol.launch"):

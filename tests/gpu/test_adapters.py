@@ -4,11 +4,17 @@ of a model whose weights have the adapter added."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from aioinfer.kernels.adapters import AdapterRoom, AdapterTiles, add_adapters, sort_by_adapter
+import torch.nn.functional as F
+from adapter_cases import make_case
+from aioinfer.kernels.adapters import AdapterOperand, expand, shrink
+from aioinfer.kernels.few_rows_dense import few_rows_dense
+from aioinfer.kernels.gated_product import gated_product, interleave
+from aioinfer.kernels.split_product import SplitConfig, split_product
 from engine_settings import engine_settings
 from random_models import greedy_outputs, random_model
 from safetensors.torch import load_file
@@ -26,27 +32,63 @@ RANKS = {"first": 8, "second": 16, "third": 3}
 @pytest.mark.parametrize("tokens", [1, 8, 65, 256, 3000])
 @pytest.mark.parametrize(("width", "out", "modules"), [(4096, 6144, 3), (12288, 4096, 1)])
 def test_products_of_half_precision(tokens: int, width: int, out: int, modules: int) -> None:
-    generator = torch.Generator(GPU).manual_seed(tokens)
-
-    def random_tensor(*shape: int) -> torch.Tensor:
-        made = torch.randn(shape, generator=generator, device=GPU)
-        return (made / shape[-1] ** 0.5).to(torch.bfloat16)
-
-    rank = 16
-    ranks = torch.tensor([rank, 5, rank], dtype=torch.int32, device=GPU)
-    first, second = random_tensor(3, modules * rank, width), random_tensor(3, out, modules * rank)
-    x, y = random_tensor(tokens, width), random_tensor(tokens, out)
-    adapters = torch.randint(-1, 3, (tokens,), generator=generator, device=GPU, dtype=torch.int32)
-    expected = y.float()
-    for slot in range(3):
-        used, rows = modules * int(ranks[slot]), (adapters == slot).nonzero()[:, 0]
-        shrunk = x[rows].float() @ first[slot, :used].float().t()
-        expected[rows] += shrunk @ second[slot, :, :used].float().t()
-    tiles = AdapterTiles.empty(tokens, 3, GPU)
-    sort_by_adapter(adapters, tiles, 3)
-    room = AdapterRoom.empty(tokens, 3, modules * rank, torch.bfloat16, GPU)
-    add_adapters(x, first, second, y, tiles, ranks, modules, room, pdl=True)
+    case = make_case(tokens, width, out, 16, modules, device=GPU, dtype=torch.bfloat16)
+    y = torch.randn(tokens, out, device=GPU).to(torch.bfloat16)
+    expected = y.float() + case.added(case.x)
+    shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
+    expand(y, case.adapters, case.tiles, case.room, pdl=True)
     torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.02)
+
+
+Product = Callable[[torch.Tensor, torch.Tensor, AdapterOperand], torch.Tensor]
+
+
+def split_into(parts: int, consumers: int) -> Product:
+    """A split product, of which the parts are added up."""
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, adapters: AdapterOperand) -> torch.Tensor:
+        config = SplitConfig(consumers, parts)
+        return split_product(x, weight, config, pdl=True, adapters=adapters).sum(0)
+
+    return multiply
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor, adapters: AdapterOperand) -> torch.Tensor:
+    return few_rows_dense(x, weight, pdl=True, adapters=adapters)
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "product"),
+    [
+        (1, few_rows), (7, few_rows), (16, few_rows), (17, split_into(1, 1)),
+        (64, split_into(2, 1)), (128, split_into(3, 2)), (100, split_into(8, 1)),
+    ],
+)  # fmt: skip
+def test_products_add_adapters_in_their_launch(tokens: int, product: Product, rank: int) -> None:
+    case = make_case(tokens, 1024, 768, rank, 3, device=GPU, dtype=torch.bfloat16)
+    weight = (torch.randn(768, 1024, device=GPU) / 32).to(torch.bfloat16)
+    operand = shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
+    assert operand is not None
+    found = product(case.x, weight, operand).float()
+    expected = case.x.float() @ weight.float().t() + case.added(case.x)
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 40, 128, 256])
+def test_gated_products_add_adapters_in_their_launch(tokens: int) -> None:
+    case = make_case(tokens, 1024, 3072, 16, 2, device=GPU, dtype=torch.bfloat16)
+    weight = (torch.randn(3072, 1024, device=GPU) / 32).to(torch.bfloat16)
+    both = case.x.float() @ weight.float().t() + case.added(case.x)
+    gate, up = both.chunk(2, 1)
+    operand = shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
+    assert operand is not None
+    operand.up.copy_(interleave(operand.up))
+    if tokens <= 16:
+        found = few_rows_dense(case.x, interleave(weight), gated=True, pdl=True, adapters=operand)
+    else:
+        found = gated_product(case.x, interleave(weight), pdl=True, adapters=operand)
+    torch.testing.assert_close(found.float(), F.silu(gate) * up, atol=0.03, rtol=0.03)
 
 
 def write_adapters(

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import pytest
 import torch
-from aioinfer.kernels.adapters import (
-    TILE,
-    AdapterRoom,
+import torch.nn.functional as F
+from adapter_cases import make_case
+from aioinfer.kernels.adapter_tiles import (
+    BLOCK,
     AdapterTiles,
-    add_adapters,
+    RankLayout,
     assign_adapters,
     max_tiles,
     sort_by_adapter,
+    tile_size,
 )
+from aioinfer.kernels.adapters import expand, shrink
+from aioinfer.kernels.few_rows_dense import few_rows_dense
+from aioinfer.kernels.gated_product import interleave
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("tokens", "num_slots"), [(1, 1), (5, 3), (70, 5), (600, 2), (300, 20)])
+@pytest.mark.parametrize(
+    ("tokens", "num_slots"), [(1, 1), (5, 3), (70, 5), (600, 2), (300, 20), (1100, 3)]
+)
 def test_tokens_are_sorted_by_adapter(tokens: int, num_slots: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     adapters = torch.randint(-1, num_slots, (tokens,), generator=generator, dtype=torch.int32)
-    tiles = AdapterTiles.empty(2 * tokens, num_slots, CPU)
+    tiles = AdapterTiles.empty(2 * tokens, RankLayout(num_slots, 16, (1,)), torch.float32, CPU)
     tiles.order.fill_(77)
     tiles.slots.fill_(77)
-    views = tiles.views(tokens, num_slots)
-    sort_by_adapter(adapters, tiles, num_slots)
-    order, of_tiles = views.order.view(-1, TILE), views.slots
+    views = tiles.views(tokens)
+    sort_by_adapter(adapters, tiles, torch.full((num_slots,), 16, dtype=torch.int32))
+    order, of_tiles = views.order.view(-1, tile_size(tokens)), views.slots
     assert len(of_tiles) == max_tiles(tokens, num_slots)
     placed = order[order >= 0].tolist()
     assert sorted(placed) == torch.nonzero(adapters >= 0)[:, 0].tolist()
@@ -35,6 +42,26 @@ def test_tokens_are_sorted_by_adapter(tokens: int, num_slots: int) -> None:
         assert slot >= 0 or set(tile) == {-1}
     assert (tiles.order[len(views.order) :] == 77).all()
     assert (tiles.slots[len(views.slots) :] == -1).all()
+
+
+@pytest.mark.parametrize(("num_slots", "max_rank"), [(9, 16), (5, 24), (3, 160)])
+def test_blocks_of_ranks_are_those_of_the_adapters(num_slots: int, max_rank: int) -> None:
+    layout = RankLayout(num_slots, max_rank, (1, 3))
+    ranks = torch.tensor([max_rank - number for number in range(num_slots)], dtype=torch.int32)
+    tiles = AdapterTiles.empty(16, layout, torch.float32, CPU)
+    tiles.shrunk.fill_(7.0)
+    for used in ([], [0], [num_slots - 1, 1], list(range(num_slots))):
+        adapters = torch.tensor([*used, -1], dtype=torch.int32)
+        sort_by_adapter(adapters, tiles, ranks)
+        assert not tiles.shrunk[: len(adapters)].any()
+        for modules in layout.modules:
+            expected = set()
+            for slot in used:
+                first = slot * modules * max_rank
+                columns = range(first, first + modules * int(ranks[slot]))
+                expected |= {column // BLOCK for column in columns}
+            count, *blocks = tiles.blocks_of(modules).tolist()
+            assert blocks[:count] == sorted(expected)
 
 
 def test_tokens_have_the_adapters_of_their_slots() -> None:
@@ -48,38 +75,45 @@ def test_tokens_have_the_adapters_of_their_slots() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "width", "out", "rank", "modules"),
-    [(1, 40, 24, 16, 1), (7, 96, 130, 16, 3), (40, 300, 40, 8, 2), (90, 64, 200, 24, 1)],
-)
+    [
+        (1, 40, 24, 16, 1), (7, 196, 130, 16, 3), (40, 300, 40, 8, 2), (90, 64, 200, 24, 1),
+        (258, 40, 24, 24, 1), (1030, 32, 20, 8, 2),
+    ],
+)  # fmt: skip
 def test_each_token_gets_the_product_of_its_adapter(
     tokens: int, width: int, out: int, rank: int, modules: int
 ) -> None:
-    """Adapters of several ranks in memory with other things between; one slot is never read."""
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    num_slots, most = 4, modules * rank
-    memory = torch.full((num_slots, most * (width + out) + 5), torch.nan)
-    ranks = torch.tensor([rank, rank // 2, 1, rank], dtype=torch.int32)
-    first = memory[:, : most * width].view(num_slots, most, width)
-    second = memory[:, most * width : -5].view(num_slots, out, most)
-    for slot in range(3):
-        used = modules * int(ranks[slot])
-        first[slot, :used] = random(used, width)
-        second[slot, :, :used] = random(out, used)
-    adapters = torch.randint(-1, 3, (tokens,), generator=generator, dtype=torch.int32)
-    x, y = random(tokens, width), random(tokens, out)
-    expected = y.clone()
-    for token, slot in enumerate(adapters.tolist()):
-        if slot >= 0:
-            used = modules * int(ranks[slot])
-            expected[token] += second[slot, :, :used] @ (first[slot, :used] @ x[token])
-    tiles = AdapterTiles.empty(tokens, num_slots, CPU)
-    sort_by_adapter(adapters, tiles, num_slots)
-    room = AdapterRoom.empty(tokens, num_slots, most, torch.float32, CPU)
-    room.parts.fill_(torch.nan)
-    room.shrunk.fill_(torch.nan)
-    add_adapters(x, first, second, y, tiles, ranks, modules, room)
-    assert not room.tickets.any()
+    case = make_case(tokens, width, out, rank, modules, device=CPU)
+    y = torch.randn(tokens, out)
+    expected = y + case.added(case.x)
+    shrink(case.x, case.adapters, case.tiles, case.room)
+    expand(y, case.adapters, case.tiles, case.room)
+    assert not case.room.tickets.any()
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "rank", "modules"), [(1, 16, 2), (1, 40, 2), (9, 16, 2)])
+def test_products_of_few_rows_add_adapters(
+    tokens: int, rank: int, modules: int, gated: bool
+) -> None:
+    """Also of one row that is normed before."""
+    width, out = 96, 32
+    case = make_case(tokens, width, out, rank, modules, device=CPU)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(out, width, generator=generator)
+    norm = torch.rand(width, generator=generator) if tokens == 1 else None
+    x = given = case.x
+    if norm is not None:
+        given = F.rms_norm(x, [width], norm, 1e-6)
+    expected = given @ weight.t() + case.added(given)
+    operand = shrink(x, case.adapters, case.tiles, case.room, norm_weight=norm)
+    assert operand is not None
+    options = {"norm_weight": norm, "eps": 1e-6, "gated": gated}
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = F.silu(gate) * up
+        weight = interleave(weight)
+        operand.up.copy_(interleave(operand.up))
+    found = few_rows_dense(x, weight, **options, adapters=operand)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)

@@ -27,6 +27,7 @@ from aioinfer.layers.norm import Norm, RMSNorm
 from aioinfer.layers.shards import NamedShards, Shard, Source
 
 if TYPE_CHECKING:
+    from aioinfer.kernels.adapters import AdapterOperand
     from aioinfer.kernels.quantize import InputFormat
     from aioinfer.layers.adapters import AdaptedProduct
 
@@ -57,6 +58,7 @@ class Epilogue(NamedTuple):
         add_to: [T, out], to which the product is added, in place.
         out: [T, out], to which the product is written; not with `add_to`.
         activation: one of `ACTIVATIONS`, of the product with its bias; not with `gate` or `add_to`.
+        adapters: of the tokens, added to the product before the bias and the gate.
     """
 
     norm: Norm | None = None
@@ -65,6 +67,7 @@ class Epilogue(NamedTuple):
     add_to: torch.Tensor | None = None
     out: torch.Tensor | None = None
     activation: str | None = None
+    adapters: AdapterOperand | None = None
 
     def added(self, rows: int) -> torch.Tensor | None:
         """Returns the addend of so many rows of the product: `add_to`, the bias [rows, out] or
@@ -180,6 +183,11 @@ class Weight(ABC):
         """Whether a candidate can compute a product with these operands."""
         return True
 
+    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
+        """Returns the candidate, by default, that adds the adapters of so many tokens to a product
+        in its own launch; None if none does."""
+        return None
+
     def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
         """Yields numbers of rows and candidates, which together are all configurations of kernels
         that are selected where nothing was timed; None for the candidate that is selected."""
@@ -201,10 +209,19 @@ class Weight(ABC):
     def _multiply_adapted(
         self, x: torch.Tensor, epilogue: Epilogue, adapted: AdaptedProduct
     ) -> torch.Tensor:
-        """Computes `multiply` with the adapters of the step's tokens."""
-        norm, bias, gate, total, out, activation = epilogue
+        """Computes `multiply` with the adapters of the step's tokens: in the product's own launch
+        if a kernel does, or else in launches of their own."""
+        norm, bias, gate, total, out, activation, _ = epilogue
+        if norm is not None and not self._keeps_norm(x, epilogue):
+            x, norm = norm(x), None
+        fused_gate = gate if self._fuses_gate(epilogue) else None
+        operation = _operation_of(Epilogue(norm, bias, fused_gate, total, out))
+        if adapted.may_fuse(x) and self.adapted_candidate(operation, len(x)) is not None:
+            operand = adapted.shrink(x, norm if isinstance(norm, RMSNorm) else None)
+            return self._multiply(x, epilogue._replace(norm=norm, adapters=operand))
         if norm is not None:
             x = norm(x)
+        adapted.begin(x.flatten(0, -2))
         is_changed = gate is not None or activation is not None
         product = self._multiply(x, Epilogue(None, bias, None, total, None if is_changed else out))
         rows = product if total is None else total
@@ -215,15 +232,15 @@ class Weight(ABC):
         return product if out is None else out.copy_(product)
 
     def _multiply(self, x: Any, epilogue: Epilogue) -> torch.Tensor:
-        norm, bias, gate, total, out, activation = epilogue
+        norm, bias, gate, total, out, activation, adapters = epilogue
         if bias is not None and total is not None:
             total.add_(bias)  # before the product, which may stay in parts
             bias = None
-        is_gated = gate == "silu" and bias is None and self.gate != ""
+        is_gated = self._fuses_gate(epilogue)
         candidate = self.only
         if candidate is None:
-            x, norm = self._prepare(x, norm, is_plain=bias is total is None)
-            wanted = Epilogue(norm, bias, gate if is_gated else None, total, out, activation)
+            x, norm = self._prepare(x, Epilogue(norm, bias, None, total))
+            wanted = epilogue._replace(norm=norm, bias=bias, gate=gate if is_gated else None)
             candidate = self._select(x, wanted)
         fuses = candidate.fuses
         if norm is not None and not ("norm" in fuses and isinstance(norm, RMSNorm)):
@@ -236,11 +253,11 @@ class Weight(ABC):
         fused_out = out if "out" in fuses and not is_composed else None
         fused = PLAIN  # most products on a CPU, of which each tuple would take a microsecond
         if is_gated or not (
-            norm is fused_bias is fused_total is fused_out is fused_activation is None
+            norm is fused_bias is fused_total is fused_out is fused_activation is adapters is None
         ):
             fused = Epilogue(
                 norm, fused_bias, gate if is_gated else None, fused_total, fused_out,
-                fused_activation,
+                fused_activation, adapters,
             )  # fmt: skip
         product = self.launch(candidate, x, fused)
         if bias is not None and fused_bias is None:
@@ -251,11 +268,20 @@ class Weight(ABC):
             return total.add_(product) if fused_total is None else product
         return product if out is None or product is out else out.copy_(product)
 
-    def _prepare(self, x: Any, norm: Norm | None, *, is_plain: bool) -> tuple[Any, Norm | None]:
-        """Returns x as kernels take it, and the norm that is left to them: of one row, where
-        nothing is added to the product. More rows are normed once, and not by every program of a
-        kernel, along with the quantization if there is one."""
-        rows = len(x)
+    def _fuses_gate(self, epilogue: Epilogue) -> bool:
+        """Whether a kernel may compute the gate with the product."""
+        return epilogue.gate == "silu" and epilogue.bias is None and self.gate != ""
+
+    def _keeps_norm(self, x: Any, epilogue: Epilogue) -> bool:
+        """Whether the norm is left to the kernel: that of one row, where nothing is added to the
+        product. More rows are normed once, and not by every program of a kernel."""
+        is_plain = epilogue.bias is epilogue.add_to is None
+        return len(x) == 1 and is_plain and isinstance(epilogue.norm, RMSNorm)
+
+    def _prepare(self, x: Any, epilogue: Epilogue) -> tuple[Any, Norm | None]:
+        """Returns x as kernels take it, along with the quantization if there is one, and the norm
+        that is left to them."""
+        rows, norm = len(x), epilogue.norm
         format = self.input_format(rows) if isinstance(x, torch.Tensor) else None
         if format is not None:
             from aioinfer.kernels.quantize import quantize
@@ -266,7 +292,7 @@ class Weight(ABC):
             elif norm is not None:
                 x = norm(x)
             return quantize(x, format, **given, pdl=self._backend.pdl), None
-        if norm is not None and not (rows == 1 and is_plain and isinstance(norm, RMSNorm)):
+        if norm is not None and not self._keeps_norm(x, epilogue):
             return norm(x), None
         return x, norm
 
@@ -299,6 +325,10 @@ class Weight(ABC):
         chosen = choices.find(len(x))
         if chosen is not None and self.takes(chosen, x, epilogue):
             return chosen
+        if epilogue.adapters is not None:
+            fusing = self.adapted_candidate(operation, len(x))
+            assert fusing is not None
+            return fusing
         return next(self.kernels(operation, x, epilogue))
 
     def candidates(self, operation: Operation, rows: int) -> list[Candidate]:
@@ -338,7 +368,7 @@ class Weight(ABC):
 
 
 def _operation_of(epilogue: Epilogue) -> Operation:
-    norm, bias, gate, total, out, _ = epilogue
+    norm, bias, gate, total, out, *_ = epilogue
     if norm is not None:
         return "normed" if gate is None else "normed gated"
     if gate is not None:

@@ -38,10 +38,10 @@ FEW_ROWS, NORM_FEW_ROWS = "few_rows_dense", "norm + few_rows_dense"
 GATED, SPLIT = "gated_product", "split_product"
 CUBLAS = Candidate("cublas", fuses=frozenset({"bias", "add_to", "out", "activation"}))
 _FUSES = {
-    FEW_ROWS: frozenset({"norm", "bias", "gate", "add_to", "out"}),
-    NORM_FEW_ROWS: frozenset({"bias", "gate", "add_to", "out"}),
-    GATED: frozenset({"gate", "out"}),
-    SPLIT: frozenset({"bias", "add_to", "out"}),
+    FEW_ROWS: frozenset({"norm", "bias", "gate", "add_to", "out", "adapters"}),
+    NORM_FEW_ROWS: frozenset({"bias", "gate", "add_to", "out", "adapters"}),
+    GATED: frozenset({"gate", "out", "adapters"}),
+    SPLIT: frozenset({"bias", "add_to", "out", "adapters"}),
 }
 #: Operations of one row that is normed before, and operations with a gate.
 _NORMED, _GATED = ("normed", "normed gated"), ("gated", "normed gated")
@@ -116,7 +116,22 @@ class KernelDenseWeight(DenseWeight):
 
     def takes(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> bool:
         """See `Weight.takes`."""
+        if epilogue.adapters is not None and candidate.kernel == CUBLAS.kernel:
+            return False
         return candidate.kernel not in (SPLIT, GATED) or rows_are_aligned(x)
+
+    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
+        """See `Weight.adapted_candidate`. Where these kernels do not take the rows, or are slower
+        by more than they save, adapters are launches of their own."""
+        if rows <= MAX_ROWS:
+            return self._few_rows(FEW_ROWS, operation, rows)
+        if operation in _GATED:
+            config = self._gated_config(rows)
+            return self._early(GATED, config, rows) if self._has_gated else None
+        if rows > split_product.MAX_ROWS or not self._has_split:
+            return None
+        splits = self._splits(operation, rows) or [SplitConfig(consumers=1, parts=1)]
+        return self._early(SPLIT, splits[0], rows)
 
     def warm_up_cases(self, gate: str | None) -> Iterable[tuple[int, Candidate | None]]:
         """See `Weight.warm_up_cases`: decode steps and the timing launch the kernels of few rows,
@@ -169,17 +184,19 @@ class KernelDenseWeight(DenseWeight):
     def launch(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """See `Weight.launch`."""
         kernel, config = candidate.kernel, candidate.config
-        weight, pdl = self.loaded, self._backend.pdl
-        bias, total, out = epilogue.bias, epilogue.add_to, epilogue.out
+        weight, bias, total, out = self.loaded, epilogue.bias, epilogue.add_to, epilogue.out
+        options: dict[str, Any] = {
+            "config": config, "pdl": self._backend.pdl, "adapters": epilogue.adapters
+        }  # fmt: skip
         if kernel in (FEW_ROWS, NORM_FEW_ROWS):
             given = fused_arguments(epilogue, len(x))
-            return few_rows_dense(x, weight, **given, pdl=pdl, config=config)
+            return few_rows_dense(x, weight, **given, **options)
         if kernel == GATED:
-            return gated_product.gated_product(x, weight, out=out, pdl=pdl, config=config)
+            return gated_product.gated_product(x, weight, out=out, **options)
         if kernel == SPLIT and total is not None:
-            return split_product.split_product(x, weight, config, pdl=pdl)
+            return split_product.split_product(x, weight, **options)
         if kernel == SPLIT:
-            return split_product.whole_product(x, weight, config, bias=bias, out=out, pdl=pdl)
+            return split_product.whole_product(x, weight, bias=bias, out=out, **options)
         if total is not None:
             return total.addmm_(x, weight.t())
         if epilogue.activation is not None:
@@ -213,6 +230,10 @@ class KernelHeadWeight(KernelDenseWeight):
             return CUBLAS
         operation: Operation = "plain" if epilogue.norm is None else "normed"
         return self._few_rows(FEW_ROWS, operation, len(x))
+
+    def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
+        """See `Weight.adapted_candidate`."""
+        return self._few_rows(FEW_ROWS, operation, rows) if rows <= MAX_FEW_ROWS else None
 
 
 def fused_arguments(epilogue: Epilogue, rows: int) -> dict[str, Any]:
