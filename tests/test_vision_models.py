@@ -19,15 +19,16 @@ from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import SamplingParams
 from tests.vision_models import (
     MODELS,
+    Reference,
     conversation,
     picture,
     reference_inputs,
-    reference_tokens,
+    reference_output,
     save_model,
 )
 
 TOKENS = 8
-PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS)
+PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
 WIDE, HIGH, SMALL = picture(200, 120, 1), picture(90, 210, 2), picture(40, 30, 3)
 Parts = tuple[str | Image.Image, ...]
 TURNS: list[Parts] = [
@@ -42,7 +43,7 @@ class Saved(NamedTuple):
     folder: Path
     name: str
     model: Any
-    expected: dict[int, list[int]]
+    expected: dict[int, Reference]
 
 
 #: For tests of all families; and of one, the others being tested beside `make test`.
@@ -75,10 +76,13 @@ def check(saved: Saved, turns: Sequence[Parts], outputs: Sequence[Output]) -> No
         key = TURNS.index(parts) if parts in TURNS else -1 - number
         if key not in saved.expected or key < 0:
             pictures = [part for part in parts if not isinstance(part, str)]
-            saved.expected[key] = reference_tokens(
+            saved.expected[key] = reference_output(
                 saved.model, saved.name, output.prompt_token_ids, pictures, TOKENS
             )
-        assert output.token_ids == saved.expected[key], parts
+        expected = saved.expected[key]
+        assert output.token_ids == expected.tokens, parts
+        found = [each.logprob for each in output.completions[0].logprobs or ()]
+        assert found == pytest.approx(expected.logprobs, abs=2e-4), parts
 
 
 def chat(llm: LLM, turns: Sequence[Parts]) -> list[Output]:
@@ -195,7 +199,7 @@ def test_drafts(saved: Saved) -> None:
 
 @ONE
 def test_several_sequences_of_a_prompt(saved: Saved) -> None:
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, n=2)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0, n=2)
     with opened(saved) as llm:
         (output,) = llm.chat([conversation(*TURNS[1])], params)
         check(saved, TURNS[1:2], [output])

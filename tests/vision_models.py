@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -25,7 +25,9 @@ _SPECIAL = [
 ]  # fmt: skip
 VOCAB = 320
 IMAGE = 256 + _SPECIAL.index("<|image_pad|>")
+BEGIN = 256 + _SPECIAL.index("<|vision_start|>")
 END = 256 + _SPECIAL.index("<|im_end|>")
+_MARKERS = "<|vision_start|><|image_pad|><|vision_end|>"
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -91,6 +93,25 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {"image_token_id": IMAGE, "vision_start_token_id": 258, "vision_end_token_id": 259},
         {**_QWEN_PROCESSOR, "patch_size": 8, "image_processor_type": "Qwen2VLImageProcessor"},
     ),
+    "gemma3": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "sliding_window": 9, "query_pre_attn_scalar": 24, "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 48, "patch_size": 8, "initializer_range": 0.2,
+        },
+        {
+            "mm_tokens_per_image": 9, "image_token_index": IMAGE, "boi_token_index": BEGIN,
+            "eoi_token_index": BEGIN + 1, "tie_word_embeddings": False,
+        },
+        {
+            "size": {"height": 48, "width": 48}, "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4], "image_processor_type": "Gemma3ImageProcessor",
+        },
+    ),
     "smolvlm": (
         "SmolVLMForConditionalGeneration",
         {"model_type": "llama"},
@@ -109,7 +130,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
 
 
 #: Families whose norms store their weights less one.
-_UNIT_OFFSET = ("qwen3_5",)
+_UNIT_OFFSET = ("gemma3", "qwen3_5")
 
 
 def save_model(name: str, folder: Path) -> Any:
@@ -122,13 +143,16 @@ def save_model(name: str, folder: Path) -> Any:
     torch.manual_seed(0)
     model = model_class(config).eval()
     randomize(model, offset=1.0 if name in _UNIT_OFFSET else 0.0)
+    if name == "gemma3":  # which transformers makes zero
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    marker = "<|vision_start|>" if name == "gemma3" else _MARKERS
+    save_tokenizer(folder, _TEMPLATE.replace(_MARKERS, marker))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
     return model
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path, template: str = _TEMPLATE) -> None:
     """Saves a tokenizer of bytes, and a chat template."""
     vocabulary = {character: index for index, character in enumerate(_BYTES)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -138,7 +162,7 @@ def save_tokenizer(folder: Path) -> None:
         [tokenizers.AddedToken(text, special=True, normalized=False) for text in _SPECIAL]
     )
     backend.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": _TEMPLATE, "eos_token": "<|im_end|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 
 
@@ -178,21 +202,32 @@ def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, An
     """Returns what transformers' processor makes of pictures."""
     fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
     class_name = MODELS[name][4]["image_processor_type"] + "Pil"
-    return dict(getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt"))
+    found = getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt")
+    return {key: value for key, value in found.items() if key != "num_crops"}
+
+
+class Reference(NamedTuple):
+    """Tokens, and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 @torch.inference_mode()
-def reference_tokens(
+def reference_output(
     model: Any, name: str, prompt: Sequence[int], pictures: Sequence[Image.Image], count: int
-) -> list[int]:
+) -> Reference:
     """Returns what transformers generates greedily, each step from the beginning."""
     inputs = reference_inputs(name, pictures) if pictures else {}
-    ids, takes_kinds = list(prompt), name.startswith("qwen")
+    ids, logprobs = list(prompt), []
+    kind = {"gemma3": "token_type_ids"}.get(name, "mm_token_type_ids")
+    takes_kinds = name.startswith(("qwen", "gemma"))
     for _ in range(count):
         given = torch.tensor([ids])
-        kinds = {"mm_token_type_ids": (given == IMAGE).int()} if takes_kinds else {}
-        logits = model(input_ids=given, use_cache=False, **kinds, **inputs).logits
-        ids.append(int(logits[0, -1].argmax()))
+        kinds = {kind: (given == IMAGE).int()} if takes_kinds else {}
+        logits = model(input_ids=given, use_cache=False, **kinds, **inputs).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        logprobs.append(float(logits.log_softmax(-1).max()))
         if ids[-1] == END:
             break
-    return ids[len(prompt) :]
+    return Reference(ids[len(prompt) :], logprobs)

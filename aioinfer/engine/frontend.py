@@ -245,7 +245,7 @@ class Frontend:
         self.vocab_size, self.hidden_size = model.vocab_size, model.hidden_size
         self.is_encoder = model.is_encoder
         if model.pictures is not None and model.tokenizer is not None:
-            self._pictures = PictureReader(model.pictures, self.config.media, model.tokenizer)
+            self._pictures = PictureReader(model.pictures, self.config, model.tokenizer)
         self._restrictions = RestrictionCompiler(
             model.tokenizer if model.generates else None,
             model.vocab_size,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from aioinfer.config import MediaConfig
+from aioinfer.config import Config
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.features.pictures.prompt import PromptPictures, place_pictures
 from aioinfer.media.picture import decode_picture
@@ -104,13 +104,15 @@ class PictureReader:
 
     Args:
         format: of the model's pictures.
-        config: the section `[media]`.
+        config: the whole configuration.
         tokenizer: the model's.
     """
 
-    def __init__(self, format: PictureFormat, config: MediaConfig, tokenizer: Tokenizer):
-        self._format, self._config = format, config
-        self._reader = MediaReader(config)
+    def __init__(self, format: PictureFormat, config: Config, tokenizer: Tokenizer):
+        self._format, self._config = format, config.media
+        scheduler = config.scheduler
+        self._max_whole = scheduler.max_num_batched_tokens - scheduler.max_num_seqs
+        self._reader = MediaReader(config.media)
         self._text_of = tokenizer.special_text
         self._marker = self._text_of(format.marker_id)
         self._threads = ThreadPoolExecutor(_THREADS, "pictures")
@@ -148,6 +150,12 @@ class PictureReader:
                 place,
                 f"takes {found.num_embeddings} tokens, and at most {self._config.cache_embeddings} "
                 "fit (media.cache_embeddings)",
+            )
+        if self._format.is_bidirectional and found.num_embeddings > self._max_whole:
+            raise FieldError(
+                place,
+                f"takes {found.num_embeddings} tokens of one step, and at most {self._max_whole} "
+                "fit (scheduler.max_num_batched_tokens)",
             )
         return found
 

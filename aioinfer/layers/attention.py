@@ -27,6 +27,7 @@ from aioinfer.layers.norm import (
     norm_without_weight,
 )
 from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.picture_attention import attend_within_pictures
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import HeadVector, Shard, Source, merged_sources
@@ -254,6 +255,9 @@ class Attention(Mixer):
             qkv = qkv[:, : self._qkv_size]
         if self._qk_norms is not None and self._fused_norms is None:
             self._norm_queries_and_keys(qkv)
+        of_pictures = None
+        if step.pictures is not None and step.pictures.blocks and sampled is None:
+            of_pictures = self._picture_queries(qkv, step, step.pictures.places)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)
             if sampled is not None and len(sampled.rows) < len(attended):
@@ -262,6 +266,8 @@ class Attention(Mixer):
             attended = self._kernel.attend(qkv, step)
         else:
             attended = self._kernel.attend_sampled(qkv, step, sampled)
+        if of_pictures is not None:
+            attend_within_pictures(attended, of_pictures, self.shape, self.group, self.cache, step)
         if sampled is not None and len(sampled.rows) < len(stream):
             stream.select(sampled.last)
             gates = None if gates is None else gates.index_select(0, sampled.last)
@@ -270,6 +276,18 @@ class Attention(Mixer):
             if gates is not None:
                 attended = self._apply_gates(attended, gates)
             self.output.add_to(stream, attended, norm=self._post_norm, scale=self._residual_scale)
+
+    def _picture_queries(self, qkv: torch.Tensor, step: Step, places: torch.Tensor) -> torch.Tensor:
+        """Returns the queries [n, num_heads, head_size] of picture tokens (int64 [n]), rotated."""
+        queries = self._split_heads(qkv)[0].index_select(0, places)
+        queries = queries.unflatten(1, (self.shape.num_heads, self.shape.head_size))
+        norms, is_last = self._fused_norms, self._norm_rule.after_rope
+        if norms is not None and not is_last:
+            queries = norms[0](queries)
+        if self._rotary is not None:
+            cos, sin = self._rotary.at_step(step)
+            queries = apply_rope(queries, cos.index_select(0, places), sin.index_select(0, places))
+        return norms[0](queries) if norms is not None and is_last else queries
 
     def _apply_gates(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Returns outputs [T, num_heads * head_size] times the sigmoid of the gates, in place."""

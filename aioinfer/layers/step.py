@@ -6,6 +6,7 @@ The worker's runner makes them from the slots. R rows (requests), T tokens, S sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -133,11 +134,14 @@ class StepPictures(NamedTuple):
         rows: int64 [n], the row of `embeddings` for each.
         embeddings: [rows, width], whose first channels are those of the stream; further vectors of
             as many channels are added to the stream behind the first layers, one behind each.
+        blocks: of `layers.picture_attention`, where tokens of a picture attend to each other both
+            ways; else none.
     """
 
     places: torch.Tensor
     rows: torch.Tensor
     embeddings: torch.Tensor
+    blocks: Sequence[Any] = ()
 
     def enter(self, hidden: torch.Tensor) -> None:
         """Puts the embeddings into the stream [T, hidden_size]."""

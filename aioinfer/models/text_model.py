@@ -134,9 +134,12 @@ def _text_rope(rope: Any) -> Any:
 def own_name(stored: str) -> str:
     """Returns the name of a text model's tensor, such as "model.norm.weight", given its name in a
     checkpoint, with or without the prefix of a wrapper or of an encoder with a head; tensors of
-    other parts lose a "model." before them."""
+    other parts lose a "model." before them, and a tower's a second name."""
     if is_other_part(stored):
-        return stored.removeprefix("model.")
+        part = stored.removeprefix("model.")
+        if part.startswith("vision_tower.vision_model."):
+            return part.replace("vision_model.", "", 1)
+        return part
     for prefix, own in _PREFIXES:
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

@@ -102,6 +102,12 @@ class StepFeature:
         step."""
         return wanted
 
+    def fit(self, use: Any, tokens: int, start: int, more: int) -> int:
+        """Returns how many tokens of a request with this use the step computes from position
+        `start` on, where `tokens` were granted and up to `more` others may be: for tokens that have
+        to be computed together."""
+        return tokens
+
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """Returns how many lookahead rows each of some requests should have in the step that is
         being planned, at most; None for a plain step. With a mapping, even an empty one, workers
@@ -206,6 +212,12 @@ class StepFeatures:
             feature = self._by_name[use.feature]
             wanted = feature.limit(use, wanted, rows.get(use.feature, ()), start)
         return wanted
+
+    def fit(self, request: Request, tokens: int, start: int, more: int) -> int:
+        """Returns how many tokens of a request the step computes; see `StepFeature.fit`."""
+        for use in request.uses:
+            tokens = self._by_name[use.feature].fit(use, tokens, start, more)
+        return tokens
 
     def plan(self, rows: Mapping[str, Sequence[Row]]) -> list[Section]:
         """Returns the sections of the plan with `rows`, which will be posted; see

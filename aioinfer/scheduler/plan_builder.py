@@ -121,6 +121,11 @@ class PlanBuilder:
         self.budget_left -= granted
         return granted
 
+    def correct(self, granted: int, tokens: int) -> None:
+        """Makes a grant one of `tokens` tokens."""
+        self.budget_left -= tokens - granted
+        self._prefill.tokens_left = max(0, self._prefill.tokens_left - (tokens - granted))
+
     def grant_lookahead(self, wanted: int) -> int:
         """Takes up to `wanted` lookahead rows off the budget and returns how many."""
         granted = min(wanted, self.lookahead_left, self.budget_left)

@@ -149,7 +149,7 @@ class StepPlanner:
             wanted = total - start
             if request.uses:
                 wanted = self._features.limit(request, wanted, builder.rows, start)
-            tokens = builder.grant(wanted, start)
+            tokens = self._grant(builder, request, wanted, start)
             if not tokens:
                 continue
             lookahead = 0
@@ -179,6 +179,20 @@ class StepPlanner:
             else:
                 running.plan_row(builder, request, tokens)
         return preempted
+
+    def _grant(
+        self, builder: PlanBuilder, request: Request, wanted: int, start: int, *,
+        prefill: bool = False,
+    ) -> int:  # fmt: skip
+        """Takes up to `wanted` tokens of a request off the budget, as far as its features can have
+        them computed, and returns how many."""
+        granted = builder.grant(wanted, start, prefill=prefill)
+        if not request.uses or not granted:
+            return granted
+        tokens = self._features.fit(request, granted, start, builder.budget_left)
+        if tokens != granted:
+            builder.correct(granted, tokens)
+        return tokens
 
     def _lookahead(self, builder: PlanBuilder) -> Mapping[Request, int] | None:
         """Returns how many lookahead rows requests should have in the step, if any should."""
@@ -291,11 +305,11 @@ class StepPlanner:
         wanted = request.total - prefix.num_tokens
         if request.uses:
             wanted = self._features.limit(request, wanted, builder.rows, prefix.num_tokens)
-            if not wanted:
-                return False
+        tokens = self._grant(builder, request, wanted, prefix.num_tokens, prefill=True)
+        if not tokens:
+            return False
         self._waiting.pop()
         size = self._admission_bytes(builder, request)
-        tokens = builder.grant(wanted, prefix.num_tokens, prefill=True)
         waiting = self._waiting.next_few()
         self._kv_cache.admit(request, prefix, prefix.num_tokens + tokens, waiting)
         self._running.enter(request, prefix.num_tokens)

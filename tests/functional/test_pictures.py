@@ -22,7 +22,7 @@ from tests.vision_models import (
     as_url,
     conversation,
     picture,
-    reference_tokens,
+    reference_output,
     save_model,
 )
 
@@ -72,8 +72,8 @@ async def test_each_api_gives_the_reference_s_text(
         "/v1/chat/completions", messages=messages, return_token_ids=True, **GREEDY
     )
     prompt, found = whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
-    expected = await asyncio.to_thread(reference_tokens, model[1], NAME, prompt, [PICTURE], TOKENS)
-    assert found == expected
+    expected = await asyncio.to_thread(reference_output, model[1], NAME, prompt, [PICTURE], TOKENS)
+    assert found == expected.tokens
     answer = whole["choices"][0]["message"]["content"]
     assert chat.choices[0].message.content == answer == response.output_text
     assert chat.usage is not None

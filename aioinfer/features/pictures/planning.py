@@ -92,6 +92,19 @@ class Planning(StepFeature):
             step.add(placed, is_cached=is_cached)
         return wanted
 
+    def fit(self, use: PictureUse, tokens: int, start: int, more: int) -> int:
+        """See `StepFeature.fit`: pictures whose tokens attend to each other both ways are computed
+        to their end."""
+        if not use.pictures.is_bidirectional:
+            return tokens
+        end = start + tokens
+        cut = next((p for p in use.pictures.touched(start, end) if p.end > end), None)
+        if cut is None:
+            return tokens
+        if cut.start > start:
+            return cut.start - start
+        return cut.end - start if cut.end - end <= more else 0
+
     def _needs_of(self, rows: Sequence[Row]) -> _Step:
         step = _Step()
         for row in rows:
@@ -146,6 +159,15 @@ class Planning(StepFeature):
             np.array(shapes, np.int32).reshape(-1, 6),
             np.concatenate(targets) if targets else np.empty(0, np.int32),
             pack_pixels([picture.pixels for picture in encoded.values()]),
+            np.array(
+                [
+                    (number, placed.start, placed.end)
+                    for number, (row, each) in enumerate(zip(rows, touched, strict=True))
+                    for placed in each
+                    if row.use.pictures.is_bidirectional
+                ],
+                np.int32,
+            ).reshape(-1, 3),
         )
 
     def _sources(self, row: Row, touched: Sequence[PlacedPicture]) -> Any:

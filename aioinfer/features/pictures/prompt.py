@@ -39,11 +39,13 @@ class PromptPictures:
         positions: int32 [3, L], where RoPE places each token in time, height and width (M-RoPE);
             None where that is its position.
         rotary_offset: what is added to the positions of all tokens behind the prompt.
+        is_bidirectional: whether the tokens of a picture attend to each other both ways.
     """
 
     placed: tuple[PlacedPicture, ...]
     positions: I32 | None = None
     rotary_offset: int = 0
+    is_bidirectional: bool = False
 
     @property
     def end(self) -> int:
@@ -89,7 +91,8 @@ def place_pictures(
         placed.append(_place(picture, [starts[each] for each in own]))
         number = own.stop
     if not format.has_sections:
-        return expanded, PromptPictures(tuple(placed))
+        both_ways = format.is_bidirectional
+        return expanded, PromptPictures(tuple(placed), is_bidirectional=both_ways)
     positions = rotary_positions(placed, len(expanded))
     offset = int(positions.max()) + 1 - len(expanded)
     return expanded, PromptPictures(tuple(placed), positions, offset)

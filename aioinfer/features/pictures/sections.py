@@ -26,6 +26,8 @@ class PictureRows(Section):
             and how many embeddings it has.
         targets: int32 [E], E the sum of embeddings: where each goes in the cache.
         pixels: int32 [B], the pixels of all pictures, uint8, filled up with zeros to whole words.
+        blocks: int32 [Q, 3], of pictures whose tokens attend to each other both ways: the row among
+            `slots`, the position of the first token, and the one behind the last.
     """
 
     slots: I32 = array(np.int32)
@@ -35,6 +37,7 @@ class PictureRows(Section):
     shapes: I32 = array(np.int32, ndim=2)
     targets: I32 = array(np.int32)
     pixels: I32 = array(np.int32)
+    blocks: I32 = array(np.int32, ndim=2)
 
 
 def pack_pixels(pictures: Sequence[U8]) -> I32:

@@ -16,8 +16,9 @@ import torch
 from aioinfer.features.pictures.sections import PictureRows, pack_pixels
 from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
+from aioinfer.layers.picture_attention import PictureBlock
 from aioinfer.layers.step import SampledRows, Step, StepPictures
-from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, spread
+from aioinfer.worker.features import Rank, WorkerFeature, first_tokens, rows_of, spread
 
 
 class Work(WorkerFeature):
@@ -53,8 +54,9 @@ class Work(WorkerFeature):
         is_picture = section.sources >= 0
         places, rows = tokens[is_picture], section.sources[is_picture].astype(np.int64)
         step.pictures = StepPictures(
-            self.rank.upload(places), self.rank.upload(rows), self.embeddings
-        )
+            self.rank.upload(places), self.rank.upload(rows), self.embeddings,
+            _blocks(plan, section) if len(section.blocks) else (),
+        )  # fmt: skip
         if section.positions.shape[1]:
             self._place(step, self.rank.upload(tokens), self.rank.upload(section.positions))
 
@@ -98,4 +100,16 @@ class Work(WorkerFeature):
         return PictureRows(
             np.array(slots[:1], np.int32), np.array(lengths[:1], np.int32), sources, positions,
             np.array([shape], np.int32), targets, pack_pixels([picture.pixels]),
+            np.empty((0, 3), np.int32),
         )  # fmt: skip
+
+
+def _blocks(plan: StepPlan, section: PictureRows) -> list[PictureBlock]:
+    """Returns the tokens of each picture in which tokens attend both ways; a picture's placeholders
+    are one run."""
+    rows, found, first = rows_of(plan, section.slots).tolist(), [], 0
+    for number, start, end in section.blocks.tolist():
+        position = max(start, int(plan.starts[rows[number]]))
+        found.append(PictureBlock(rows[number], first, end - position, position, start, end))
+        first += end - position
+    return found

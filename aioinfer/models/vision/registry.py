@@ -27,6 +27,7 @@ _FAMILIES = {
     "qwen2_5_vl": ("qwen_format", "QwenFormat", "qwen2_5", "Qwen2_5Tower"),
     "qwen3_5": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
     "qwen3_5_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
+    "gemma3": ("gemma3", "Gemma3Format", "gemma3", "Gemma3Tower"),
     "idefics3": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
     "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
 }

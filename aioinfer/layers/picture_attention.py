@@ -1,0 +1,94 @@
+"""Attention within pictures, in models whose picture tokens attend to each other both ways, as
+Gemma 3.
+
+Attention of a step is causal. Behind it the outputs of picture tokens are computed again, in plain
+torch on any device: to all keys that causal attention reads, and to all keys of their picture. A
+step computes a picture to its end (`StepFeature.fit`), so that its keys are in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.kv_cache import AttentionShape, KVCache
+from aioinfer.layers.step import Step
+
+
+class PictureBlock(NamedTuple):
+    """Tokens of one picture in a step.
+
+    Attributes:
+        row: the row of the step.
+        first, length: the places of the tokens among those of `StepPictures.places`.
+        position: of the first one.
+        start, end: the position of the picture's first token, and the one behind its last.
+    """
+
+    row: int
+    first: int
+    length: int
+    position: int
+    start: int
+    end: int
+
+
+def attend_within_pictures(
+    attended: torch.Tensor,
+    queries: torch.Tensor,
+    shape: AttentionShape,
+    group: int,
+    cache: KVCache,
+    step: Step,
+) -> None:
+    """Replaces the outputs of picture tokens.
+
+    Args:
+        attended: [T, num_heads, head_size], the outputs of causal attention.
+        queries: [n, num_heads, head_size], of the tokens at `StepPictures.places`, rotated.
+        shape, group, cache: of the layer, whose keys are in the cache.
+        step: with `pictures`.
+
+    Raises:
+        ConfigError: the layer has soft caps, which no such model has.
+    """
+    if shape.soft_cap:
+        raise ConfigError("pictures that are attended to both ways go without soft caps")
+    pictures = step.pictures
+    assert pictures is not None
+    tables = step.inputs.groups[group].block_tables
+    for block in pictures.blocks:
+        tokens = slice(block.first, block.first + block.length)
+        size = cache.keys.shape[1]
+        hidden, skipped = _hidden(block, shape.window, size)
+        blocks = tables[block.row, skipped // size : -(-block.end // size)]
+        stored = [kv.index_select(0, blocks).flatten(0, 1) for kv in (cache.keys, cache.values)]
+        keys, values = (
+            kv[: block.end - skipped].transpose(0, 1).unsqueeze(0)
+            for kv in cache.read(stored[0], stored[1], queries.dtype)
+        )
+        mask = torch.zeros(hidden.shape, dtype=queries.dtype)
+        mask = mask.masked_fill_(hidden, -torch.inf).to(queries.device)
+        found = F.scaled_dot_product_attention(
+            queries[tokens].transpose(0, 1).unsqueeze(0), keys, values, attn_mask=mask,
+            scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )  # fmt: skip
+        attended.index_copy_(0, pictures.places[tokens], found[0].transpose(0, 1))
+
+
+def _hidden(block: PictureBlock, window: int | None, size: int) -> tuple[torch.Tensor, int]:
+    """Returns which keys the queries of a block do not attend to, bool [length, keys], and the
+    position of the first key, that of a KV block of `size` tokens: earlier ones are hidden from
+    all."""
+    skipped = 0
+    if window is not None:
+        skipped = max(0, min(block.position - window + 1, block.start)) // size * size
+    queries = torch.arange(block.position, block.position + block.length)[:, None]
+    keys = torch.arange(skipped, block.end)
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return hidden & ~(keys >= block.start), skipped
