@@ -61,7 +61,6 @@ def resolve_starts(
 @triton.jit(
     do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
-        "sampled",
         "sampled", "slots", "positions", "is_appended", "offsets", "inputs", "buffer_index",
         "places",
     ],
