@@ -24,7 +24,7 @@ from tests.paged_model import load_model, make_step
 from tests.rank_processes import run_ranks
 
 VOCAB = word_pieces().get_vocab_size()
-TEXTS = random_texts([20, 5, 120, 5, 1, 33], VOCAB)
+TEXTS = random_texts([20, 5, 120, 6, 5, 1, 33], VOCAB)
 
 
 def make_texts_step(texts: list[list[int]]) -> Step:

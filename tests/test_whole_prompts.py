@@ -37,8 +37,10 @@ def make_scheduler() -> Scheduler:
     return Scheduler(limits, features=features)
 
 
-def make_request(number: int, length: int, *, takes_all: bool = False) -> Request:
-    use = PromptStates(length, HIDDEN) if takes_all else PromptPool("mean", length, HIDDEN)
+def make_request(
+    number: int, length: int, *, takes_all: bool = False, hidden: int = HIDDEN
+) -> Request:
+    use = PromptStates(length, hidden) if takes_all else PromptPool("mean", length, hidden)
     params = Pooling().params("all" if takes_all else "mean", takes_all=True)
     tokens = array("i", range(length))
     return Request(str(number), tokens, length, params, length + 1, uses=(use,))
@@ -100,12 +102,14 @@ def test_a_prompt_is_at_most_as_long_as_a_step() -> None:
 
 
 def test_hidden_states_of_all_tokens_come_back_together() -> None:
-    scheduler = make_scheduler()
-    for number in range(3):
-        scheduler.add(make_request(number, 10, takes_all=True))
-    plan = scheduler.schedule()
-    assert plan is not None
-    assert plan.lengths.tolist() == [10, 10, 10]
+    of_25_tokens = MAX_STATE_BYTES // (4 * 25)  # so wide that a result has room for no more
+    for hidden, expected in ((HIDDEN, [10, 10, 10]), (of_25_tokens, [10, 10])):
+        scheduler = make_scheduler()
+        for number in range(3):
+            scheduler.add(make_request(number, 10, takes_all=True, hidden=hidden))
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.lengths.tolist() == expected
     size = MAX_STATE_BYTES // (4 * 8)
     params = Pooling().params("all", takes_all=True)
     for is_whole, length in ((True, 8), (False, 9)):

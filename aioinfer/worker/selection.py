@@ -138,7 +138,7 @@ def select_cache_dtype(
     if AttentionSpec not in kinds or LatentSpec in kinds:
         raise ConfigError(
             "a KV cache in float8 is not supported for latent vectors, and for models that keep "
-            "states alone: set cache.dtype to 'model'"
+            "states or nothing alone: set cache.dtype to 'model'"
         )
     if scales == "one":
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: 1)")
