@@ -3,7 +3,6 @@ the dense modules of sentence-transformers. They are a few products of one vecto
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from aioinfer.text.json_file import read_json
 
 
 def _gelu(x: F32) -> F32:
-    # numpy has no error function; these are vectors of one text
-    halves = [0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for value in x.ravel().tolist()]
-    return x * np.array(halves, np.float32).reshape(x.shape)
+    import torch  # numpy has no error function
+
+    return torch.nn.functional.gelu(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
 
 #: Activations by the names that configurations have for them.
