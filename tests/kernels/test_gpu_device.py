@@ -277,6 +277,10 @@ def read_masks(plan: StepPlan, count: int) -> I32:
     return np.stack([*map(pack, ALLOWED[:count])])
 
 
+def read_equal_masks(plan: StepPlan, count: int) -> I32:
+    return np.stack([pack(ALLOWED[0])] * count)
+
+
 def assert_same(of_gpu: StepResult, of_cpu: StepResult) -> None:
     assert of_gpu.tokens.tolist() == of_cpu.tokens.tolist()
     for kind in SECTIONS:
@@ -351,9 +355,10 @@ def lookahead_plan(
 def expected_texts(folder: Path, *sections: Section) -> list[list[int]]:
     """The texts of the three requests of `first_plan`, with 14 tokens after their prompts."""
     plain, starts = make_runner(folder, kernels=False), list(LENGTHS)
-    plain.step(first_plan(*sections)).wait()
+    plain.step(first_plan(*sections), read_equal_masks).wait()
     for step in range(1, 14):
-        plain.step(plan_of(step, [0, 1, 2], starts, [1] * 3, *sections)).wait()
+        plan = plan_of(step, [0, 1, 2], starts, [1] * 3, *sections)
+        plain.step(plan, read_equal_masks).wait()
         starts = [start + 1 for start in starts]
     texts: list[list[int]] = plain.slots.tokens.tolist()
     return texts
@@ -362,7 +367,7 @@ def expected_texts(folder: Path, *sections: Section) -> list[list[int]]:
 def check_lookahead(runner: Any, plan: StepPlan, starts: list[int], texts: Any) -> list[int]:
     """Executes a plan, checks that the kept tokens are those of `texts` and go on without a gap,
     and advances `starts` by them; returns the tokens."""
-    result = runner.step(StepPlan.decode(b"".join(plan.encode())), read_masks).wait()
+    result = runner.step(StepPlan.decode(b"".join(plan.encode())), read_equal_masks).wait()
     tokens: list[int] = result.tokens.tolist()
     for slot, token in zip(plan.slots.tolist(), tokens, strict=True):
         if token != SKIPPED and slot < 3:
@@ -410,6 +415,37 @@ def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_feature
     assert runner.slots.next_start[:3].tolist() == starts
     assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
     assert runner.device.graphs.decode.replayed == []
+    assert len(runner.device.graphs.lookahead.replayed) == 3
+
+
+@pytest.mark.parametrize("late", [{1}, {0, 2}, {0, 1, 2}], ids=str)
+def test_lookahead_rows_may_be_sampled_late(folder: Path, late: set[int]) -> None:
+    """Rows of some slots under masks, in graphs and beside a prompt: the tokens are those of a
+    plain run under masks, with drafts that are right, and wrong from some position on."""
+    constrained = ConstrainedRows(ids(*sorted(late)))
+    texts = expected_texts(folder, constrained)
+    assert texts != expected_texts(folder)
+    runner, cpu = (make_runner(folder, kernels=kernels) for kernels in (True, False))
+    for each in (runner, cpu):
+        drafts = torch.tensor(texts, dtype=torch.int32)
+        drafts[0, LENGTHS[0] + 3] += 1
+        drafts[1, LENGTHS[1] + 2 :: 3] += 1
+        each.works.all[-2].texts.copy_(drafts)
+        each.step(first_plan(constrained), read_equal_masks).wait()
+    lows, starts, others = list(LENGTHS), list(LENGTHS), list(LENGTHS)
+    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
+        groups = [(slot, lows[slot], counts[slot]) for slot in (2, 0, 1)]
+        slots = [slot for slot, _, count in groups for _ in range(1 + count)]
+        rows = ConstrainedRows(ids(*(row for row, slot in enumerate(slots) if slot in late)))
+        plan = lookahead_plan(step, groups, rows, settled=int(step == 1))
+        if step == 3:
+            plan = with_prompt(plan)
+        found = check_lookahead(runner, plan, starts, texts)
+        assert found == check_lookahead(cpu, plan, others, texts)
+        lows = [low + 1 for low in lows]
+    assert sum(starts) > sum(LENGTHS) + 3 * 4, "drafts were kept"
+    assert runner.slots.next_start[:3].tolist() == starts
+    assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
     assert len(runner.device.graphs.lookahead.replayed) == 3
 
 
