@@ -309,6 +309,8 @@ class SamplingParams:
         extra_args: arguments of step features of other packages, by name (docs/features.md).
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.
+        predicted_tokens: the likely output, by token ids or a part of it, from which tokens are
+            drafted: it changes nothing but the speed.
         adapter: the name of the adapter (LoRA) that the model has for the request, or None.
         second_text: the position in the prompt from which on its tokens are of the second of two
             texts (BERT's token types); 0: there is one text.
@@ -343,6 +345,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    predicted_tokens: tuple[int, ...] = ()
     beam_search: BeamSearch | None = None
     adapter: str | None = None
     second_text: int = integer(0, 0, MAX_INT32, crosses=True)

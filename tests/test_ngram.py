@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from aioinfer.config import Config, ModelConfig, SpeculationConfig
 from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
+from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.features.speculation.worker import Work
+from aioinfer.ipc.plan import Admission, Admissions
+from aioinfer.ipc.sections import Section
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.features import ProposalRows
-from tests.filled_slots import make_slots, rank_of
+from tests.filled_slots import make_slots, rank_of, rows_plan
 
 
 def search(tokens: list[int], count: int) -> list[int] | None:
@@ -39,6 +42,24 @@ def drafts_of(tokens: list[int], count: int) -> list[int] | None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
 def test_drafts_equal_a_plain_search(tokens: list[int], count: int) -> None:
     assert drafts_of(tokens, count) == search(tokens, count)
+
+
+def test_a_predicted_text_goes_before_the_tokens() -> None:
+    """Unless the tokens have a longer match; it comes again behind its end."""
+    tokens = np.array([7, 1, 2, 3, 50, 51, 7, 1, 2, 3], np.int32)
+
+    def drafts(*predicted: int) -> list[int]:
+        found = find_drafts(tokens, 4, np.array(predicted, np.int32))
+        assert found is not None
+        return found.tolist()
+
+    assert drafts(9, 7, 1, 2, 3, 60, 61) == [60, 61, 60, 61]
+    assert drafts(9, 9, 1, 2, 3, 60, 61) == [50, 51, 7, 1], "shorter"
+    assert drafts(60, 61, 7, 1, 2, 3) == [50, 51, 7, 1], "nothing follows"
+    assert drafts() == [50, 51, 7, 1]
+    found = find_drafts(np.array([4, 5], np.int32), 2, np.array([4, 5, 6], np.int32))
+    assert found is not None
+    assert found.tolist() == [6, 6]
 
 
 def test_the_longest_suffix_comes_before_the_latest() -> None:
@@ -72,6 +93,28 @@ def test_drafts_are_written_behind_the_last_known_token() -> None:
     assert slots.tokens[0, :8].tolist() == [*texts[0], 6, 4, 33]
     assert slots.tokens[1, :5].tolist() == [*texts[1], 33]
     assert slots.tokens[2, :6].tolist() == [*texts[2], 0, 0, 33]
+
+
+def test_predicted_texts_come_and_go_with_their_requests() -> None:
+    """A text of two slots; then another request takes one of them."""
+    texts = [[4, 5, 6], [4, 5, 6]]
+    slots = make_slots([SamplingParams()] * 2, 60, texts)
+    work = Work(rank_of(slots))
+    rows = ProposalRows(
+        *torch.tensor([(0, 2, 0), (0, 2, 1), (1, 2, 0), (1, 2, 1)], dtype=torch.int32).T
+    )
+
+    def proposed(*sections: Section) -> list[int]:
+        work.begin(rows_plan([0], [1], *sections))
+        work.propose(rows)
+        return slots.tokens[:, 3].tolist()
+
+    predicted = np.array([5, 6, 8, 9, 3, 5, 6, 7], np.int32)
+    ids = (np.array(given, np.int32) for given in ([1, 0], [5, 3]))
+    assert proposed(PredictedTexts(*ids, predicted)) == [7, 8]
+    assert proposed() == [7, 8]
+    admission = Admission(1, np.array(texts[1], np.int32), 3, SamplingParams(), 1)
+    assert proposed(Admissions.of([admission])) == [7, 0]
 
 
 def test_nothing_is_proposed_without_speculation() -> None:

@@ -27,7 +27,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "conversation": (), "function_call": ("none", "auto"), "functions": ([],),
         "modalities": (["text"], []), "moderation": (), "output_expires_after": (),
-        "personality": (), "prediction": (), "prompt": (), "stream": (False,), "suffix": ("",),
+        "personality": (), "prompt": (), "stream": (False,), "suffix": ("",),
         "truncation": ("disabled", False), "verbosity": ("medium",), "web_search_options": (),
     },
     "vLLM": {

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
-from aioinfer.api.messages import ROLES, Message
+from aioinfer.api.messages import ROLES, ContentPart, Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -364,6 +364,20 @@ def _check_prompts(prompt: list[Any]) -> None:
         raise FieldError("prompt", f"may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}")
 
 
+class Prediction(Struct, kw_only=True):
+    """The likely output, as OpenAI has it: text, or parts of it."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
+
+
 class ChatRequest(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`."""
 
@@ -381,6 +395,7 @@ class ChatRequest(SamplingBody, kw_only=True):
     continue_final_message: bool | None = None
     echo: bool | None = None
     parse_special: bool | None = None
+    prediction: Prediction | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None

@@ -25,6 +25,7 @@ from aioinfer.features.masks.planning import constraint_of
 from aioinfer.features.pooled_states.planning import PromptPool
 from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.features.prompt_progress.planning import PromptProgress
+from aioinfer.features.speculation.prediction import Predicted
 from aioinfer.features.token_states.planning import PromptStates
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import SamplingParams
@@ -196,6 +197,16 @@ class RequestOutput:
         (`Use.output`)."""
         uses = self.sequences[index].request.uses
         return {use.feature: found for use in uses if (found := use.output) is not None}
+
+    @property
+    def predicted_counts(self) -> tuple[int, int] | None:
+        """How many drafts of the sequences were kept, and how many were not, if a text was
+        predicted."""
+        uses = [sequence.request.use(Predicted) for sequence in self.sequences]
+        if any(use is None for use in uses):
+            return None
+        found = [(use.num_kept, use.num_dropped) for use in uses if use is not None]
+        return sum(kept for kept, _ in found), sum(dropped for _, dropped in found)
 
     @property
     def can_resume(self) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,39 @@ def test_one_request_takes_fewer_steps(folder: Path, plain: LLM) -> None:
     with running(folder, speculation__method="ngram") as llm:
         check(llm.generate([PROMPTS[2]], params)[0].completions, wanted)
         assert llm.frontend.stats()["steps"] < 75
+
+
+def test_a_predicted_output_is_taken_in_few_steps(folder: Path, plain: LLM) -> None:
+    """A text that does not repeat itself, predicted rightly, or with a wrong part; in slots that
+    other requests have had, after preemptions, and under a grammar."""
+    prompts = random_prompts([5, 6, 7, 8, 9, 10], VOCAB_SIZE)
+    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.2}
+    grammar = {"grammar": GrammarSpec("regex", r"[\x01-\x38]{48}")}
+    params = [
+        SamplingParams(seed=seed, **fields, **(grammar if seed % 2 else {})) for seed in range(6)
+    ]
+    wanted = [output.completions for output in plain.generate(prompts, params)]
+    counts: list[tuple[int, int]] = []
+    for settings in ({}, {"cache__num_blocks": 32}, {"scheduler__max_num_seqs": 2}):
+        with running(folder, **settings) as llm:
+            for wrong in (None, 20, 0):
+                predicted = []
+                for each, (completion,) in zip(params, wanted, strict=True):
+                    tokens = completion.token_ids.copy()
+                    if wrong is not None:
+                        tokens[wrong : wrong + 3] = [VOCAB_SIZE - 1] * 3
+                    predicted.append(replace(each, predicted_tokens=tuple(tokens)))
+                metrics = llm.frontend.engines[0].metrics.counts
+                before = metrics.copy()
+                for found, expected in zip(llm.generate(prompts, predicted), wanted, strict=True):
+                    check(found.completions, expected)
+                delta = metrics - before
+                counts.append((delta[ACCEPTED], delta[DRAFT_TOKENS]))
+            if settings == {"cache__num_blocks": 32}:
+                assert llm.frontend.stats()["preemptions"] > 1
+    for accepted, drafts in counts:
+        assert 0.5 * drafts < accepted
+        assert accepted > 6 * 0.6 * TOKENS
 
 
 async def abort_some(llm: LLM, stop: str) -> dict[int, str]:

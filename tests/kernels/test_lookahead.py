@@ -109,9 +109,12 @@ def test_penalties_count_the_drafts_before_a_row() -> None:
         assert torch.equal(ours[row], expected[row])
 
 
-def expected_drafts(text: list[int], count: int) -> list[int] | None:
+def expected_drafts(text: list[int], count: int, predicted: list[int]) -> list[int] | None:
     """Drafts behind `text` by the rule of `propose_ngrams` for suffixes of 2 to 4 tokens."""
     for size in (4, 3, 2):
+        for end in range(len(predicted) - 1, size - 1, -1):
+            if predicted[end - size : end] == text[-size:]:
+                return (predicted[end:] * count)[:count]
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[-size:]:
                 drafts = list(text)
@@ -133,17 +136,24 @@ def test_drafts_follow_the_latest_earlier_occurrence_of_the_last_tokens(
     bases = torch.randint(0, length - 8, (slots,), generator=generator)
     bases[:6] = torch.tensor([0, 1, 2, 3, 4, 5])
     counts = torch.randint(0, 6, (slots,), generator=generator)
-    expected, found = texts.clone(), 0
+    predicted = (torch.rand(slots, 50, generator=generator) * vocabularies).int()
+    lengths = torch.randint(-30, 51, (slots,), generator=generator).clamp(min=0).int()
+    expected, found, in_predicted = texts.clone(), 0, 0
     for slot in range(slots):
         base, count = int(bases[slot]), int(counts[slot])
-        drafts = expected_drafts(texts[slot, : base + 1].tolist(), count)
+        text = predicted[slot, : int(lengths[slot])].tolist()
+        drafts = expected_drafts(texts[slot, : base + 1].tolist(), count, text)
+        without = expected_drafts(texts[slot, : base + 1].tolist(), count, [])
+        in_predicted += drafts != without
         if count:
             expected[slot, base + 1 : base + 1 + count] = int32(*(drafts or [0] * count))
             found += drafts is not None
     assert 15 < found < (counts > 0).sum()
+    assert in_predicted > 5
     ids = torch.arange(slots).repeat_interleave(counts + 1)
     offsets = torch.cat([torch.arange(int(count) + 1) for count in counts])
-    propose_ngrams(ids.int(), bases[ids].int(), offsets.int(), texts, min_suffix=2, max_suffix=4)
+    rows = ids.int(), bases[ids].int(), offsets.int()
+    propose_ngrams(*rows, texts, predicted, lengths, min_suffix=2, max_suffix=4)
     assert torch.equal(texts, expected)
 
 
@@ -152,8 +162,8 @@ def test_drafts_end_with_the_row_of_a_slot() -> None:
     tokens = tokens.view(-1)[:14].view(2, 7).clone()  # rows of 7: a longer draft would leave them
     tokens[0] = int32(1, 2, 3, 1, 2, 3, 8)
     before = tokens[1].clone()
-    propose_ngrams(
-        int32(0, 0, 0, 0), int32(5, 5, 5, 5), int32(0, 1, 2, 3), tokens, min_suffix=2, max_suffix=4
-    )
+    rows = int32(0, 0, 0, 0), int32(5, 5, 5, 5), int32(0, 1, 2, 3)
+    nothing = int32(0, 0).view(2, 1), int32(0, 0)
+    propose_ngrams(*rows, tokens, *nothing, min_suffix=2, max_suffix=4)
     assert tokens[0].tolist() == [1, 2, 3, 1, 2, 3, 1]
     assert torch.equal(tokens[1], before)

@@ -26,13 +26,13 @@ NUM_DRAFTS, TOKENS = 3, 64
 
 
 @contextmanager
-def running(model: Path, **speculation: Any) -> Iterator[LLM]:
+def running(folder: Path, **speculation: Any) -> Iterator[LLM]:
     settings = {
         "model.max_model_len": 512, "cache.num_blocks": 160, "scheduler.max_num_seqs": 4,
         "parallel.device": "cpu", "parallel.executor": "inline", "parallel.cpu_threads": 2,
         **{f"speculation.{name}": value for name, value in speculation.items()},
     }  # fmt: skip
-    with LLM(str(model), settings=settings, progress=False) as llm:
+    with LLM(str(folder), settings=settings, progress=False) as llm:
         yield llm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,10 @@ from aioinfer.text.message_parser import MessageDelta, ToolUse
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
     from aioinfer.engine.output import RequestOutput
+
+
+#: Characters of a predicted text that count.
+_MAX_PREDICTION = 32 * 1024
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -160,6 +165,11 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         found = await super().decode()
         if self.turn.parses and self.frontend.message_format.has_thoughts:
             self._count_thought = partial(num_thought_tokens, self.frontend, self.turn)
+        if self.body.prediction is not None and isinstance(found, Generation):
+            text = self.body.prediction.text[:_MAX_PREDICTION]
+            tokens = tuple(await self.frontend.encode(text, add_special_tokens=False))
+            params = dataclasses.replace(found.params, predicted_tokens=tokens)
+            return dataclasses.replace(found, params=params)
         return found
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:

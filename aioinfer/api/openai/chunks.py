@@ -47,9 +47,12 @@ class PromptTokensDetails(Struct, kw_only=True):
 
 
 class CompletionTokensDetails(Struct, kw_only=True):
-    """The number of generated tokens that are reasoning, with its markers."""
+    """The number of generated tokens that are reasoning, with its markers; with a `prediction`, how
+    many draft tokens were kept, and how many were not."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct, kw_only=True):
@@ -252,10 +255,16 @@ def usage(
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
+    counts = [each for output in outputs if (each := output.predicted_counts) is not None]
+    if count_thought is None and not counts:
+        return found
+    details = CompletionTokensDetails(reasoning_tokens=0)
     if count_thought is not None:
         thoughts = sum(count_thought(ids) for output in outputs for ids in output.generated())
         # a token behind a stop string was generated and not sent
-        found.completion_tokens_details = CompletionTokensDetails(
-            reasoning_tokens=min(thoughts, completion_tokens)
-        )
+        details.reasoning_tokens = min(thoughts, completion_tokens)
+    if counts:
+        details.accepted_prediction_tokens = sum(kept for kept, _ in counts)
+        details.rejected_prediction_tokens = sum(dropped for _, dropped in counts)
+    found.completion_tokens_details = details
     return found

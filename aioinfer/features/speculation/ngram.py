@@ -1,5 +1,6 @@
 """Drafts from a request's own tokens (prompt lookup decoding, Saxena 2023): where its last few
-tokens stand earlier in prompt or output, what followed them there is likely to follow again."""
+tokens stand earlier in prompt or output, or in a text that was predicted for the output, what
+followed them there is likely to follow again."""
 
 from __future__ import annotations
 
@@ -11,23 +12,35 @@ from aioinfer.ipc.sections import I32
 MIN_SUFFIX, MAX_SUFFIX = 2, 4
 
 
-def find_drafts(tokens: I32, count: int) -> I32 | None:
+def find_drafts(tokens: I32, count: int, predicted: I32 | None = None) -> I32 | None:
     """Returns `count` tokens that may follow `tokens` (int32 [n]): those behind the latest earlier
     occurrence of their longest suffix of up to `MAX_SUFFIX` tokens that occurs earlier; None if
-    not even the last `MIN_SUFFIX` tokens do.
+    not even the last `MIN_SUFFIX` tokens do. An occurrence in `predicted` (int32 [p]) goes before
+    one of the same length in `tokens`.
 
     What the end of the tokens cuts off goes on with the drafts: a text that repeats itself is
-    expected to go on so.
+    expected to go on so. Behind the end of `predicted` its part behind the occurrence comes again.
     """
-    last = len(tokens) - 1
-    ends, found = np.flatnonzero(tokens[:last] == tokens[last]), -1
-    for back in range(1, MAX_SUFFIX):  # occurrences of the last `back` + 1 tokens
+    source, (size, found) = tokens, _longest(tokens, tokens)
+    if predicted is not None:
+        in_predicted = _longest(tokens, predicted)
+        if in_predicted[0] >= size:
+            source, (size, found) = predicted, in_predicted
+    if not size:
+        return None
+    return source[found + 1 + np.arange(count) % (len(source) - 1 - found)]
+
+
+def _longest(tokens: I32, source: I32) -> tuple[int, int]:
+    """Returns the length of the longest suffix of `tokens` that occurs before the last token of
+    `source`, and where its latest occurrence ends; (0, -1) if none does."""
+    last, best = len(tokens) - 1, (0, -1)
+    ends = np.flatnonzero(source[:-1] == tokens[last])
+    for back in range(1, min(MAX_SUFFIX, len(tokens))):  # occurrences of the last `back` + 1 tokens
         ends = ends[np.searchsorted(ends, back) :]
-        ends = ends[tokens[ends - back] == tokens[last - back]]
+        ends = ends[source[ends - back] == tokens[last - back]]
         if not len(ends):
             break
         if back + 1 >= MIN_SUFFIX:
-            found = int(ends[-1])
-    if found < 0:
-        return None
-    return tokens[found + 1 + np.arange(count) % (last - found)]
+            best = back + 1, int(ends[-1])
+    return best

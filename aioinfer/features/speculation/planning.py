@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,8 +28,12 @@ from aioinfer.features.host import Host
 from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
 from aioinfer.features.speculation.ngram import find_drafts
-from aioinfer.scheduler.features import StepFeature
-from aioinfer.scheduler.request import Request
+from aioinfer.features.speculation.prediction import Predicted
+from aioinfer.features.speculation.sections import PredictedTexts
+from aioinfer.ipc.sections import I32, Section
+from aioinfer.scheduler.features import StepFeature, SubmittedRequest
+from aioinfer.scheduler.request import Request, Use
+from aioinfer.scheduler.steps import Row
 
 #: The part of the time that probes may cost.
 MAX_PROBE_COST = 0.005
@@ -76,6 +81,8 @@ class Planning(StepFeature):
         self._drafts_behind = speculation.has_drafter
         self._looked_ahead = False
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
+        # how often a request had been admitted when its predicted text was sent
+        self._sent: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
         self._probed = 0  # where in the list of requests the last probe ended
         for position in range(self._max_drafts if self.looks_ahead else 0):
             host.metrics.count(f"{ACCEPTED_AT}{position}", 0)  # `/metrics` shows it from the start
@@ -83,11 +90,36 @@ class Planning(StepFeature):
     def restart(self) -> None:
         """See `StepFeature.restart`."""
         self.costs = None
+        self._sent.clear()
 
     def drafts(self, request: Request, count: int) -> Sequence[int]:
         """See `StepFeature.drafts`."""
-        found = find_drafts(np.frombuffer(request.tokens, np.int32), count)
+        use = request.use(Predicted)
+        predicted = None if use is None else use.tokens
+        found = find_drafts(np.frombuffer(request.tokens, np.int32), count, predicted)
         return [0] * count if found is None else found.tolist()
+
+    @classmethod
+    def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
+        """See `StepFeature.use_of`."""
+        return Predicted.of(submitted)
+
+    def plan(self, rows: Sequence[Row]) -> Section | None:
+        """See `StepFeature.plan`. A predicted text is sent with the first token of its request, and
+        again when that has been preempted."""
+        new: dict[int, I32] = {}
+        for row in rows if self.looks_ahead and not self._drafts_behind else ():
+            request = row.request
+            times = request.num_preemptions, request.num_interruptions
+            if self._sent.get(request) != times:
+                self._sent[request] = times
+                new[request.slot] = row.use.tokens
+        if not new:
+            return None
+        counts = [len(tokens) for tokens in new.values()]
+        return PredictedTexts(
+            np.array([*new], np.int32), np.array(counts, np.int32), np.concatenate([*new.values()])
+        )
 
     def lookahead(self, decodes: Sequence[Request]) -> Mapping[Request, int] | None:
         """See `StepFeature.lookahead`."""
@@ -125,6 +157,8 @@ class Planning(StepFeature):
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """See `StepFeature.take_lookahead`."""
         self._acceptance(request).learn(rows, kept)
+        if request.uses and (use := request.use(Predicted)) is not None:
+            use.note(rows, kept)
         mean = self.mean
         mean.first += _MEAN_WEIGHT * (bool(kept) - mean.first)
         if kept:
