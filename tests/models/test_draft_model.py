@@ -26,13 +26,13 @@ NUM_DRAFTS, TOKENS = 3, 64
 
 
 @contextmanager
-def running(folder: Path, **speculation: Any) -> Iterator[LLM]:
+def running(file: Path, **speculation: Any) -> Iterator[LLM]:
     settings = {
         "model.max_model_len": 512, "cache.num_blocks": 160, "scheduler.max_num_seqs": 4,
         "parallel.device": "cpu", "parallel.executor": "inline", "parallel.cpu_threads": 2,
         **{f"speculation.{name}": value for name, value in speculation.items()},
     }  # fmt: skip
-    with LLM(str(folder), settings=settings, progress=False) as llm:
+    with LLM(str(file), settings=settings, progress=False) as llm:
         yield llm
 
 
@@ -51,14 +51,12 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 def test_a_smaller_model_drafts_for_a_larger_one(
-    gguf_path: Callable[[str], Path],
-    converted: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    gguf_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts are equal, and most drafts are kept. Always three, whatever they cost."""
-    if not gguf_path(LARGER_QWEN).exists():
+    target, small = gguf_path(LARGER_QWEN), gguf_path(QWEN)
+    if not target.exists():
         pytest.skip("needs the weights of `make test-drafts`")
-    target, small = converted(LARGER_QWEN), converted(QWEN)
     with running(target, method="none") as llm:
         expected = generate(llm)
     monkeypatch.setattr(RowTimes, "seconds", lambda self, rows: 0.001)
