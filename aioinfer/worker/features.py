@@ -493,6 +493,12 @@ class StepWorks:
         found = [work.dummy_section(slots, lengths) for work in self.all]
         return [each for each in found if each is not None]
 
+    def late_sections(self, rows: int) -> list[Section]:
+        """Returns the sections of a warm-up step in which all of so many rows are late."""
+        late = [work for work in self.all if type(work).late_rows is not WorkerFeature.late_rows]
+        found = [work.dummy_section(range(rows), [1] * rows) for work in late]
+        return [each for each in found if each is not None]
+
 
 def sections_of(pending: Iterable[PendingSection]) -> list[Section]:
     """Returns the sections of a result, once its step is over."""

@@ -136,18 +136,20 @@ class DummySteps:
         if runner.device.results.shape[1] > len(slots.tokens) and prompt_len + 2 < min(
             self.block_size, slots.max_model_len
         ):
-            self.run(self._lookahead_plan(rows - 1, prompt_len))
+            for late in ([], runner.works.late_sections(2)):
+                self.run(self._lookahead_plan(rows - 1, prompt_len, late))
         slots.reset()
         runner.device.kv.zero(rows)
 
-    def _lookahead_plan(self, slot: int, start: int) -> StepPlan:
-        """Returns a plan in which a slot computes its token at `start` and a draft."""
+    def _lookahead_plan(self, slot: int, start: int, features: Sequence[Section]) -> StepPlan:
+        """Returns a plan in which a slot computes its token at `start` and a draft, with the
+        sections of features."""
         plan = dummy_plan([1, 1], start, self.block_size)
         plan.slots[:] = slot
         plan.starts[1] += 1
         ones = np.ones(2, np.int32)
         rows = LookaheadRows(np.arange(2, dtype=np.int32), ones, self.block_size * ones)
-        plan.sections = [rows]
+        plan.sections = [rows, *features]
         return plan
 
     def run_prompt(self, tokens: I32) -> None:
