@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aioinfer.kernels import lookahead
 
 from aioinfer.features.expert_load.sections import ExpertTokens
 from aioinfer.features.logprobs.sections import ALL, LogprobRows, Logprobs
@@ -577,14 +578,24 @@ def test_hidden_states_are_read_without_a_graph(folder: Path) -> None:
     assert not runner.device.graphs.decode.replayed
 
 
-def test_dummy_steps_call_every_feature_and_leave_no_trace(folder: Path) -> None:
+def test_dummy_steps_call_every_feature_and_leave_no_trace(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = make_runner(folder, kernels=True)
     seen: set[str] = set()
     for work in runner.works.all:
         for name in ("read_hidden", "late_logits", "read_tokens"):
             wrapped = getattr(work, name)
             setattr(work, name, noting(seen, f"{type(work).__module__} {name}", wrapped))
+    accept, of_late_rows = lookahead.accept_tokens, set()
+
+    def accept_tokens(*given: Any, **named: Any) -> None:
+        of_late_rows.add(named["places"] is not None)
+        accept(*given, **named)
+
+    monkeypatch.setattr(lookahead, "accept_tokens", accept_tokens)
     DummySteps(runner, 1, BLOCK_SIZE, VOCAB, 4).run_all()
+    assert of_late_rows == {False, True}  # each is a specialization of its kernel
     assert {call.removeprefix("aioinfer.features.") for call in seen} >= {
         "masks.worker late_logits", "logprobs.worker read_tokens",
         "prompt_logprobs.worker read_hidden", "pooled_states.worker read_hidden",
