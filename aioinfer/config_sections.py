@@ -59,7 +59,8 @@ class ModelConfig:
     )
     max_model_len: int | None = key(
         "Maximum length of a request in tokens, prompt and output together. Default: the model's "
-        "own, or what fits into the KV cache.",
+        "own, or what fits into the KV cache. Of encoders: `max_seq_length` of their folder, or "
+        "what fits into a step.",
         None,
         minimum=1,
     )
@@ -138,7 +139,7 @@ class PoolingConfig:
     type: Literal["last", "mean", "cls", "all"] | None = key(
         "Which hidden states make an embedding: the last token's, the mean of all, the first "
         "token's, or `all`: a vector for each token. Default: what the model's folder says "
-        "(`1_Pooling/config.json`), else `last`.",
+        "(`1_Pooling/config.json`), else `last`, of encoders `mean`.",
         None,
     )
 
@@ -206,7 +207,10 @@ class SchedulerConfig:
         minimum=1,
     )
     max_num_batched_tokens: int = key(
-        "Token budget of a step: prefill and decode tokens together.", 8192, minimum=1
+        "Token budget of a step: prefill and decode tokens together. Encoders compute prompts "
+        "whole, and none that is longer.",
+        8192,
+        minimum=1,
     )
     max_prefill_tokens_beside_decode: int | None = key(
         "Maximum number of prefill tokens in a step that also decodes, so that long prompts "

@@ -67,7 +67,7 @@ def _attention_kernel(
         key = tl.load(of_keys, is_own[None, :] & (d < SIZE)[:, None], 0.0)
         of_values = values + there[:, None] + d[None, :]
         value = tl.load(of_values, is_own[:, None] & (d < SIZE)[None, :], 0.0)
-        visible = is_own[None, :] & (row < length)[:, None]
+        visible = is_own[None, :]  # rows behind the text are not stored
         if REACH > 0:
             distance = row[:, None] - column[None, :]
             visible = visible & (distance <= REACH) & (distance >= -REACH)
