@@ -1,0 +1,77 @@
+"""Pictures on a GPU: texts in float32 are those of transformers, in steps of prompts and decodes
+together, and decodes are replayed from graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_settings import engine_settings
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.worker.gpu_device import GpuDevice
+from tests.vision_models import MODELS, conversation, picture, reference_output, save_model
+
+TOKENS = 12
+PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
+WIDE, HIGH = picture(200, 120, 1), picture(90, 210, 2)
+TURNS: list[tuple[Any, ...]] = [
+    ("A text alone",), ("What is this? ", WIDE), (HIGH, "and ", WIDE, " differ: how?"),
+    ("The same twice: ", HIGH, HIGH),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("graphs", [True, False])
+def test_texts_are_transformers_s(name: str, graphs: bool, tmp_path: Path) -> None:
+    model = save_model(name, tmp_path)
+    settings = engine_settings(
+        parallel__executor="inline", parallel__cuda_graphs=graphs,
+        scheduler__max_num_batched_tokens=96, media__encoder_budget=16,
+        cache__enable_prefix_caching=True, model__max_model_len=2048,
+    )  # fmt: skip
+    llm = LLM(str(tmp_path), progress=False, settings=settings)
+    try:
+        outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
+        again = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
+        executor = llm.frontend.engines[0].executor
+        assert isinstance(executor, InlineExecutor)
+        device = executor._worker.runner.device
+        assert isinstance(device, GpuDevice)
+        assert bool(device.graphs.decode.graphs) == graphs
+    finally:
+        llm.close()
+    for parts, output, cached in zip(TURNS, outputs, again, strict=True):
+        pictures = [part for part in parts if not isinstance(part, str)]
+        expected = reference_output(model, name, output.prompt_token_ids, pictures, TOKENS)
+        found = [each.logprob for each in output.completions[0].logprobs or ()]
+        assert output.token_ids == expected.tokens
+        assert found == pytest.approx(expected.logprobs, abs=2e-3)
+        assert cached.token_ids == expected.tokens
+
+
+def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
+    from aioinfer.config import MediaConfig, ModelConfig
+    from aioinfer.layers.backend import Backend
+    from aioinfer.layers.parallel import ParallelGroup
+    from aioinfer.models.vision.registry import read_vision
+
+    model = save_model("qwen3_vl", tmp_path)
+    vision = read_vision(tmp_path, ModelConfig(path=""), MediaConfig())
+    assert vision is not None
+    processed = vision.format.process(WIDE)
+    tensors = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        device = torch.device("cuda")
+        backend = Backend.of(device, dtype, ParallelGroup.single())
+        tower = vision.tower(backend, 64)
+        for name, shard in tower.weight_shards():
+            shard.destination.copy_(tensors[name])
+        pixels = torch.from_numpy(processed.pixels.copy()).to(device)
+        found.append(tower.encode([pixels], [processed.grid]).float())
+    exact, near = found
+    assert torch.nn.functional.cosine_similarity(exact, near, dim=1).min() > 0.99
