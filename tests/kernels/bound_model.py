@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.config import MediaConfig
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
 from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
@@ -14,7 +15,7 @@ from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.layers.step import SampledRows, Step
-from aioinfer.models.registry import build_model
+from aioinfer.models.registry import NO_MEDIA, build_model
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.paged_model import make_step, model_options
 
@@ -31,7 +32,7 @@ class Bound:
         group: ParallelGroup | None = None, cache_dtype: torch.dtype = torch.float32,
         expert_parallel: bool = False, quantization: str = "auto",
         expert_placement: ExpertPlacement | None = None, num_adapters: int = 0,
-        has_adapted_experts: bool = False,
+        has_adapted_experts: bool = False, media: MediaConfig = NO_MEDIA,
     ):  # fmt: skip
         ranks = group or ParallelGroup.single()
         self.backend = Backend(
@@ -48,7 +49,7 @@ class Bound:
                 has_experts=has_adapted_experts,
             )
         self.model: Any = build_model(
-            folder, self.backend, model_options(quantization=quantization)
+            folder, self.backend, model_options(quantization=quantization), media
         )
         self.model.load(folder, "auto", 0, lambda done, total: None)
         if self.backend.adapters is not None:
