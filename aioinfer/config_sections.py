@@ -190,6 +190,13 @@ class CacheConfig:
         "where they have more than 16 tokens, one that only begins alike is copied.",
         True,
     )
+    host_bytes: int = key(
+        "Memory of the host in bytes, for each worker, that keeps KV blocks beyond those of the "
+        "device (docs/kv-store.md): more than the device's own, or it finds little that the device "
+        "does not have. 0: none.",
+        0,
+        minimum=0,
+    )
     cascade_attention: bool = key(
         "On a GPU, read the keys of a prefix that eight or more sequences share once for all "
         "of them. Not in layers with a sliding window.",

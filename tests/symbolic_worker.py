@@ -12,6 +12,9 @@ sampled token is a
 function of the prefix, so that a request's text does not depend on how it was scheduled; `complete`
 gives it directly.
 
+The store of KV has places for blocks, too. A block that is being loaded holds nothing that a row
+may read until its load ends, which `load_steps` decides: how many plans later.
+
 Drafts of lookahead rows are what the request is going to sample, or, by `draft_quality`, something
 else: a hash of the position says which.
 """
@@ -19,10 +22,11 @@ else: a hash of the position says which.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from aioinfer.features.kv_store.sections import KVLoaded, KVMoves
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.plan import StepPlan, StepResult
@@ -68,6 +72,7 @@ class SymbolicWorker:
         max_num_seqs: int,
         token_budget: int,
         draft_quality: float = 0.5,
+        num_stored: Sequence[int] = (),
     ):
         self.draft_quality = draft_quality
         self.next_start = [0] * max_num_seqs
@@ -88,13 +93,22 @@ class SymbolicWorker:
         self.seeds = [0] * max_num_seqs
         self.results: deque[StepResult] = deque()
         self.num_copies = 0
+        self.places: list[list[list[int]]] = [[[] for _ in range(count)] for count in num_stored]
+        self.load_steps: Callable[[], int] = lambda: 0
+        #: by ticket: plans to go, and (group, block, contents) of its blocks
+        self.loads: dict[int, tuple[int, list[tuple[int, int, list[int]]]]] = {}
+        self.ended_early: list[int] = []
+        self.num_saves = self.num_loads = 0
 
     def post(self, plan: StepPlan) -> None:
         """Executes a plan that went through its wire format."""
         self.results.append(self._execute(StepPlan.decode(b"".join(plan.encode()))))
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        assert 0 < plan.num_tokens <= self.token_budget
+        moves = plan.section(KVMoves)
+        assert plan.num_tokens <= self.token_budget
+        assert plan.num_tokens or moves is not None
+        ended = self._move(moves, plan)
         lookahead = plan.section(LookaheadRows)
         if lookahead is None:
             assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
@@ -156,7 +170,54 @@ class SymbolicWorker:
             ]
         else:
             sampled = self._sample_and_match([row for row in rows if row[3]])
-        return StepResult(plan.step_id, np.array(sampled, np.int32))
+        sections = [KVLoaded(np.array(ended, np.int32))] if ended else []
+        return StepResult(plan.step_id, np.array(sampled, np.int32), sections)
+
+    def _move(self, moves: KVMoves | None, plan: StepPlan) -> list[int]:
+        """Begins the loads of a plan and makes its saves. Returns the loads that have ended.
+
+        A load is over, too, before a row uses its blocks: a step waits for it.
+        """
+        awaited = set()
+        rows = zip(plan.table_rows.tolist(), plan.table_blocks.tolist(), strict=True)
+        used = {(row // self.max_num_seqs, block) for row, block in rows}
+        if moves is not None:
+            awaited = set(moves.awaited.tolist())
+            contents: dict[int, list[tuple[int, int, list[int]]]] = {}
+            for group, place, block, ticket in moves.loads.tolist():
+                self._finish_before(group, block)
+                contents.setdefault(ticket, []).append(
+                    (group, block, list(self.places[group][place]))
+                )
+                self.caches[group][block] = [-1] * len(self.caches[group][block])
+                self.num_loads += 1
+            for ticket, blocks in contents.items():
+                self.loads[ticket] = self.load_steps(), blocks
+            for group, place, block in moves.saves.tolist():
+                self.places[group][place] = list(self.caches[group][block])
+                self.num_saves += 1
+        ended = []
+        for ticket, (steps, blocks) in list(self.loads.items()):
+            is_used = any((group, block) in used for group, block, _ in blocks)
+            if steps <= 0 or is_used or ticket in awaited:
+                self._fill(ticket)
+                ended.append(ticket)
+            else:
+                self.loads[ticket] = steps - 1, blocks
+        ended += self.ended_early
+        self.ended_early.clear()
+        return ended
+
+    def _finish_before(self, group: int, block: int) -> None:
+        """Ends the load into a block that another one fills next."""
+        for ticket, (_, blocks) in list(self.loads.items()):
+            if any((group, block) == (g, b) for g, b, _ in blocks):
+                self._fill(ticket)
+                self.ended_early.append(ticket)
+
+    def _fill(self, ticket: int) -> None:
+        for group, block, contents in self.loads.pop(ticket)[1]:
+            self.caches[group][block] = contents
 
     def _resolve(
         self, rows: list[tuple[int, int, int, int]], lookahead: LookaheadRows

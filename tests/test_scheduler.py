@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from unittest import mock
 from weakref import ref
 
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aioinfer.config import CacheConfig, Config, ModelConfig
 from aioinfer.errors import IntegrityError
+from aioinfer.features.kv_store.planning import Planning as KVStorePlanning
 from aioinfer.features.masks.planning import Constrained, Planning
 from aioinfer.ipc.kv_spec import NULL_BLOCK, AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.lookahead import LookaheadRows
@@ -57,6 +60,14 @@ class ListedMasks(Planning):
 
     def take(self, rows, result, output):
         return output
+
+
+class StoreTransfers(KVStorePlanning):
+    """The transfers of the store of KV, without an engine."""
+
+    def __init__(self, scheduler: Callable[[], Scheduler]):
+        config = Config(model=ModelConfig(path=""), cache=CacheConfig(host_bytes=1))
+        super().__init__(SimpleNamespace(scheduler=scheduler, config=config))
 
 
 #: The use of a constrained request, of `ListedMasks`.
@@ -102,7 +113,8 @@ class Harness:
         defaults = {"block_size": 4, "max_num_seqs": 8, "token_budget": 64, "prefill_cap": 64}
         self.limits = SchedulerLimits(**{**defaults, **limits})
         self.now = 0.0
-        features = StepFeatures([*features, ListedMasks()])
+        store = StoreTransfers(lambda: self.scheduler)
+        features = StepFeatures([*features, ListedMasks(), store])
         self.scheduler = Scheduler(self.limits, lambda: self.now, features)
         self.worker = self.new_worker()
         self.depth = depth
@@ -117,6 +129,7 @@ class Harness:
             limits.max_num_seqs,
             limits.token_budget,
             self.draft_quality,
+            limits.num_stored,
         )
 
     def restart(self) -> None:
@@ -834,7 +847,11 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         max_lookahead=0 if stages > 1 else draw(st.integers(0, 12), "lookahead"),
         features=[RandomLookahead(draw(st.integers(0, 9), "seed of the lookahead"))],
         draft_quality=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]), "drafts"),
+        num_stored=draw(
+            st.sampled_from([(), tuple(minimum), tuple(10 * n for n in minimum)]), "stored"
+        ),
     )
+    harness.worker.load_steps = load_steps = lambda: draw(st.integers(0, 3))
     if harness.limits.paces_prefill:
         harness.step_s = lambda: draw(st.sampled_from([0.0, 0.001, 0.002, 0.1]))
     flows = draw(st.integers(1, 3), "flows")
@@ -863,6 +880,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                     aborted.add(victim)
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
+                harness.worker.load_steps = load_steps
             _append_some(harness, draw)
     harness.run()
     for request in requests:

@@ -31,6 +31,7 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.features import load_halves
 from aioinfer.features.host import Host
+from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.limits import SchedulerLimits
@@ -164,6 +165,9 @@ class Engine:
             num_stages=self._config.parallel.pipeline_parallel_size,
             max_lookahead=report.max_lookahead,
             step_times=report.step_times,
+            num_stored=blocks_in(
+                self._config.cache.host_bytes, report.num_blocks, report.kv_cache_bytes
+            ),
             plan_ahead=limits.plan_ahead,
         )
 

@@ -30,6 +30,7 @@ FEATURES = (
     "speculation",
     "adapters",
     "pictures",
+    "kv_store",
     "masks",
 )
 HALVES = ("planning", "worker")

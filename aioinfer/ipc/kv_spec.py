@@ -213,6 +213,17 @@ def groups_of_stage(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, 
     )
 
 
+def blocks_in(memory: int, num_blocks: Sequence[int], kv_cache_bytes: int) -> tuple[int, ...]:
+    """Returns how many blocks of each group `memory` bytes hold, in the proportion of the KV
+    cache's `num_blocks`, which take `kv_cache_bytes`; none of any group where `memory` is 0.
+
+    A rank whose cache takes fewer bytes than another's has room for at least as many.
+    """
+    if not memory:
+        return ()
+    return tuple(count * memory // max(1, kv_cache_bytes) for count in num_blocks)
+
+
 def longest_request(
     groups: Sequence[KVGroup], num_blocks: Sequence[int], block_size: int, max_chunk: int
 ) -> int | None:

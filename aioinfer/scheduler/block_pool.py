@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import NamedTuple
 
 from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.stored_blocks import StoredBlocks
 
 
 class BlockPool:
@@ -39,6 +40,8 @@ class BlockPool:
         changed: collects the hashes that enter or leave the prefix index, once a caller has put a
             set there.
         partial: loses the hashes that leave the prefix index, once a caller has put it there.
+        stored: of the group in the store of KV, which is told of blocks that become known and of
+            those that leave the prefix index; None without a store.
     """
 
     def __init__(self, num_blocks: int):
@@ -52,6 +55,7 @@ class BlockPool:
         self._num_free_cached = 0
         self.changed: set[bytes] | None = None
         self.partial: PartialBlocks | None = None
+        self.stored: StoredBlocks | None = None
 
     @property
     def num_free(self) -> int:
@@ -117,8 +121,15 @@ class BlockPool:
         if block_hash not in self._cached:
             self._cached[block_hash] = block
             self._hash_of[block] = block_hash
+            self._offer(block)
             if self.changed is not None:
                 self.changed.add(block_hash)
+
+    def _offer(self, block: int) -> None:
+        """Has a block that has become known saved in the store."""
+        block_hash = self._hash_of[block]
+        if self.stored is not None and block_hash is not None:
+            self.stored.note(block_hash, block)
 
     def has(self, block_hash: bytes) -> bool:
         """Whether a block carries a hash."""
@@ -128,29 +139,41 @@ class BlockPool:
         """Returns the hashes that blocks carry."""
         return list(self._cached)
 
+    def find(self, block_hash: bytes) -> int | None:
+        """Returns the block that carries a hash, or None."""
+        return self._cached.get(block_hash)
+
+    @property
+    def index(self) -> Mapping[bytes, int]:
+        """The prefix index: the blocks by their hashes."""
+        return self._cached
+
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """Returns the blocks that carry `hashes`. The caller knows that all of them are cached."""
         return [self._cached[block_hash] for block_hash in hashes]
 
-    def count_cached(self, hashes: Iterable[bytes]) -> int:
-        """Returns the length of the longest run of cached blocks from the start of `hashes`."""
+    def count_cached(self, hashes: Iterable[bytes], stored: Container[bytes] = ()) -> int:
+        """Returns the length of the longest run of blocks from the start of `hashes` that are
+        cached here or in `stored`."""
         cached = self._cached
         count = 0
         for block_hash in hashes:
-            if block_hash not in cached:
+            if block_hash not in cached and block_hash not in stored:
                 break
             count += 1
         return count
 
-    def count_cached_before(self, hashes: Sequence[bytes], end: int, run: int) -> int:
+    def count_cached_before(
+        self, hashes: Sequence[bytes], end: int, run: int, stored: Container[bytes] = ()
+    ) -> int:
         """Returns the greatest length, at most `end`, at which the last `run` of that many hashes
-        (all of them, if there are fewer) are cached."""
+        (all of them, if there are fewer) are cached here or in `stored`."""
         cached = self._cached
         length = end
         for index in range(end - 1, -1, -1):
             if length - index > run:
                 break
-            if hashes[index] not in cached:
+            if hashes[index] not in cached and hashes[index] not in stored:
                 length = index
         return length
 
@@ -181,6 +204,8 @@ class BlockPool:
                 self.changed.add(block_hash)
             if self.partial is not None:
                 self.partial.remove(block_hash)
+            if self.stored is not None:
+                self.stored.lose(block_hash)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raises IntegrityError unless each block has one reference for each of `tables` that names

@@ -9,7 +9,7 @@ which a token attends to all before it (`WholeBlocks`), groups with a sliding wi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import islice
 
 from aioinfer.errors import IntegrityError
@@ -19,6 +19,8 @@ from aioinfer.scheduler.request import Request
 
 #: (number in the model, group, pool)
 NumberedGroup = tuple[int, KVGroup, BlockPool]
+#: By group, the hashes of blocks that are not in the pools and can be loaded.
+Stored = Sequence[Container[bytes]]
 
 
 class WholeBlocks:
@@ -53,18 +55,18 @@ class WholeBlocks:
     def free_unread(self, request: Request, start: int) -> None:
         """Frees the blocks that no step reads which computes tokens from position `start` on."""
 
-    def count_served(self, hashes: Sequence[bytes], length: int) -> int:
+    def count_served(self, hashes: Sequence[bytes], length: int, stored: Stored) -> int:
         """Returns the greatest number of leading blocks, at most `length`, with which a request can
-        begin."""
-        for _, pool in self._pools:
-            length = pool.count_cached(islice(hashes, length))
+        begin that finds blocks in the pools and in `stored`."""
+        for number, pool in self._pools:
+            length = pool.count_cached(islice(hashes, length), stored[number])
         return length
 
-    def served_tables(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
-        """Yields (group, block table) of a request that begins with the blocks that carry
-        `hashes`, all of which can be served."""
-        for number, pool in self._pools:
-            yield number, pool.lookup(hashes)
+    def needed(self, length: int) -> Iterator[tuple[int, int]]:
+        """Yields (group, first entry) of the entries, up to its end, that a block table of `length`
+        entries needs where a request begins behind them."""
+        for number, _ in self._pools:
+            yield number, 0
 
     def forked_tables(
         self, leader: Request, num_tokens: int
@@ -84,6 +86,10 @@ class WholeBlocks:
             for index in range(first, end):
                 if table[index] != NULL_BLOCK:
                     pool.commit(table[index], hashes[index])
+
+    def commit_loaded(self, request: Request) -> None:
+        """Enters the blocks of a request, which were loaded, into the prefix index."""
+        WholeBlocks.commit(self, request, 0, request.num_blocks)
 
     def check_tables(self, request: Request) -> None:
         """Raises IntegrityError unless a request has all blocks that it reads."""
@@ -148,22 +154,22 @@ class WindowBlocks(WholeBlocks):
                 for index in range(owned - owned % self._blocks_per_tile, owned):
                     yield request, group, index, table[owned]
 
-    def count_served(self, hashes: Sequence[bytes], length: int) -> int:
+    def count_served(self, hashes: Sequence[bytes], length: int, stored: Stored) -> int:
         """See `WholeBlocks.count_served`. With a window that may be at any place before `length`,
         so groups are searched again until all agree."""
         agreed = 0
         while agreed < len(self._windows):
-            for (_, window), (_, pool) in zip(self._windows, self._pools, strict=True):
-                found = pool.count_cached_before(hashes, length, self._reach(window))
+            for (number, window), (_, pool) in zip(self._windows, self._pools, strict=True):
+                reach = self._reach(window)
+                found = pool.count_cached_before(hashes, length, reach, stored[number])
                 agreed = agreed + 1 if found == length else 1
                 length = found
         return length
 
-    def served_tables(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
-        """See `WholeBlocks.served_tables`."""
-        for (number, window), (_, pool) in zip(self._windows, self._pools, strict=True):
-            first = max(0, len(hashes) - self._reach(window))
-            yield number, [NULL_BLOCK] * first + pool.lookup(hashes[first:])
+    def needed(self, length: int) -> Iterator[tuple[int, int]]:
+        """See `WholeBlocks.needed`."""
+        for number, window in self._windows:
+            yield number, max(0, length - self._reach(window))
 
     def forked_tables(
         self, leader: Request, num_tokens: int

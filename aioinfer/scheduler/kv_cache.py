@@ -25,6 +25,10 @@ Behind the hit, a cached block that begins with the next tokens of the prompt is
 (`partial_blocks`), in models without states. Workers copy before a step computes anything: the
 block must have been computed by an earlier step, and its next owner may be in the same step.
 
+Behind the pools there may be a store with further blocks (`kv_store`), found by the same hashes.
+A request that begins with some of these gets blocks for them (`begin_load`), which enter the prefix
+index when they are filled (`end_load`).
+
 Only the scheduler calls methods that change anything. Imports neither torch nor aiohttp.
 """
 
@@ -43,7 +47,8 @@ from aioinfer.scheduler.block_pool import (
     extend_hashes,
     touched,
 )
-from aioinfer.scheduler.group_blocks import WholeBlocks, WindowBlocks
+from aioinfer.scheduler.group_blocks import Stored, WholeBlocks, WindowBlocks
+from aioinfer.scheduler.kv_store import KVStore
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.snapshots import MIN_SHARED_BLOCKS, SnapshotPool, StateBlocks
 
@@ -72,6 +77,7 @@ class KVCacheManager:
         groups: the groups of layers.
         pools: the pool of each group.
         prefix_caching: whether blocks of finished requests are found again.
+        store: has blocks beyond those of the pools; None without one.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class KVCacheManager:
         *,
         max_chunk: int,
         prefix_caching: bool = True,
+        store: KVStore | None = None,
     ):
         """Makes pools with all blocks free.
 
@@ -91,6 +98,7 @@ class KVCacheManager:
             block_size: tokens a block.
             max_chunk: the maximum of a request's tokens that one step computes.
             prefix_caching: whether to keep blocks for prompts that begin alike.
+            store: has further blocks, if there is one.
         """
         self.groups = tuple(groups)
         self.pools = tuple(
@@ -100,6 +108,10 @@ class KVCacheManager:
         self._block_size = block_size
         self._max_chunk = max_chunk
         self.prefix_caching = prefix_caching and bool(groups)
+        self.store = store if self.prefix_caching else None
+        self._no_stored: Stored = [()] * len(self.pools)
+        for pool, stored in zip(self.pools, self.store.groups if self.store else (), strict=False):
+            pool.stored = stored
         numbered = list(zip(range(len(groups)), groups, self.pools, strict=True))
         whole = [group for group in numbered if group[1].window is None]
         states = [group for group in numbered if group[1].keeps_states]
@@ -253,6 +265,7 @@ class KVCacheManager:
             request.left = None
             request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
             self.want_shared(request, waiting)
+        self._use_stored(request.block_hashes[: prefix.num_blocks])
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
 
     def _begin(self, request: Request, prefix: Prefix) -> None:
@@ -300,6 +313,9 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Takes a request's block tables away; blocks without another owner become free."""
         if request.blocks:
+            if self._states is not None:
+                self._states.leave(request)
+            self._use_stored(request.block_hashes[: request.num_committed])
             for kind in self._kinds:
                 kind.free(request, request.blocks)
         request.blocks = []
@@ -358,11 +374,17 @@ class KVCacheManager:
         length = self._hit_length(hashes)
         blocks: list[list[int]] = [[] for _ in self.groups]
         if length:
-            for kind in self._kinds:
-                for number, table in kind.served_tables(hashes[:length]):
-                    blocks[number] = table
+            for number, first in self._needed(length):
+                found = self.pools[number].lookup(hashes[first:length])
+                blocks[number] = [NULL_BLOCK] * first + found
         copied, num_copied = self._find_partial(request, length, longest)
         return Prefix(length * self._block_size + num_copied, length, blocks, copied)
+
+    def _needed(self, length: int) -> Iterator[tuple[int, int]]:
+        """Yields (group, first entry) of what block tables of `length` entries need; see
+        `WholeBlocks.needed`."""
+        for kind in self._kinds:
+            yield from kind.needed(length)
 
     def _longest_hit(self, request: Request) -> int:
         """Returns how many tokens of a request may be taken from the cache; their blocks have
@@ -430,8 +452,9 @@ class KVCacheManager:
         """Returns how many of a prompt's blocks, from its start on, need not be computed."""
         return self._hit_length(hashes) if self.prefix_caching else 0
 
-    def _hit_length(self, hashes: Sequence[bytes]) -> int:
-        """Returns the greatest number of leading blocks that every group can serve.
+    def _hit_length(self, hashes: Sequence[bytes], stored: Stored | None = None) -> int:
+        """Returns the greatest number of leading blocks that every group can serve, from its pool
+        and from `stored`.
 
         Each group shortens the hit to the longest that it can serve. With a window that may be at
         any earlier place, so the others are searched again until all agree.
@@ -439,10 +462,82 @@ class KVCacheManager:
         length, agreed, kinds = len(hashes), 0, self._kinds
         while agreed < len(kinds):
             for kind in kinds:
-                found = kind.count_served(hashes, length)
+                found = kind.count_served(hashes, length, stored or self._no_stored)
                 agreed = agreed + 1 if found == length else 1
                 length = found
         return length
+
+    # ---------------------------------------------------------------- the store
+
+    def _use_stored(self, hashes: Sequence[bytes]) -> None:
+        for stored in self.store.groups if self.store else ():
+            stored.use(hashes)
+
+    def find_stored(self, request: Request, prefix: Prefix) -> int:
+        """Returns with how many blocks a request can begin once some are loaded; 0 if that is no
+        block more than `prefix`, which the device has, spares computing."""
+        if self.store is None:
+            return 0
+        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
+        length = self._hit_length(hashes, self.store.groups)
+        return length if (length - 1) * self._block_size >= prefix.num_tokens else 0
+
+    def is_arriving(self, request: Request, length: int) -> bool:
+        """Whether a load of another request is on its way that brings any of the first `length`
+        blocks of a request, which can share them then."""
+        store = self.store
+        return store is not None and any(map(store.brings, request.block_hashes[:length]))
+
+    def begin_load(self, request: Request, length: int) -> bool:
+        """Gives a request its first `length` blocks, of which the store brings those that are not
+        on the device. False, and nothing is changed, unless all of its tokens find room."""
+        assert self.store is not None
+        tables = [[NULL_BLOCK] * length for _ in self.groups]
+        missing: list[list[int]] = [[] for _ in self.groups]
+        for number, first in self._needed(length):
+            for entry in range(first, length):
+                block = self.pools[number].find(request.block_hashes[entry])
+                if block is None:
+                    missing[number].append(entry)
+                else:
+                    tables[number][entry] = block
+        fresh = -(-request.total // self._block_size) - length
+        peaks = self._peaks(request.total)
+        for pool, table, entries, peak in zip(self.pools, tables, missing, peaks, strict=True):
+            shared = pool.count_free(_owned(table))
+            if max(min(peak, fresh + len(entries)), len(entries)) + shared > pool.num_free:
+                return False
+        for pool, table in zip(self.pools, tables, strict=True):
+            pool.share(_owned(table))
+        wanted: list[tuple[int, int, bytes]] = []
+        for number, entries in enumerate(missing):
+            for entry, block in zip(
+                entries, self.pools[number].allocate(len(entries)), strict=True
+            ):
+                tables[number][entry] = block
+                wanted.append((number, block, request.block_hashes[entry]))
+        request.blocks, request.num_blocks = tables, length
+        request.states = [length - 1] if self._states is not None else []
+        request.num_computed = request.num_settled = length * self._block_size
+        self.store.load(request, wanted)
+        return True
+
+    def end_load(self, request: Request) -> None:
+        """Enters the blocks of a request, which have been loaded, into the prefix index, where the
+        request finds them when it is admitted."""
+        for kind in self._kinds:
+            kind.commit_loaded(request)
+        if self._partial is not None:
+            self._note_tokens(request, 0, request.num_blocks)
+        self.free(request)
+        request.num_computed = request.num_settled = 0
+
+    def drop_load(self, request: Request) -> None:
+        """Takes the blocks of a request away that has ended while they were loaded."""
+        assert self.store is not None
+        self.store.abandon(request)
+        self.free(request)
+        request.num_computed = request.num_settled = 0
 
     def commit(self, request: Request) -> None:
         """Enters a request's full blocks of known tokens into the prefix index."""
@@ -480,6 +575,8 @@ class KVCacheManager:
         reads states before it computes any."""
         if self._states is not None:
             self._states.publish()
+        if self.store is not None:
+            self.store.publish()
         if self._partial is not None:
             pool = self.leading_pool
             for block_hash, (parent, tokens) in self._computing.items():
@@ -491,18 +588,25 @@ class KVCacheManager:
         """Takes a request's blocks out of the prefix index: their contents cannot be trusted."""
         for pool in self.pools:
             pool.forget(request.block_hashes)
+        for stored in self.store.groups if self.store else ():
+            stored.drop(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix index."""
+        """Empties the prefix index, and the store."""
         for pool in self.pools:
             pool.forget_all()
+        if self.store is not None:
+            self.store.clear()
 
     # ---------------------------------------------------------------- checks
 
-    def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raises IntegrityError unless the block tables of the running requests are complete and
-        they are the only owners."""
-        running = list(running)
+    def check_integrity(self, running: Iterable[Request], loading: Iterable[Request] = ()) -> None:
+        """Raises IntegrityError unless the block tables of the running requests, and of those whose
+        blocks are loaded, are complete and they are the only owners."""
+        loading = list(loading)
+        running = [*running, *loading]
+        if self.store is not None:
+            self.store.check_integrity([pool.index for pool in self.pools], loading)
         for request in running:
             for table in request.blocks:
                 if len(table) != request.num_blocks:

@@ -30,6 +30,7 @@ class SchedulerLimits:
         max_lookahead: the maximum of lookahead rows in a step (see `ipc.lookahead`).
         step_times: (rows, seconds, whether with lookahead) of decode steps, as the workers measured
             them at their start.
+        num_stored: KV blocks of each group that memory of the host holds beside; empty for none.
         plan_ahead: whether a request may be planned while its last token is on its way; with one
             stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -48,6 +49,7 @@ class SchedulerLimits:
     num_stages: int = 1
     max_lookahead: int = 0
     step_times: Sequence[tuple[int, float, bool]] = ()
+    num_stored: tuple[int, ...] = ()
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 

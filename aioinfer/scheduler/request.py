@@ -19,11 +19,13 @@ U = TypeVar("U", bound="Use")
 class RequestStatus(enum.Enum):
     """The state of a request.
 
-    WAITING: for a slot and blocks; a preempted request is WAITING again. RUNNING: it has a slot.
-    FINISHED: it has ended.
+    WAITING: for a slot and blocks; a preempted request is WAITING again. LOADING: it has the blocks
+    of a prefix, which the store of KV fills; it is WAITING again after that. RUNNING: it has a
+    slot. FINISHED: it has ended.
     """
 
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 

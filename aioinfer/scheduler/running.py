@@ -13,6 +13,7 @@ from itertools import pairwise
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.scheduler.kv_cache import KVCacheManager
+from aioinfer.scheduler.kv_store import KVStore
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.request import Request, RequestStatus
@@ -41,13 +42,16 @@ class _Changes:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start. `prefix_*` count prompt tokens of first admissions."""
+    """Totals since the start. `prefix_*` count prompt tokens of first admissions; `loads` and
+    `loaded_tokens`, prefixes that the store of KV has brought and their tokens."""
 
     steps: int = 0
     preemptions: int = 0
     prefix_queried: int = 0
     prefix_hit: int = 0
     wasted_rows: int = 0
+    loads: int = 0
+    loaded_tokens: int = 0
 
 
 class RunningRequests:
@@ -62,14 +66,21 @@ class RunningRequests:
         freed_slots: slots that the next plan names in its `FreedSlots`.
     """
 
-    def __init__(self, limits: SchedulerLimits, waiting: WaitingQueue, stats: SchedulerStats):
-        """`waiting` takes the requests that are preempted."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        stats: SchedulerStats,
+        store: KVStore | None = None,
+    ):
+        """`waiting` takes the requests that are preempted, `store` has further KV blocks."""
         self.kv_cache = KVCacheManager(
             limits.groups,
             limits.num_blocks,
             limits.block_size,
             max_chunk=limits.token_budget,
             prefix_caching=limits.prefix_caching,
+            store=store,
         )
         self._max_num_seqs = limits.max_num_seqs
         self._waiting = waiting
@@ -259,7 +270,7 @@ class RunningRequests:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless blocks, slots and counts agree with the requests."""
-        self.kv_cache.check_integrity(self.requests)
+        self.kv_cache.check_integrity(self.requests, self._waiting.loading)
         slots = [r.slot for r in self.requests] + self.free_slots
         if sorted(slots) != list(range(self._max_num_seqs)):
             raise IntegrityError("a slot was lost or given twice")

@@ -40,6 +40,7 @@ from itertools import count
 from aioinfer.ipc.lookahead import SKIPPED
 from aioinfer.ipc.plan import StepPlan, StepResult, max_sequence_tokens
 from aioinfer.scheduler.features import StepFeatures
+from aioinfer.scheduler.kv_store import KVStore
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.plan_builder import PlanBuilder
 from aioinfer.scheduler.prefill_pacing import NO_PREFILL, PrefillPacing
@@ -73,6 +74,7 @@ class Scheduler:
         self._clock = clock
         self._posted = PostedSteps()
         self._arrivals = count()
+        self._tickets = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
         self._last_came = 0.0  # when the last result came; kept for a feature that looks ahead
@@ -83,7 +85,8 @@ class Scheduler:
         """Makes all slots and blocks free, the prefix index and the queues empty."""
         self.limits = limits
         self._waiting = WaitingQueue()
-        self._running = RunningRequests(limits, self._waiting, self.stats)
+        store = KVStore(limits.num_stored, self._tickets) if limits.num_stored else None
+        self._running = RunningRequests(limits, self._waiting, self.stats, store)
         self.kv_cache = self._running.kv_cache
         self._planner = StepPlanner(
             limits,
@@ -183,6 +186,8 @@ class Scheduler:
         """
         if request.status is RequestStatus.FINISHED:
             return
+        if request.status is RequestStatus.LOADING:
+            self.kv_cache.drop_load(request)
         self._end(request, Finish(reason, stop_reason))
         if request.slot < 0:
             self._waiting.drop(request)
@@ -289,7 +294,7 @@ class Scheduler:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
         running = self._running
         builder = self._planner.plan(self._step_id)
-        if builder.is_empty:
+        if builder.is_empty and not self._has_transfers():
             return None
         running.send_changes(builder)
         rows = builder.feature_rows()
@@ -298,6 +303,15 @@ class Scheduler:
         self._record(builder, rows)
         self.stats.steps += 1
         return plan
+
+    def _has_transfers(self) -> bool:
+        """Whether a plan without rows is to be posted for the store of KV: to begin loads; and,
+        where no result is on its way, to wait for loads and to save what is left to be saved."""
+        store = self.kv_cache.store
+        if store is None:
+            return False
+        store.is_awaited = store.is_loading and not self._posted
+        return store.has_loads or store.is_awaited or (store.has_saves and not self._posted)
 
     def schedule_nothing(self) -> StepPlan:
         """Plans a step without rows, which the workers of other engines wait for. It must be

@@ -42,7 +42,7 @@ from heapq import heapify, heappop, heappush
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.scheduler.block_pool import BlockPool
-from aioinfer.scheduler.group_blocks import NumberedGroup, WholeBlocks
+from aioinfer.scheduler.group_blocks import NumberedGroup, Stored, WholeBlocks
 from aioinfer.scheduler.request import Request
 
 #: A snapshot where two prompts part has to save computing so many blocks at least. Many prompts
@@ -135,6 +135,14 @@ class SnapshotPool(BlockPool):
         computing `saved` more tokens than the snapshot before it does."""
         self.commit(block, block_hash)
         self._saved[block], self._shares[block] = saved, 0
+
+    def _offer(self, block: int) -> None:
+        """See `BlockPool._offer`: not before it is clear that no later snapshot supersedes it."""
+
+    def save(self, block_hash: bytes) -> None:
+        """Has the snapshot with a hash, if there is one, saved in the store."""
+        if (block := self._cached.get(block_hash)) is not None:
+            super()._offer(block)
 
     def drop(self, block_hash: bytes, block: int) -> None:
         """Takes a snapshot out of the prefix index, if it is still in this block and nothing uses
@@ -271,6 +279,15 @@ class StateBlocks(WholeBlocks):
         for number, pool in self._pools:
             pool.release([block for block in tables[number] if block != NULL_BLOCK])
 
+    def leave(self, request: Request) -> None:
+        """Has the last snapshots of a request saved, which loses its blocks."""
+        hashes = [request.block_hashes[n] for n in request.states if n < request.num_committed]
+        if request.left is not None:
+            hashes.append(request.left[0])
+        for _, pool in self._states:
+            for block_hash in hashes:
+                pool.save(block_hash)
+
     def free_unread(self, request: Request, start: int) -> None:
         """See `WholeBlocks.free_unread`. A step reads the entry of token `start - 1`, or of an
         earlier one if the inputs of lookahead rows are behind the state."""
@@ -285,6 +302,9 @@ class StateBlocks(WholeBlocks):
             if index + 1 not in request.snapshots and index < request.num_committed:
                 request.left = request.block_hashes[index], blocks
                 self._demote_prompt(request)
+            elif index < request.num_committed:
+                for _, pool in self._states:
+                    pool.save(request.block_hashes[index])
             for block, (number, pool) in zip(blocks, self._states, strict=True):
                 pool.release([block])
                 if [index + 1] == request.snapshots[:1]:
@@ -316,18 +336,20 @@ class StateBlocks(WholeBlocks):
 
     # ---------------------------------------------------------------- prefixes
 
-    def count_served(self, hashes: Sequence[bytes], length: int) -> int:
+    def count_served(self, hashes: Sequence[bytes], length: int, stored: Stored) -> int:
         """See `WholeBlocks.count_served`."""
         for count in range(length, 0, -1):
             block_hash = hashes[count - 1]
-            if block_hash not in self._fresh and all(p.has(block_hash) for _, p in self._pools):
+            if block_hash not in self._fresh and all(
+                pool.has(block_hash) or block_hash in stored[number] for number, pool in self._pools
+            ):
                 return count
         return 0
 
-    def served_tables(self, hashes: Sequence[bytes]) -> Iterator[tuple[int, list[int]]]:
-        """See `WholeBlocks.served_tables`."""
-        for number, pool in self._pools:
-            yield number, [NULL_BLOCK] * (len(hashes) - 1) + pool.lookup(hashes[-1:])
+    def needed(self, length: int) -> Iterator[tuple[int, int]]:
+        """See `WholeBlocks.needed`."""
+        for number, _ in self._pools:
+            yield number, length - 1
 
     def find_wanted(self, request: Request, num_blocks: int) -> list[int]:
         """Returns `num_blocks`, with how many cached blocks a request begins, and after how many
@@ -352,6 +374,13 @@ class StateBlocks(WholeBlocks):
                 self._fresh.add(hashes[index])
                 for number, pool in self._states:
                     pool.keep(request.blocks[number][index], hashes[index], saved)
+
+    def commit_loaded(self, request: Request) -> None:
+        """See `WholeBlocks.commit_loaded`."""
+        last = request.num_blocks - 1
+        for number, pool in self._states:
+            saved = request.num_blocks * self._block_size
+            pool.keep(request.blocks[number][last], request.block_hashes[last], saved)
 
     def _find_former(self, request: Request, index: int) -> int:
         """Returns behind how many blocks a request has the snapshot that the one of block `index`

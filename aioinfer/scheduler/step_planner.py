@@ -42,6 +42,7 @@ class StepPlanner:
         self._limits = limits
         self._running = running
         self._kv_cache = running.kv_cache
+        self._has_store = self._kv_cache.store is not None
         self._waiting = waiting
         self._features = features
         self._fair_queuing = fair_queuing
@@ -71,6 +72,7 @@ class StepPlanner:
     def _plan(self, step_id: int) -> PlanBuilder:
         builder = self._new_builder(step_id)
         self._running.free_unread()
+        self._end_loads()
         self._kv_cache.publish()
         # a request that was preempted here must not come back before its posted results have
         preempted = self._plan_running(builder)
@@ -250,6 +252,11 @@ class StepPlanner:
             waits = request.is_idle or self._awaits_leader(request, builder.step_id)
             if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
+            elif self._has_store and (found := self._find_stored(request)):
+                if self._kv_cache.is_arriving(request, found[0]):
+                    held_back.append(self._waiting.set_aside())
+                elif not self._begin_load(request, *found):
+                    break
             elif self._kv_cache.computes_state(request):
                 held_back.append(self._waiting.set_aside())
                 num_following += 1
@@ -259,6 +266,33 @@ class StepPlanner:
                 break
         for request in held_back:
             self._waiting.put_back(request)
+
+    def _find_stored(self, request: Request) -> tuple[int, int] | None:
+        """Returns with how many blocks the first waiting request begins if some of them are loaded
+        from the store, and how many tokens need not be computed because of that; None if the store
+        has nothing for it."""
+        if request.num_pending:
+            return None
+        prefix = self._find_prefix(request)
+        length = self._kv_cache.find_stored(request, prefix)
+        return (length, length * self._limits.block_size - prefix.num_tokens) if length else None
+
+    def _begin_load(self, request: Request, length: int, num_tokens: int) -> bool:
+        """Has the store load what the first waiting request lacks of its first `length` blocks,
+        which spares computing `num_tokens` tokens. Returns whether there is room."""
+        if not self._kv_cache.begin_load(request, length):
+            return False
+        self._waiting.begin_load()
+        self._stats.loads += 1
+        self._stats.loaded_tokens += num_tokens
+        return True
+
+    def _end_loads(self) -> None:
+        """Lets the requests whose blocks have been loaded wait for their admission."""
+        store = self._kv_cache.store
+        for request in () if store is None else store.take_loaded():
+            self._kv_cache.end_load(request)
+            self._waiting.end_load(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the plan and later results have the bytes for a request, and where prompts are
@@ -288,11 +322,11 @@ class StepPlanner:
         if any(not use.is_done and use not in request.uses for use in group.awaited):
             return True
         leader = group.leader
-        return (
-            leader is not None
-            and leader.status is RequestStatus.RUNNING
-            and not 0 <= leader.prefill_step < step_id
-        )
+        if leader is None:
+            return False
+        if leader.status is RequestStatus.LOADING:
+            return leader is not request
+        return leader.status is RequestStatus.RUNNING and not 0 <= leader.prefill_step < step_id
 
     def _admit(self, builder: PlanBuilder, request: Request) -> bool:
         """Gives the first waiting request a slot, shared blocks and its first tokens, if its known

@@ -42,6 +42,7 @@ class WaitingQueue:
         num_requests: requests that wait.
         num_tokens: their prompt tokens.
         num_prefill_tokens: their prompt tokens that are not expected in the cache.
+        loading: those whose blocks are being loaded. They count as waiting and are not in the heap.
     """
 
     def __init__(self) -> None:
@@ -50,9 +51,14 @@ class WaitingQueue:
         self.num_prefill_tokens = 0
         self._heap: list[Request] = []
         self._num_ended = 0  # ended requests in the heap
+        self.loading: dict[Request, None] = {}
 
     def __iter__(self) -> Iterator[Request]:
-        """Yields the requests that wait, in no order."""
+        """Yields the requests that wait, in no order, those that are LOADING first."""
+        yield from self.loading
+        yield from self._waiting()
+
+    def _waiting(self) -> Iterator[Request]:
         return (request for request in self._heap if request.status is RequestStatus.WAITING)
 
     def add(self, request: Request) -> None:
@@ -82,6 +88,18 @@ class WaitingQueue:
         """Queues a request that was set aside."""
         heapq.heappush(self._heap, request)
 
+    def begin_load(self) -> None:
+        """Makes the first request LOADING."""
+        request = heapq.heappop(self._heap)
+        request.status = RequestStatus.LOADING
+        self.loading[request] = None
+
+    def end_load(self, request: Request) -> None:
+        """Makes a request that was LOADING wait at its place again."""
+        del self.loading[request]
+        request.status = RequestStatus.WAITING
+        heapq.heappush(self._heap, request)
+
     def pop(self) -> None:
         """Removes the first request, which gets its slot."""
         self._count_out(heapq.heappop(self._heap))
@@ -90,13 +108,16 @@ class WaitingQueue:
     def drop(self, request: Request) -> None:
         """Forgets a waiting request that has ended."""
         self._count_out(request)
+        if request in self.loading:
+            del self.loading[request]
+            return
         self._num_ended += 1
         self._shrink()
 
     def _shrink(self) -> None:
         """Rebuilds the heap if at least half of it has ended."""
         if self._num_ended and 2 * self._num_ended >= len(self._heap):
-            self._heap = list(self)
+            self._heap = list(self._waiting())
             heapq.heapify(self._heap)
             self._num_ended = 0
 
@@ -108,10 +129,13 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the counts agree with the requests, and fewer ended
         requests are kept than waiting ones."""
-        waiting = list(self)
+        waiting = list(self._waiting())
         num_ended = len(self._heap) - len(waiting)
         if num_ended != self._num_ended or num_ended >= max(1, len(waiting)):
             raise IntegrityError("the ended requests in the waiting queue are miscounted")
+        if any(request.status is not RequestStatus.LOADING for request in self.loading):
+            raise IntegrityError("a request that loads nothing counts as one that does")
+        waiting += self.loading
         if len(waiting) != self.num_requests:
             raise IntegrityError("the waiting requests are miscounted")
         if sum(request.prompt_len for request in waiting) != self.num_tokens:

@@ -26,6 +26,7 @@ from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.worker.adjustments import Adjust
+from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.slots import RowTensors, Slots, upload
 from aioinfer.worker.stage_links import StageLinks
 
@@ -45,6 +46,7 @@ class Rank:
         links: to the other stages of a pipeline, if there are any.
         config: the whole configuration.
         drafter: the rank's part of the model that drafts tokens, if there is one.
+        kv: the KV cache.
     """
 
     model: CausalLM
@@ -53,6 +55,7 @@ class Rank:
     config: Config = field(default_factory=lambda: Config(model=ModelConfig(path="")))
 
     drafter: Drafter | None = None
+    kv: KVTensors | None = None
 
     @property
     def uses_kernels(self) -> bool:

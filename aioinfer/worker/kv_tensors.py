@@ -90,6 +90,30 @@ class KVTensors:
         for layers in blocks.split(max(1, _MAX_COPY_BYTES // layer_bytes), dim=1):
             layers.index_copy_(2, targets, layers.index_select(2, sources))
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return self.tensors[0].device
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks of each group."""
+        return tuple(blocks.shape[2] for blocks in self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(blocks.nbytes for blocks in self._blocks)
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group; 0 where the rank has none of its layers."""
+        return tuple(blocks[:, :, 0].nbytes for blocks in self._blocks)
+
+    def block(self, group: int, block: int) -> torch.Tensor:
+        """Returns a view of a block: [parts, layers, ...], not contiguous."""
+        return self._blocks[group][:, :, block]
+
     def zero(self, count: int) -> None:
         """Writes zeros to the first `count` blocks of each group."""
         for blocks in self._blocks:

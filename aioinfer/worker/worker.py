@@ -27,6 +27,7 @@ from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
+from aioinfer.worker.host_blocks import staging_bytes
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
 from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.memory import (
@@ -192,6 +193,8 @@ class Worker:
         )
         if self.device.type != "cpu":
             available -= self._growth_bytes()
+            if config.cache.host_bytes:
+                available -= staging_bytes(self._block_bytes(self._own_groups))
         return LoadReport(
             device=device_name,
             dtype=dtype_text,
@@ -414,7 +417,7 @@ class Worker:
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         self._bind(kv, rows, tokens)
         links = self._peers.link_stages(model.stream_size, self._backend.dtype)
-        rank = Rank(model, slots, links, config, self._drafter)
+        rank = Rank(model, slots, links, config, self._drafter, kv)
         works = StepWorks.load(rank, config.model.features)
         device: Device
         if uses_kernels:

@@ -101,6 +101,11 @@ def _imbalance_of(sums: Callable[..., Any]) -> Callable[[Engine], Value]:
     return _of_experts(find)
 
 
+def _stored_blocks(engine: Engine) -> Value:
+    store = engine.scheduler.kv_cache.store
+    return None if store is None else store.num_blocks
+
+
 def _by_position(engine: Engine) -> Value:
     counts = engine.metrics.counts
     names = {f"{ACCEPTED_AT}0", *(name for name in counts if name.startswith(ACCEPTED_AT))}
@@ -136,6 +141,10 @@ _OF_ENGINES = (
         "Prompt tokens looked up in the prefix cache."),
     Row("vllm:prefix_cache_hits", _COUNTER, lambda e: e.scheduler.stats.prefix_hit,
         "Prompt tokens found in the prefix cache."),
+    Row("vllm:external_prefix_cache_hits", _COUNTER, lambda e: e.scheduler.stats.loaded_tokens,
+        "Tokens that the device lacked and that were loaded from the store of KV."),
+    Row("aioinfer:kv_store_blocks", _GAUGE, _stored_blocks,
+        "KV blocks that memory of the host has, beside those of the device."),
     Row("vllm:prompt_tokens", _COUNTER, _of_metrics("prompt_tokens"),
         "Prompt tokens of requests that got a first token."),
     Row("vllm:generation_tokens", _COUNTER, _of_metrics("generation_tokens"),

@@ -1,0 +1,152 @@
+"""The store of KV behind the pools: which blocks memory of the host has, which of them are on their
+way in either direction, and which requests wait for them.
+
+A block here is one of the device's in the form of bytes: keys and values of `block_size` tokens of
+all layers of a group, or a state. It is found by the same hash as on the device, so that equal
+tokens have one copy, however many requests share them. `KVCacheManager` owns the store; workers
+have the memory, and `features.kv_store` brings transfers to them and tells of their end.
+
+Saving. A block is saved once, soon after it has become full, and not when it leaves the device: its
+next owner would have to wait for the copy. What is written this way is what the model computes, a
+few percent of what a host's link carries, and a preempted request finds its blocks here. The copy
+is posted with a plan behind the one that computes the block, and workers read the block before that
+plan's own rows write anything. A block that is lost on the device before its turn is not saved.
+States are large and superseded soon: of them, the snapshots are saved that a request leaves for
+good (see `snapshots`).
+
+Loading. A request at the head of the queue whose prefix goes on in the store gets device blocks for
+it, and is LOADING: it owns these blocks, and is in no step until workers report that they are
+filled. Then they enter the prefix index, and the request is admitted like any other with a prefix
+hit. So a load that nobody wants any more needs no care: its blocks are free and unknown.
+
+Order. Workers execute the transfers of a plan before its rows, loads before saves, and keep the
+order of all that touch one place of the host or one block of the device. So a place is given to
+another block at once. The least recently used block loses its place. A request uses the blocks of
+its prefix when it is admitted, wherever they were found, and all of its blocks when it ends.
+
+Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.stored_blocks import Move, StoredBlocks
+
+
+class KVStore:
+    """The blocks on the host, by group, and the loads on their way.
+
+    Attributes:
+        groups: the blocks of each group.
+        is_awaited: whether the plan that is being made has nothing but transfers, and its result is
+            to come when loads have ended.
+    """
+
+    def __init__(self, num_places: Sequence[int], tickets: Iterator[int]):
+        """Makes it empty.
+
+        Args:
+            num_places: blocks that the host holds of each group.
+            tickets: numbers of loads, none of which workers have seen.
+        """
+        self.groups = tuple(map(StoredBlocks, num_places))
+        self._tickets = tickets
+        self._loads: list[Move] = []  # for the next plan
+        self._loading: dict[int, Request] = {}
+        self._arriving: dict[bytes, int] = {}  # hash -> ticket of the load that brings its block
+        self._loaded: list[Request] = []
+        self.is_awaited = False
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is on its way."""
+        return bool(self._loading)
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether blocks are to be saved."""
+        return any(group.has_due for group in self.groups)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether loads have not been sent to the workers yet."""
+        return bool(self._loads)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups on the host."""
+        return sum(map(len, self.groups))
+
+    def publish(self) -> None:
+        """See `StoredBlocks.publish`; called before a step is planned."""
+        for group in self.groups:
+            group.publish()
+
+    def load(self, request: Request, wanted: Iterable[tuple[int, int, bytes]]) -> None:
+        """Has the next plan bring blocks of a request: (group, block of the device, hash)."""
+        ticket = next(self._tickets)
+        self._loading[ticket] = request
+        for group, block, block_hash in wanted:
+            stored = self.groups[group]
+            self._loads.append(Move(group, stored.place_of(block_hash), block, ticket))
+            self._arriving[block_hash] = ticket
+
+    def brings(self, block_hash: bytes) -> bool:
+        """Whether a load is on its way that brings a block of a hash."""
+        return block_hash in self._arriving
+
+    def take_loads(self) -> list[Move]:
+        """Returns the loads for the plan that is being made, in the order of their tickets."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_saves(self) -> list[Move]:
+        """Returns the saves for the plan that is being made, behind `take_loads`."""
+        return [move for n, group in enumerate(self.groups) for move in group.take_saves(n)]
+
+    def take_awaited(self) -> list[int]:
+        """Returns the tickets that the result of the plan which is being made waits for."""
+        awaited, self.is_awaited = self.is_awaited, False
+        return list(self._loading) if awaited else []
+
+    def finish(self, ticket: int) -> None:
+        """Notes that workers have filled the blocks of a load, if it is still wanted."""
+        request = self._end(ticket)
+        if request is not None:
+            self._loaded.append(request)
+
+    def take_loaded(self) -> list[Request]:
+        """Returns the requests whose loads have come since the last call."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
+
+    def abandon(self, request: Request) -> None:
+        """Forgets the load of a request that has ended."""
+        for ticket in [t for t, waiting in self._loading.items() if waiting is request]:
+            self._end(ticket)
+            self._loads = [move for move in self._loads if move.ticket != ticket]
+        if request in self._loaded:
+            self._loaded.remove(request)
+
+    def _end(self, ticket: int) -> Request | None:
+        self._arriving = {key: t for key, t in self._arriving.items() if t != ticket}
+        return self._loading.pop(ticket, None)
+
+    def clear(self) -> None:
+        """Forgets all blocks; loads on their way still come."""
+        for group in self.groups:
+            group.clear()
+
+    def check_integrity(
+        self, pools: Sequence[Mapping[bytes, int]], loading: Sequence[Request]
+    ) -> None:
+        """Raises IntegrityError unless the records agree with the prefix index of each group and
+        with the requests that are LOADING."""
+        for group, cached in zip(self.groups, pools, strict=True):
+            group.check_integrity(cached)
+        waited_for = [*self._loading.values(), *self._loaded]
+        if sorted(map(id, waited_for)) != sorted(map(id, loading)):
+            raise IntegrityError("a request waits for no load, or a load has no request")

@@ -1,0 +1,119 @@
+"""The blocks of one KV group that memory of the host has, by their hashes: the place of each, and
+which blocks of the device are to be saved.
+
+`KVStore` has one for each group, and the group's `BlockPool` tells it what becomes known on the
+device and what is lost there. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from aioinfer.errors import IntegrityError
+
+#: A plan brings so many saves of a group, and twice as many as blocks became known since the plan
+#: before: what has piled up becomes less, and no plan has workers copy for long.
+MIN_SAVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A block on its way between the device and the host.
+
+    Attributes:
+        group: of the block.
+        place: on the host.
+        block: on the device.
+        ticket: of the load; -1 for a save.
+    """
+
+    group: int
+    place: int
+    block: int
+    ticket: int = -1
+
+
+class StoredBlocks:
+    """The blocks of one group on the host, and those to be saved there."""
+
+    def __init__(self, num_places: int):
+        self.num_places = num_places
+        self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._free = list(range(num_places - 1, -1, -1))
+        # hash -> block of the device: noted since the last `publish`; and to be saved
+        self._noted: dict[bytes, int] = {}
+        self._due: dict[bytes, int] = {}
+        self._max_saves = MIN_SAVES
+
+    def __contains__(self, block_hash: object) -> bool:
+        """Whether the host has the block of a hash."""
+        return block_hash in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def has_due(self) -> bool:
+        """Whether blocks are to be saved."""
+        return bool(self._due)
+
+    def note(self, block_hash: bytes, block: int) -> None:
+        """Notes that a block of the device has become known by its hash, or was used."""
+        if block_hash in self._places:
+            self._places.move_to_end(block_hash)
+        elif block_hash not in self._due and self.num_places:
+            self._noted[block_hash] = block
+
+    def lose(self, block_hash: bytes) -> None:
+        """Notes that the device does not have the block of a hash any more."""
+        if self._noted.pop(block_hash, None) is None:
+            self._due.pop(block_hash, None)
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Counts the blocks of a prefix as used now, as far as they are here: its head last, since
+        the blocks behind it are of no use without it."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._places:
+                self._places.move_to_end(block_hash)
+
+    def place_of(self, block_hash: bytes) -> int:
+        """Returns where a block is."""
+        return self._places[block_hash]
+
+    def publish(self) -> None:
+        """Makes the blocks that were noted due: by now their plan is posted."""
+        self._max_saves = MIN_SAVES + 2 * len(self._noted)
+        self._due.update(self._noted)
+        self._noted.clear()
+
+    def take_saves(self, group: int) -> Iterator[Move]:
+        """Gives due blocks their places and yields their copies; called once a plan."""
+        for block_hash in list(self._due)[: self._max_saves]:
+            block = self._due.pop(block_hash)
+            if not self._free:
+                self._free.append(self._places.popitem(last=False)[1])
+            place = self._places[block_hash] = self._free.pop()
+            yield Move(group, place, block)
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Forgets blocks: their contents cannot be trusted."""
+        for block_hash in hashes:
+            self.lose(block_hash)
+            place = self._places.pop(block_hash, None)
+            if place is not None:
+                self._free.append(place)
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        self.drop([*self._places, *self._noted, *self._due])
+
+    def check_integrity(self, cached: Mapping[bytes, int]) -> None:
+        """Raises IntegrityError unless every place is free or has one block, and the device has the
+        blocks that are to be saved: `cached` is its prefix index."""
+        if sorted([*self._places.values(), *self._free]) != list(range(self.num_places)):
+            raise IntegrityError("a place of the KV store was lost or given twice")
+        for block_hash, block in (*self._noted.items(), *self._due.items()):
+            if cached.get(block_hash) != block:
+                raise IntegrityError(f"block {block} is to be saved and does not have its hash")

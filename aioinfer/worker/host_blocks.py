@@ -1,0 +1,257 @@
+"""Memory of the host for KV blocks beyond those of the device, and the copies between the two.
+
+A place of that memory has the bytes of one block, all layers one behind the other, so that a block
+crosses the host's link in one piece. On a CPU the copies are made at once. On a GPU they run beside
+the steps, on two streams of their own, through a staging buffer each, from which a kernel spreads
+the block over the layers, or into which it gathers it. Nothing waits on the host.
+
+What has to keep its order, and how (see `GpuCopies`):
+
+- a block is read for a save behind the steps before, and loaded behind them: the streams wait for
+  the stream of the steps when a plan begins;
+- a step that may write a block which is being saved, or read one which is being loaded, waits for
+  that copy. A plan names all blocks that its rows use for the first time, in the growth of block
+  tables and in its copies (`keep_order`); steps that name no such block do not wait;
+- a place is saved to behind the loads from it, and loaded from behind the save to it; likewise a
+  block that is loaded into behind the save from it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from aioinfer.ipc.kv_spec import blocks_in
+from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.memory import report_shortage
+
+#: Bytes of one of the two staging buffers of a GPU, or a block if that is larger.
+_STAGING_BYTES = 32 << 20
+
+
+class BlockCopies(Protocol):
+    """Copies blocks between the device and the host, in the order of the calls."""
+
+    def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
+        """Has the rows of a plan run behind the copies of blocks that they use."""
+
+    def load(self, moves: I32) -> None:
+        """Begins to copy blocks to the device: int32 [L, 4] of `KVMoves.loads`."""
+
+    def save(self, moves: I32) -> None:
+        """Begins to copy blocks to the host: int32 [S, 3] of `KVMoves.saves`."""
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any load has not been returned by `take_ended`."""
+
+    def take_ended(self) -> list[int]:
+        """Returns the tickets of the loads that have ended since the last call. May be called in
+        another thread than the other methods."""
+
+    def await_ended(self) -> list[int]:
+        """The same, once one has ended."""
+
+
+class HostBlocks:
+    """Places for blocks in memory of the host.
+
+    Attributes:
+        groups: uint8 [places, bytes of a block] of each group.
+    """
+
+    def __init__(self, kv: KVTensors, num_places: Sequence[int], *, pinned: bool):
+        """Raises `ConfigError` where memory is too short."""
+        sizes = kv.block_bytes
+        with report_shortage("the KV blocks of the host", "lower cache.host_bytes"):
+            self.groups = [
+                torch.empty(count if size else 0, size, dtype=torch.uint8)
+                for count, size in zip(num_places, sizes, strict=True)
+            ]
+            for memory in self.groups:
+                if pinned and memory.nbytes:
+                    _pin(memory)
+
+    def place(self, group: int, place: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a view of a place in shape and dtype of a block; of a group without layers on
+        this rank, an empty one."""
+        memory = self.groups[group]
+        return memory[place].view(like.dtype).view(like.shape) if like.numel() else like
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pins memory as it is. (torch's own allocator rounds up to a power of two.)"""
+    memory.zero_()  # by several threads: else the driver touches the pages one by one
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        raise RuntimeError(f"cannot allocate memory: pinning {memory.nbytes} bytes fails: {error}")
+
+
+def make_copies(kv: KVTensors, memory: int) -> BlockCopies:
+    """Returns the copies of a rank between its KV cache and `memory` bytes of the host."""
+    counts = blocks_in(memory, kv.num_blocks, kv.nbytes)
+    is_gpu = kv.device.type == "cuda"
+    host = HostBlocks(kv, counts, pinned=is_gpu)
+    return GpuCopies(kv, host) if is_gpu else CpuCopies(kv, host)
+
+
+def staging_bytes(block_bytes: Sequence[int]) -> int:
+    """Returns the bytes that `GpuCopies` take on the device, where the blocks of the groups take
+    `block_bytes`."""
+    return 2 * max(_STAGING_BYTES, *block_bytes)
+
+
+class CpuCopies:
+    """Implements `BlockCopies` at once."""
+
+    def __init__(self, kv: KVTensors, host: HostBlocks):
+        self._kv, self._host = kv, host
+        self._ended: list[int] = []
+
+    def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
+        """See `BlockCopies.keep_order`."""
+
+    def load(self, moves: I32) -> None:
+        """See `BlockCopies.load`."""
+        for group, place, block, ticket in moves.tolist():
+            target = self._kv.block(group, block)
+            target.copy_(self._host.place(group, place, target))
+            if ticket not in self._ended:
+                self._ended.append(ticket)
+
+    def save(self, moves: I32) -> None:
+        """See `BlockCopies.save`."""
+        for group, place, block in moves.tolist():
+            source = self._kv.block(group, block)
+            self._host.place(group, place, source).copy_(source)
+
+    @property
+    def has_loads(self) -> bool:
+        """See `BlockCopies.has_loads`."""
+        return bool(self._ended)
+
+    def take_ended(self) -> list[int]:
+        """See `BlockCopies.take_ended`."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    await_ended = take_ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """Copies that may not have ended.
+
+    Attributes:
+        blocks: of the device, each as `_number`.
+        places: of the host, each as `_number`.
+        end: recorded behind them.
+    """
+
+    blocks: frozenset[int]
+    places: frozenset[int]
+    end: torch.cuda.Event
+
+
+class GpuCopies:
+    """Implements `BlockCopies` beside the steps of a GPU."""
+
+    def __init__(self, kv: KVTensors, host: HostBlocks):
+        self._kv, self._host = kv, host
+        size = staging_bytes(kv.block_bytes) // 2
+        self._staging = torch.empty(2, size, dtype=torch.uint8, device=kv.device)
+        self._loads, self._saves = (torch.cuda.Stream(kv.device) for _ in range(2))
+        self._loading: deque[_Running] = deque()
+        self._saving: deque[_Running] = deque()
+        self._tickets: deque[tuple[int, torch.cuda.Event]] = deque()  # of two threads
+
+    def keep_order(self, plan: StepPlan, max_num_seqs: int) -> None:
+        """See `BlockCopies.keep_order`."""
+        for running in (self._loading, self._saving):
+            while running and running[0].end.query():
+                running.popleft()
+        if not self._loading and not self._saving:
+            return
+        used = _numbers(plan.table_rows // max_num_seqs, plan.table_blocks)
+        used |= _numbers(plan.copy_groups, plan.copy_sources)
+        used |= _numbers(plan.copy_groups, plan.copy_targets)
+        steps = torch.cuda.current_stream()
+        for copies in (*self._loading, *self._saving):
+            if not used.isdisjoint(copies.blocks):
+                steps.wait_event(copies.end)
+
+    def load(self, moves: I32) -> None:
+        """See `BlockCopies.load`."""
+        if not len(moves):
+            return
+        self._loads.wait_stream(torch.cuda.current_stream())
+        blocks, places = _numbers(moves[:, 0], moves[:, 2]), _numbers(moves[:, 0], moves[:, 1])
+        for saves in self._saving:
+            if not blocks.isdisjoint(saves.blocks) or not places.isdisjoint(saves.places):
+                self._loads.wait_event(saves.end)
+        tickets = moves[:, 3]
+        with torch.cuda.stream(self._loads):
+            for ticket in dict.fromkeys(tickets.tolist()):
+                own = moves[tickets == ticket]
+                for group, place, block, _ in own.tolist():
+                    target = self._kv.block(group, block)
+                    staged = self._staged(0, target)
+                    staged.copy_(self._host.place(group, place, target), non_blocking=True)
+                    target.copy_(staged)
+                end = self._loads.record_event()
+                blocks, places = _numbers(own[:, 0], own[:, 2]), _numbers(own[:, 0], own[:, 1])
+                self._loading.append(_Running(frozenset(blocks), frozenset(places), end))
+                self._tickets.append((ticket, end))
+
+    def save(self, moves: I32) -> None:
+        """See `BlockCopies.save`."""
+        if not len(moves):
+            return
+        self._saves.wait_stream(torch.cuda.current_stream())
+        blocks, places = _numbers(moves[:, 0], moves[:, 2]), _numbers(moves[:, 0], moves[:, 1])
+        for loads in self._loading:
+            if not places.isdisjoint(loads.places):
+                self._saves.wait_event(loads.end)
+        with torch.cuda.stream(self._saves):
+            for group, place, block in moves.tolist():
+                source = self._kv.block(group, block)
+                staged = self._staged(1, source)
+                staged.copy_(source)
+                self._host.place(group, place, source).copy_(staged, non_blocking=True)
+            end = self._saves.record_event()
+        self._saving.append(_Running(frozenset(blocks), frozenset(places), end))
+
+    def _staged(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns a staging buffer in shape and dtype of a block. Its stream keeps the order of the
+        copies through it."""
+        return self._staging[buffer, : like.nbytes].view(like.dtype).view(like.shape)
+
+    @property
+    def has_loads(self) -> bool:
+        """See `BlockCopies.has_loads`."""
+        return bool(self._tickets)
+
+    def take_ended(self) -> list[int]:
+        """See `BlockCopies.take_ended`."""
+        ended = []
+        while self._tickets and self._tickets[0][1].query():
+            ended.append(self._tickets.popleft()[0])
+        return ended
+
+    def await_ended(self) -> list[int]:
+        """See `BlockCopies.await_ended`."""
+        if self._tickets:
+            self._tickets[0][1].synchronize()
+        return self.take_ended()
+
+
+def _numbers(groups: I32, blocks: I32) -> set[int]:
+    """Returns pairs of a group and a block, or a place, as one number each."""
+    return set((groups.astype(np.int64) << 32 | blocks.astype(np.int64)).tolist())

@@ -1,0 +1,158 @@
+"""The store of KV, end to end: conversations whose blocks have left the device go on with the text
+that they would have had, greedy and sampled, whatever the layers keep and however ranks divide
+them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.errors import ConfigError
+from tests.disturbance import worker_pids
+from tests.tiny_models import tiny_model
+
+extended = pytest.mark.extended
+NEW_TOKENS, TURNS = 12, 3
+RNG = random.Random(5)
+#: Each is longer than a third of the blocks of the device.
+PROMPTS = [[RNG.randrange(3, 200) for _ in range(RNG.randint(40, 60))] for _ in range(5)]
+SETTINGS: dict[str, Any] = {
+    "model.dtype": "float32",
+    "model.skip_tokenizer": True,
+    "model.max_model_len": 160,
+    "parallel.executor": "inline",
+    "parallel.device": "cpu",
+    "parallel.cpu_threads": 1,
+    "cache.block_size": 4,
+    "cache.num_blocks": 48,
+    "scheduler.max_num_seqs": 4,
+    "scheduler.max_num_batched_tokens": 64,
+}
+STORE = {"cache.host_bytes": 2**24}
+WINDOWS = {
+    "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all tokens": ("qwen3", {}),
+    "windows": ("qwen2", WINDOWS),
+    "latents": ("deepseek_v3", {}),
+    "states": ("qwen3_next", {}),
+    "states alone": ("lfm2", {"layer_types": ["conv", "conv"], "full_attn_idxs": []}),
+}
+
+
+def converse(folder: Path, params: SamplingParams, **settings: Any) -> tuple[list[Any], LLM]:
+    """Returns the answers of several conversations, which take their turns one after the other, and
+    all at once at last; and the closed model."""
+    answers: list[Any] = []
+    with LLM(str(folder), settings=SETTINGS | settings, progress=False) as llm:
+        prompts = [list(prompt) for prompt in PROMPTS]
+        for _ in range(TURNS):
+            for prompt in prompts:
+                (output,) = llm.generate([prompt], params)
+                answers.append(list(output.outputs[0].token_ids))
+                prompt += [*answers[-1], 7, 11]
+        answers += [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params)]
+        for engine in llm.frontend.engines:
+            engine.scheduler.check_integrity()
+    return answers, llm
+
+
+def check(folder: Path, params: SamplingParams, **settings: Any) -> None:
+    """Texts with and without the store are equal, and it brings most of the prompts."""
+    expected, _ = converse(folder, params, **settings)
+    answers, llm = converse(folder, params, **settings | STORE)
+    assert answers == expected
+    assert len(set(map(tuple, answers))) >= len(answers) - TURNS
+    stats = llm.frontend.engines[0].scheduler.stats
+    later = sum(len(prompt) for prompt in PROMPTS) * TURNS
+    assert stats.loaded_tokens > later / 2, "prompts of all turns but the first"
+
+
+def params_of(temperature: float) -> SamplingParams:
+    return SamplingParams(
+        temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, seed=3
+    )  # fmt: skip
+
+
+def model_of(kind: str, folder: Path) -> Path:
+    family, fields = MODELS[kind]
+    return tiny_model(family, folder / "model", vocab_size=200, **fields)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["windows", *(pytest.param(name, marks=extended) for name in MODELS if name != "windows")],
+)
+def test_texts_are_the_same_with_the_store(kind: str, tmp_path: Path) -> None:
+    folder = model_of(kind, tmp_path)
+    for temperature in (0.0, 1.0):
+        check(folder, params_of(temperature))
+
+
+@extended
+def test_a_cache_in_float8(tmp_path: Path) -> None:
+    settings = {"cache.dtype": "fp8", "cache.scales": "calibrated"}
+    check(model_of("windows", tmp_path), params_of(0.0), **settings)
+
+
+@extended
+@pytest.mark.parametrize("kind", ["windows", "states"])
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_each_rank_has_its_own_part(kind: str, way: str, tmp_path: Path) -> None:
+    settings = {"parallel.executor": "multiprocess", f"parallel.{way}_parallel_size": 2}
+    check(model_of(kind, tmp_path), params_of(0.0), **settings)
+
+
+@extended
+def test_drafted_tokens(tmp_path: Path) -> None:
+    settings = {"speculation.method": "ngram", "speculation.max_draft_tokens": 3}
+    check(model_of("all tokens", tmp_path), params_of(0.0), **settings)
+
+
+@extended
+@pytest.mark.parametrize("kind", ["all tokens", "states"])
+def test_preempted_requests_are_swapped_in(kind: str, tmp_path: Path) -> None:
+    folder, found = model_of(kind, tmp_path), []
+    for store in ({}, STORE):
+        settings = SETTINGS | store | {"cache.num_blocks": 40}
+        with LLM(str(folder), settings=settings, progress=False) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+            outputs = llm.generate(PROMPTS, params)
+            stats = llm.frontend.engines[0].scheduler.stats
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+        assert stats.preemptions > 0
+    assert found[0] == found[1]
+    assert stats.loads > 0
+
+
+@extended
+def test_workers_that_are_lost_take_the_store_with_them(tmp_path: Path) -> None:
+    folder = model_of("all tokens", tmp_path)
+    settings = SETTINGS | STORE | {
+        "parallel.executor": "multiprocess", "parallel.restart_workers": 3
+    }  # fmt: skip
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        first = llm.generate(PROMPTS, params_of(0.0))
+        for pid in worker_pids():
+            os.kill(pid, signal.SIGKILL)
+        again = llm.generate(PROMPTS, params_of(0.0))
+        engine = llm.frontend.engines[0]
+        assert engine.metrics.restarts == 1
+        engine.scheduler.check_integrity()
+    texts = [[list(o.outputs[0].token_ids) for o in outputs] for outputs in (first, again)]
+    assert texts[0] == texts[1]
+
+
+def test_memory_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lower cache\.host_bytes"):
+        LLM(
+            str(model_of("all tokens", tmp_path)), progress=False,
+            settings=SETTINGS | {"cache.host_bytes": 2**62},
+        )  # fmt: skip

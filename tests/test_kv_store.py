@@ -1,0 +1,264 @@
+"""The store of KV behind the pools: what is saved and loaded, and that a LOADING request owns its
+blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from aioinfer.errors import IntegrityError
+from aioinfer.ipc.kv_spec import KVGroup, blocks_in
+from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
+from aioinfer.scheduler.stored_blocks import MIN_SAVES, StoredBlocks
+from tests.test_scheduler import FULL, STATES, Harness, assert_complete, make_request, windowed
+
+GROUPS = [(FULL,), (FULL, windowed(6)), (FULL, *STATES), STATES]
+
+
+def make_harness(groups: tuple[KVGroup, ...] = (FULL,), **limits: object) -> Harness:
+    """Blocks of 4 tokens; the device has room for a request of 60 tokens, the host for many."""
+    blocks = 4 if groups == STATES else 18
+    given = {"num_blocks": blocks, "num_stored": (200,) * len(groups)} | limits
+    return Harness(groups=groups, **given)
+
+
+def prompt_of(number: int, length: int = 40) -> list[int]:
+    return [(number * 7 + n * 3) % 41 for n in range(length)]
+
+
+def run(harness: Harness, *requests: Request) -> None:
+    harness.add(*requests)
+    harness.run()
+    for request in requests:
+        assert_complete(request)
+
+
+def displace(harness: Harness, count: int = 3) -> None:
+    """Has other requests take all blocks of the device."""
+    for number in range(count):
+        run(harness, make_request(f"other {number}", prompt_of(20 + number, 60), 8))
+
+
+# ---------------------------------------------------------------- what is found
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_conversation_goes_on_with_blocks_of_the_host(groups: tuple[KVGroup, ...]) -> None:
+    harness = make_harness(groups)
+    first = make_request("first", prompt_of(0), 11)
+    run(harness, first)
+    displace(harness)
+    assert harness.scheduler.kv_cache.count_cached(first.block_hashes) == 0
+    second = make_request("second", [*first.tokens, *prompt_of(1, 9)], 5)
+    run(harness, second)
+    assert second.num_cached == 48, "the keys of 50 of 51 tokens were computed"
+    assert harness.worker.num_loads > 0
+    assert harness.scheduler.stats.loaded_tokens == 48
+
+
+def test_without_places_nothing_is_sent() -> None:
+    harness = make_harness(num_stored=())
+    run(harness, make_request("first", prompt_of(0), 11))
+    displace(harness)
+    run(harness, again := make_request("again", prompt_of(0), 11))
+    assert again.num_cached == 0
+    assert harness.worker.num_saves == harness.worker.num_loads == 0
+
+
+def test_blocks_of_the_device_are_shared_and_the_others_loaded() -> None:
+    harness = make_harness(num_blocks=40)
+    run(harness, make_request("first", prompt_of(0, 60), 4))
+    displace(harness, 2)  # the ends of prompts leave first
+    cached = harness.scheduler.kv_cache.leading_pool.count_cached(
+        make_request_hashes(harness, prompt_of(0, 60))
+    )
+    assert 0 < cached < 14
+    run(harness, again := make_request("again", prompt_of(0, 60), 4))
+    assert again.num_cached == 56
+    assert harness.worker.num_loads == 14 - cached
+
+
+def make_request_hashes(harness: Harness, prompt: list[int]) -> list[bytes]:
+    request = make_request("asks", prompt, 1)
+    harness.scheduler.kv_cache.find_prefix(request)
+    return request.block_hashes
+
+
+def test_a_block_is_saved_once_and_the_least_used_loses_its_place() -> None:
+    harness = make_harness(num_stored=(20,))
+    for _ in range(3):
+        run(harness, make_request("again", prompt_of(0), 4))
+    assert harness.worker.num_saves == 10
+    run(harness, make_request("other", prompt_of(1, 60), 4))
+    stored = harness.scheduler.kv_cache.store.groups[0]
+    assert len(stored) == 20
+    assert [h in stored for h in make_request_hashes(harness, prompt_of(0))] == [True] * 5 + (
+        [False] * 5
+    ), "the head of a prefix stays longest"
+
+
+def test_a_hit_on_the_device_counts_as_use_of_the_host() -> None:
+    harness = make_harness(num_stored=(20,), num_blocks=40)
+    run(harness, make_request("first", prompt_of(0, 17), 4))
+    for number in range(1, 6):
+        run(harness, make_request("again", prompt_of(0, 17), 1))
+        run(harness, make_request("other", prompt_of(number, 24), 4))
+    stored = harness.scheduler.kv_cache.store.groups[0]
+    assert all(h in stored for h in make_request_hashes(harness, prompt_of(0, 17))[:4])
+
+
+def test_cleared_caches_find_nothing() -> None:
+    harness = make_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    harness.scheduler.kv_cache.reset_prefix_cache()
+    run(harness, again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached == 0
+
+
+# ---------------------------------------------------------------- LOADING
+
+
+def begin_load(harness: Harness, load_steps: int) -> tuple[Request, Request]:
+    """Returns a request that decodes and one that is LOADING beside it."""
+    run(harness, make_request("first", prompt_of(0), 4))
+    displace(harness)
+    harness.worker.load_steps = lambda: load_steps
+    decoding, loading = make_request("decodes", [1, 2], 28), make_request("loads", prompt_of(0), 4)
+    harness.add(decoding)
+    harness.step()
+    harness.add(loading)
+    harness.step()
+    assert loading.status is RequestStatus.LOADING
+    return decoding, loading
+
+
+def test_others_decode_while_a_request_loads() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 6)
+    before = decoding.num_output
+    assert loading.blocks, "it owns its blocks"
+    while loading.status is RequestStatus.LOADING:
+        harness.step()
+    assert decoding.num_output - before >= 6
+    harness.run()
+    assert loading.num_cached == 36
+    assert_complete(decoding)
+    assert_complete(loading)
+
+
+def test_the_last_load_is_waited_for_when_nothing_else_runs() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 1000)
+    harness.scheduler.finish(decoding, "abort")
+    harness.run(200)
+    assert_complete(loading)
+
+
+def test_a_request_may_end_while_it_loads() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 6)
+    harness.scheduler.finish(loading, "abort")
+    assert not loading.blocks
+    harness.scheduler.check_integrity()
+    run(harness, again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached == 36
+    assert_complete(decoding)
+
+
+def test_a_second_request_of_the_same_prefix_shares_the_load() -> None:
+    harness = make_harness()
+    _, loading = begin_load(harness, 6)
+    harness.add(second := make_request("second", prompt_of(0), 4, seed=1))
+    harness.run()
+    assert harness.worker.num_loads == 9
+    assert_complete(loading)
+    assert_complete(second)
+    assert second.num_cached == 36
+
+
+def test_the_workers_may_be_lost_while_a_request_loads() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 6)
+    harness.restart()
+    assert loading.status is RequestStatus.WAITING
+    harness.run()
+    assert loading.num_cached == 0, "the host's memory is the worker's"
+    assert_complete(decoding)
+    assert_complete(loading)
+
+
+def test_siblings_wait_for_the_leader_that_loads() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 1)
+    harness.scheduler.finish(loading, "abort")
+    group = ForkGroup()
+    siblings = [make_request(f"{n}", prompt_of(0), 4, seed=n, group=group) for n in range(3)]
+    harness.add(*siblings)
+    harness.run()
+    for request in (*siblings, decoding):
+        assert_complete(request)
+    assert {request.num_cached for request in siblings} == {36, 39}
+
+
+# ---------------------------------------------------------------- preemption
+
+
+@pytest.mark.parametrize("groups", GROUPS[:3])
+def test_a_preempted_request_is_swapped_in(groups: tuple[KVGroup, ...]) -> None:
+    """Its blocks are on the host by then, those of output included: only the tokens behind its last
+    full block are computed again."""
+    harness = make_harness(groups, by_priority=True)
+    first = make_request("first", prompt_of(0, 20), 44)
+    second = make_request("second", prompt_of(1, 20), 30, priority=1)
+    harness.add(first, second)
+    while not second.num_preemptions:
+        harness.step()
+    known = len(second.tokens)
+    assert second.num_output >= 10
+    while second.status is not RequestStatus.RUNNING:
+        harness.step()
+    assert harness.scheduler.stats.loads == 1
+    assert second.num_computed >= known - 4
+    harness.run()
+    assert_complete(first)
+    assert_complete(second)
+
+
+# ---------------------------------------------------------------- the records
+
+
+def test_saves_are_spread_over_plans() -> None:
+    stored = StoredBlocks(100)
+    for number in range(40):
+        stored.note(b"%d" % number, number)
+    assert not stored.has_due, "the step that computes them is not posted"
+    stored.publish()
+    assert len(list(stored.take_saves(0))) == 40
+    for number in range(40, 60):
+        stored.note(b"%d" % number, number)
+    stored.publish()
+    stored.lose(b"41")
+    stored.publish()
+    moves = list(stored.take_saves(0))
+    assert [move.block for move in moves] == [40, *range(42, 42 + MIN_SAVES - 1)]
+
+
+def test_a_lost_place_is_found() -> None:
+    harness = make_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    stored = harness.scheduler.kv_cache.store.groups[0]
+    stored._free.pop()
+    with pytest.raises(IntegrityError, match="a place of the KV store"):
+        harness.scheduler.check_integrity()
+
+
+def test_a_request_that_waits_for_no_load_is_found() -> None:
+    harness = make_harness()
+    _, loading = begin_load(harness, 6)
+    harness.scheduler.kv_cache.store.abandon(loading)
+    with pytest.raises(IntegrityError, match="waits for no load"):
+        harness.scheduler.check_integrity()
+
+
+def test_the_host_is_divided_like_the_device() -> None:
+    assert blocks_in(0, (10, 4), 100) == ()
+    assert blocks_in(250, (10, 4), 100) == (25, 10)
