@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from aioinfer.kernels.attention_tiles import softmax_step
+from aioinfer.kernels.attention_tiles import softmax_weights
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _find_text(query_starts, num_texts, index, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_texts"], do_not_specialize_on_alignment=["query_starts"])
 def _attention_kernel(
-    qkv, qkv_stride, out, query_starts, num_texts, scale, HEADS: tl.constexpr,
+    qkv, qkv_stride, out, query_starts, num_texts, scale, biases, bias_stride, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,14 @@ def _attention_kernel(
         if REACH > 0:
             distance = row[:, None] - column[None, :]
             visible = visible & (distance <= REACH) & (distance >= -REACH)
-        m, l, acc = softmax_step(query, key, value, visible, None, m, l, acc, scale, None, None)
+        s = tl.dot(query, key, input_precision="ieee") * scale
+        if biases is not None:
+            distance = column[None, :] - row[:, None]
+            of_head = biases + head * bias_stride + bias_stride // 2
+            s += tl.load(of_head + distance, visible & (row < length)[:, None], 0.0)
+        p, m, old = softmax_weights(s, visible, None, m, None, None)
+        acc = tl.dot(p.to(query.dtype), value, acc * old[:, None], input_precision="ieee")
+        l = l * old + tl.sum(p, axis=1)
     attended = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     place = out + line[:, None] * (HEADS * SIZE) + head * SIZE + d[None, :]
     tl.store(place, attended.to(out.dtype.element_ty), own)
@@ -86,6 +93,7 @@ def bidirectional_attention(
     head_size: int,
     scale: float,
     reach: int = 0,
+    biases: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns attention [T, num_heads * head_size] within each of R texts.
 
@@ -95,14 +103,19 @@ def bidirectional_attention(
         query_starts: int32 [R + 1], the first token of each text, and T.
         scale: of the scores.
         reach: how far behind or before a token the tokens are that it attends to; 0: any distance.
+        biases: float32 [num_heads, 2 * N - 1], contiguous, added to scaled scores in base 2 (which
+            are multiplied by log2(e)): entry N - 1 + d of a head where the key is d tokens behind
+            the query, for texts of up to N tokens; or none.
     """
     tokens, texts, size = len(qkv), len(query_starts) - 1, head_size
     out = torch.empty(tokens, num_heads * size, dtype=qkv.dtype, device=qkv.device)
     is_wide = qkv.element_size() == 4 or size > 128
     rows, tile = (32, 32) if is_wide else (128, 64)
+    bias_stride = 0 if biases is None else biases.stride(0)
     _attention_kernel[(tokens // rows + texts, num_heads)](
-        qkv, qkv.stride(0), out, query_starts, texts, scale * _LOG2_E, HEADS=num_heads,
-        KV_HEADS=num_kv_heads, SIZE=size, PAD=triton.next_power_of_2(size), ROWS=rows, TILE=tile,
-        REACH=reach, num_warps=4 if is_wide or size <= 64 else 8, num_stages=2 if is_wide else 3,
+        qkv, qkv.stride(0), out, query_starts, texts, scale * LOG2_E, biases, bias_stride,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, PAD=triton.next_power_of_2(size),
+        ROWS=rows, TILE=tile, REACH=reach, num_warps=4 if is_wide or size <= 64 else 8,
+        num_stages=2 if is_wide else 3,
     )  # fmt: skip
     return out

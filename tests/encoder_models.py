@@ -14,11 +14,12 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPI
 from tests.tiny_models import randomize
 
 #: As transformers names types of models.
-FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "modernbert")
+FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert")
 _FIELDS: dict[str, dict[str, Any]] = {
     "roberta": {"pad_token_id": 1, "max_position_embeddings": 514, "type_vocab_size": 1},
     "xlm-roberta": {"pad_token_id": 1, "max_position_embeddings": 514, "type_vocab_size": 1},
     "camembert": {"pad_token_id": 1, "max_position_embeddings": 514, "type_vocab_size": 1},
+    "mpnet": {"pad_token_id": 1, "max_position_embeddings": 514},
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_heads": 8, "n_layers": 2},
     "modernbert": {
         "num_hidden_layers": 3,

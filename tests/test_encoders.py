@@ -111,7 +111,7 @@ def test_token_types(tmp_path: Path) -> None:
 
 def test_two_ranks_share_an_encoder(tmp_path: Path) -> None:
     folders = []
-    for family in ("bert", "modernbert"):
+    for family in ("bert", "mpnet", "modernbert"):
         folders.append(tmp_path / family)
         tiny_encoder(family, folders[-1])
     scratch = tmp_path / "ranks"

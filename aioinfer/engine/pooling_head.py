@@ -191,6 +191,7 @@ _HEADS: Mapping[str, Callable[[_Tensors, Mapping[str, Any]], _Layers]] = {
     "Roberta": _read_roberta_head,
     "XLMRoberta": _read_roberta_head,
     "Camembert": _read_roberta_head,
+    "MPNet": _read_roberta_head,
     "DistilBert": _read_distilbert_head,
     "ModernBert": _read_modernbert_head,
 }

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from aioinfer.layers.attention import head_shards
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from aioinfer.layers.norm import Norm
@@ -57,6 +58,7 @@ class BidirectionalAttention(Mixer):
         output: the output projection.
         rotary: the table of angles; None for queries and keys that are not rotated.
         norm: of the residual stream before the projection, or none.
+        distance_bias: of the scores, or none.
         backend: of the rank.
     """
 
@@ -71,11 +73,14 @@ class BidirectionalAttention(Mixer):
         output: RowParallelLinear,
         rotary: RotaryTable | None,
         norm: Norm | None,
+        distance_bias: DistanceBias | None,
         backend: Backend,
     ):
         self.shape = shape
         self.qkv, self.output = qkv, output
         self._rotary, self._norm, self._backend = rotary, norm, backend
+        self._distance_bias = distance_bias
+        self._biases: torch.Tensor | None = None
 
     @property
     def kv_specs(self) -> tuple[()]:
@@ -110,12 +115,14 @@ class BidirectionalAttention(Mixer):
         self.output.add_to(stream, attend(qkv, step))
 
     def _attend_with_kernel(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        from aioinfer.kernels.bidirectional_attention import bidirectional_attention
+        from aioinfer.kernels.bidirectional_attention import LOG2_E, bidirectional_attention
 
+        if self._distance_bias is not None and self._biases is None:
+            self._biases = self._distance_bias.table * LOG2_E
         heads, size = self.shape.num_heads, self.shape.head_size
         return bidirectional_attention(
             qkv, step.inputs.query_starts, num_heads=heads, num_kv_heads=heads, head_size=size,
-            scale=size**-0.5, reach=self.shape.reach or 0,
+            scale=size**-0.5, reach=self.shape.reach or 0, biases=self._biases,
         )  # fmt: skip
 
     def _attend_in_torch(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
@@ -137,9 +144,13 @@ class BidirectionalAttention(Mixer):
         return out
 
     def _mask(self, length: int, step: Step) -> torch.Tensor | None:
-        """Returns which tokens of a text of so many tokens attend to which: bool [length, length];
-        None for all to all."""
-        reach = self.shape.reach
+        """Returns which tokens of a text of so many tokens attend to which: bool [length, length],
+        or what is added to their scores: [num_heads, length, length]; None for all to all."""
+        reach, bias = self.shape.reach, self._distance_bias
+        if bias is not None:
+            if (bias, length) not in step.memo:
+                step.memo[bias, length] = bias.of_length(length)
+            return step.memo[bias, length]
         if reach is None or length <= reach + 1:
             return None
         key = BidirectionalAttention, reach, length
@@ -198,7 +209,7 @@ def make_bidirectional_attention(
     make: PartMaker, name: str, *, num_heads: int, head_size: int, norm: Norm | None = None,
     rope: RopeConfig | None = None, reach: int | None = None, bias: bool = True,
     projections: tuple[str, str, str, str] = ("query", "key", "value", "output"),
-    merged: str | None = None,
+    merged: str | None = None, distance_bias: DistanceBias | None = None,
 ) -> BidirectionalAttention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -210,6 +221,7 @@ def make_bidirectional_attention(
         bias: of all projections.
         projections: the modules of queries, keys, values and output.
         merged: the module that holds queries, then keys, then values, if one does.
+        distance_bias: of the scores, or none.
     """
     heads, _ = head_shards(num_heads, num_heads, make.backend.group)
     channels = heads.times(head_size)
@@ -220,5 +232,15 @@ def make_bidirectional_attention(
         make.row(f"{name}.{projections[3]}", channels, bias=bias),
         None if rope is None else make.rotary(rope, head_size),
         norm,
+        distance_bias,
         make.backend,
     )
+
+
+def make_distance_bias(
+    make: PartMaker, name: str, *, num_buckets: int, num_heads: int, max_len: int
+) -> DistanceBias:
+    """Returns the bias of the checkpoint module `name`, for heads and texts of all ranks together;
+    arguments as in `DistanceBias`."""
+    heads, _ = head_shards(num_heads, num_heads, make.backend.group)
+    return make.keep(DistanceBias(name, num_buckets, heads, max_len, make.backend))

@@ -19,7 +19,10 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.bidirectional_attention import make_bidirectional_attention
+from aioinfer.layers.bidirectional_attention import (
+    make_bidirectional_attention,
+    make_distance_bias,
+)
 from aioinfer.layers.convolution import make_short_convolution
 from aioinfer.layers.delta_net import make_gated_delta_net, make_kimi_delta_attention
 from aioinfer.layers.expert_adapters import ExpertAdapters, ExpertProduct
@@ -403,6 +406,7 @@ class LayerMaker(PartMaker):
     # functions, which take the maker as their first parameter
     attention = make_attention
     bidirectional_attention = make_bidirectional_attention
+    distance_bias = make_distance_bias
     shared_attention = make_shared_attention
     per_layer_embedding = make_per_layer_embedding
     per_layer_input = make_per_layer_input

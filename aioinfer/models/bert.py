@@ -1,5 +1,6 @@
 """BERT (Devlin et al. 2018) and the encoders that differ from it in names and positions: RoBERTa
-(Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2019) and DistilBERT (Sanh et al. 2019)."""
+(Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2019), DistilBERT (Sanh et al. 2019) and MPNet (Song
+et al. 2020), whose attention also has a bias by distance."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.layer import Layer
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.stream_norm import StreamNorm
@@ -31,6 +33,9 @@ _BERT = _Names(
     "encoder.layer", "attention", ("self.query", "self.key", "self.value", "output.dense"),
     "attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm",
 )  # fmt: skip
+_MPNET = _BERT._replace(
+    projections=("attn.q", "attn.k", "attn.v", "attn.o"), attention_norm="attention.LayerNorm"
+)
 _DISTILBERT = _Names(
     "transformer.layer", "attention", ("q_lin", "k_lin", "v_lin", "out_lin"), "sa_layer_norm",
     "ffn.lin1", "ffn.lin2", "output_layer_norm",
@@ -94,19 +99,35 @@ class DistilBertConfig(BertConfig):
         return {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MPNetConfig(RobertaConfig):
+    """MPNet's configuration. `num_buckets`: of distances."""
+
+    num_buckets: int
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the number of buckets; there are no token types."""
+        fields = super(MPNetConfig, cls).own_fields(config)
+        buckets = config.get("relative_attention_num_buckets", 32)
+        if not isinstance(buckets, int) or buckets < 4:
+            raise ConfigError(f"relative_attention_num_buckets {buckets!r} is not supported")
+        return {**fields, "num_token_types": 0, "num_buckets": buckets}
+
+
 class BertModel(EncoderModel):
     """Attention and an MLP, each with the norm of the stream behind it."""
 
     names = _BERT
 
     def __init__(self, config: BertConfig, make: LayerMaker):
-        names = self.names
+        names, bias = self.names, self.make_bias(config, make)
 
         def layer(number: int) -> Layer:
             name = f"{names.layers}.{number}"
             attention = make.bidirectional_attention(
                 f"{name}.{names.attention}", num_heads=config.num_heads,
-                head_size=config.head_size, projections=names.projections,
+                head_size=config.head_size, projections=names.projections, distance_bias=bias,
             )  # fmt: skip
             behind = StreamNorm(make.layer_norm(f"{name}.{names.attention_norm}"))
             up, down = f"{name}.{names.up}", f"{name}.{names.down}"
@@ -126,6 +147,23 @@ class BertModel(EncoderModel):
             types = make.positions(name, config.num_token_types)
         super().__init__(config, make, layer, EncoderEmbedding(words, norm, positions, types))
 
+    def make_bias(self, config: Any, make: LayerMaker) -> DistanceBias | None:
+        """Returns the bias of attention by distance, if the family has one."""
+        return None
+
+
+class MPNetModel(BertModel):
+    """BERT with a bias of attention by distance."""
+
+    names = _MPNET
+
+    def make_bias(self, config: MPNetConfig, make: LayerMaker) -> DistanceBias:
+        """See `BertModel.make_bias`."""
+        return make.distance_bias(
+            "encoder.relative_attention_bias", num_buckets=config.num_buckets,
+            num_heads=config.num_heads, max_len=config.max_len,
+        )  # fmt: skip
+
 
 class DistilBertModel(BertModel):
     """BERT under other names."""
@@ -139,6 +177,7 @@ _KINDS: Mapping[str, tuple[type[BertConfig], type[BertModel]]] = {
     "Roberta": (RobertaConfig, BertModel),
     "XLMRoberta": (RobertaConfig, BertModel),
     "Camembert": (RobertaConfig, BertModel),
+    "MPNet": (MPNetConfig, MPNetModel),
     "DistilBert": (DistilBertConfig, DistilBertModel),
 }
 FAMILIES = {f"{kind}{head}": classes for kind, classes in _KINDS.items() for head in _HEADS}

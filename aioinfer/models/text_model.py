@@ -57,7 +57,7 @@ _PREFIXES = (
 )  # fmt: skip
 #: The prefix of an encoder in a checkpoint with a head; "model." is that of ModernBERT alone.
 _ENCODER = re.compile(
-    r"(bert|roberta|distilbert)\.|model\.(?=layers\.\d+\.(attn\.W|mlp\.W|attn_norm|mlp_norm)"
+    r"(bert|roberta|distilbert|mpnet)\.|model\.(?=layers\.\d+\.(attn\.W|mlp\.W|attn_norm|mlp_norm)"
     r"|embeddings\.(tok_embeddings|norm)\.|final_norm\.)"
 )
 #: Ends of the names of a LayerNorm's parameters in the first checkpoints of BERT.

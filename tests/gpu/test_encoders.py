@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"num_attention_heads": 4}),
     "bert with heads of 32": ("bert", {"num_attention_heads": 8}),
     "xlm-roberta": ("xlm-roberta", {"num_attention_heads": 4}),
+    "mpnet": ("mpnet", {"num_attention_heads": 4}),
     "modernbert": ("modernbert", {"num_attention_heads": 4, "local_attention": 64}),
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.06}
