@@ -15,6 +15,7 @@ from aioinfer.engine.beam_search import Beam
 from aioinfer.features.masks.planning import Constrained
 from aioinfer.features.speculation.acceptance import Acceptance
 from aioinfer.features.speculation.costs import SIZES, StepCosts
+from aioinfer.features.speculation.matches import LONG, NONE
 from aioinfer.features.speculation.planning import Planning
 from aioinfer.scheduler.request import Request
 from tests.test_scheduler import make_request
@@ -81,6 +82,12 @@ def make_planning(measured=(), method: str = "ngram") -> Planning:
         scheduler=lambda: SimpleNamespace(limits=limits), metrics=Metrics(), config=config
     )
     return Planning(host)
+
+
+def enter(planning: Planning, request: Request, acceptance: Acceptance) -> None:
+    """Makes what is known of a request's drafts this."""
+    known = planning._known(request)
+    known.acceptance = [acceptance for _ in known.acceptance]
 
 
 class Simulation:
@@ -203,7 +210,8 @@ def test_each_request_has_the_drafts_that_it_deserves() -> None:
     planning = make_planning(start_times(memory_bound))
     good, bad, beam = (make_request(name, [1], 9) for name in "abc")
     beam.uses = (Beam(None),)
-    good.lookahead_state, bad.lookahead_state = Acceptance(0.9, 0.9), Acceptance(0.001, 0.1)
+    enter(planning, good, Acceptance(0.9, 0.9))
+    enter(planning, bad, Acceptance(0.001, 0.1))
     assert planning.lookahead([good, bad, beam]) == {good: MOST}
 
 
@@ -215,10 +223,27 @@ def test_a_constrained_request_has_drafts_that_the_engine_can_find(
     plain, constrained = requests = [make_request(name, [1], 9) for name in "ab"]
     constrained.uses = (Constrained(None),)
     for request in requests:
-        request.lookahead_state = Acceptance(0.9, 0.9)
+        enter(planning, request, Acceptance(0.9, 0.9))
     planning.lookahead([plain])  # of a drafter the first step has no drafts yet
     expected = [plain, constrained] if has_drafts else [plain]
     assert planning.lookahead(requests) == dict.fromkeys(expected, MOST)
+
+
+def test_a_text_that_begins_to_repeat_itself_has_drafts_at_once() -> None:
+    """Where requests whose end stood earlier in the text kept theirs, and others kept none."""
+    planning = make_planning(start_times(of_cpu))
+    request = make_request("a", [1, 2, 3, 4, 5, 6], 999)
+    planning.means[NONE], planning.means[LONG] = Acceptance(0.01, 0.5), Acceptance(0.8, 0.9)
+    enter(planning, request, Acceptance(0.01, 0.5))
+    planning._known(request).acceptance[LONG] = Acceptance(0.8, 0.9)
+    planning.lookahead([request])  # a probe
+    for token in (7, 8, 1, 2, 3):
+        assert planning.lookahead([request]) is None, token
+        request.tokens.append(token)
+    request.tokens.append(4)
+    assert planning.lookahead([request]) == {request: MOST}
+    request.tokens.append(9)
+    assert planning.lookahead([request]) is None
 
 
 def test_the_engine_finds_the_drafts_of_the_workers() -> None:
@@ -307,7 +332,7 @@ def test_a_probe_of_a_drafter_waits_for_its_drafts() -> None:
     """A step that looks ahead without drafts makes those that the next one verifies."""
     planning = make_planning(start_times(of_cpu), method="draft")
     requests = [make_request("a", [1], 9)]
-    requests[0].lookahead_state = Acceptance(0.01, 0.1)
+    enter(planning, requests[0], Acceptance(0.01, 0.1))
     asked = [planning.lookahead(requests) for _ in range(4)]
     assert {} in asked
     assert asked[asked.index({}) + 1] == {requests[0]: 1}

@@ -27,6 +27,7 @@ import numpy as np
 from aioinfer.features.host import Host
 from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
+from aioinfer.features.speculation.matches import LONG, NONE, Matches
 from aioinfer.features.speculation.ngram import find_drafts
 from aioinfer.features.speculation.prediction import Predicted
 from aioinfer.features.speculation.sections import PredictedTexts
@@ -56,12 +57,33 @@ ACCEPTED_AT = "spec_accepted_at_"
 _first = itemgetter(0)
 
 
+class _Requested:
+    """What is known of the drafts of one request.
+
+    Attributes:
+        acceptance: by how long the match of its text is, where drafts are matches.
+        match: how long it is; before: how long it was when the step before was planned.
+    """
+
+    __slots__ = ("_matches", "acceptance", "before", "match")
+
+    def __init__(self, means: Sequence[Acceptance]):
+        self.acceptance = [mean.new() for mean in means]
+        self.match = self.before = NONE
+        self._matches = Matches()
+
+    def look(self, request: Request) -> bool:
+        """Takes in the request's tokens. Returns whether its match has become longer."""
+        self.before, self.match = self.match, self._matches.find(request.tokens)
+        return self.match > self.before
+
+
 class Planning(StepFeature):
     """Chooses the drafts of each step of an engine.
 
     Attributes:
         costs: of the engine's steps, measured again after a restart of its workers.
-        mean: the acceptance of all requests on average.
+        means: the acceptance of all requests on average, by how long the match of a text is.
     """
 
     name = "speculation"
@@ -72,7 +94,7 @@ class Planning(StepFeature):
         self.looks_ahead = speculation.method != "none"
         self._max_drafts = speculation.max_draft_tokens
         self.costs: StepCosts | None = None
-        self.mean = Acceptance()
+        self.means = [Acceptance() for _ in range(LONG + 1)]
         self._step = self._next_probe = self._choose_at = 0
         self._interval = 0  # steps between two probes
         self._num_decodes = 0  # at the last choice
@@ -141,6 +163,8 @@ class Planning(StepFeature):
         self._step += 1
         if not decodes or self.costs.is_stale(len(decodes)):
             return None
+        if self._look(decodes):
+            self._choose_at = self._step
         if self._step >= self._choose_at or len(decodes) != self._num_decodes:
             if len(decodes) != self._num_decodes:
                 self._num_decodes = len(decodes)
@@ -156,10 +180,12 @@ class Planning(StepFeature):
 
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """See `StepFeature.take_lookahead`."""
-        self._acceptance(request).learn(rows, kept)
+        known = self._known(request)
+        match = known.before if self.host.config.scheduler.plan_ahead else known.match
+        known.acceptance[match].learn(rows, kept)
         if request.uses and (use := request.use(Predicted)) is not None:
             use.note(rows, kept)
-        mean = self.mean
+        mean = self.means[match]
         mean.first += _MEAN_WEIGHT * (bool(kept) - mean.first)
         if kept:
             if self._chosen is None:
@@ -186,11 +212,23 @@ class Planning(StepFeature):
         early = max(_EARLY, self._interval * self._num_decodes // _FEW)
         self._next_probe = min(self._next_probe, self._step + early)
 
-    def _acceptance(self, request: Request) -> Acceptance:
+    def _look(self, decodes: Sequence[Request]) -> bool:
+        """Looks for the ends of texts earlier in them, where drafts come from there and there are
+        few requests. Returns whether a request is more likely to keep drafts than before."""
+        if self._drafts_behind or len(decodes) > _FEW:
+            return False
+        grown = [self._known(request).look(request) for request in decodes]
+        return any(grown)
+
+    def _known(self, request: Request) -> _Requested:
         if request.lookahead_state is None:
-            request.lookahead_state = self.mean.new()
-        acceptance: Acceptance = request.lookahead_state
-        return acceptance
+            request.lookahead_state = _Requested(self.means)
+        known: _Requested = request.lookahead_state
+        return known
+
+    def _acceptance(self, request: Request) -> Acceptance:
+        known = self._known(request)
+        return known.acceptance[known.match]
 
     def _choose(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
         """Returns the drafts of each request that has any, with which the step yields the most
