@@ -68,6 +68,40 @@ def add_3(a, b, c, d, e, f):
 
 
 @triton.jit
+def unit_vectors(q, k, SHAPE: tl.constexpr):
+    """Returns a query and a key of length 1, the query over the root of its size, and their
+    product."""
+    q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
+    q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
+    k_scale = tl.rsqrt(k_square + L2_EPS)
+    return q * q_scale, k * k_scale, product * q_scale * k_scale
+
+
+@triton.jit
+def advance_state(state, q, k, v, product, beta, decay, SHAPE: tl.constexpr):
+    """Returns the state behind a token, and its output: by the gated delta rule, for `unit_vectors`
+    and values. Both products are taken of the state before its update, which is read once."""
+    if SHAPE.by_channel:
+        known = tl.sum(state * (k * decay)[:, None], 0)
+        seen = tl.sum(state * (q * decay)[:, None], 0)
+        decays = decay[:, None]
+    else:
+        known = tl.sum(state * k[:, None], 0) * decay
+        seen = tl.sum(state * q[:, None], 0) * decay
+        decays = decay
+    delta = beta * (v - known)
+    o = seen + delta * product
+    return state * decays + k[:, None] * delta[None, :], o
+
+
+@triton.jit
+def gated_output(o, gate, norm_weight, norm_eps, SHAPE: tl.constexpr):
+    """Returns the output of a head, normed and gated."""
+    scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
+    return o * scale * norm_weight * gate_of(gate, SHAPE)
+
+
+@triton.jit
 def _store_window(window, x, channels, mask, taps, WIDTH: tl.constexpr):
     """Stores all inputs but the oldest as the next token's window."""
     own = mask[:, None] & ((taps > 0) & (taps < WIDTH))[None, :]
@@ -154,11 +188,7 @@ def _delta_decode_kernel(
     q = silu(tl.sum(q_inputs * q_conv, 1))
     k = silu(tl.sum(k_inputs * k_conv, 1))
     v = silu(tl.sum(v_inputs * v_conv, 1))
-    q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
-    q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
-    k_scale = tl.rsqrt(k_square + L2_EPS)
-    q *= q_scale
-    k *= k_scale
+    q, k, product = unit_vectors(q, k, SHAPE)
     # Programs of one key head read the same windows of queries and keys: the last of them to come
     # here writes the next ones, where the others have their inputs in registers already. Nothing
     # that another program has written is read after this, so the order may be relaxed.
@@ -168,21 +198,9 @@ def _delta_decode_kernel(
         ticket = tickets + row * SHAPE.key_heads + key_head
         writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
 
-    # both products are taken of the state before its update, which is read once
-    if SHAPE.by_channel:
-        known = tl.sum(state * (k * decay)[:, None], 0)
-        seen = tl.sum(state * (q * decay)[:, None], 0)
-        decays = decay[:, None]
-    else:
-        known = tl.sum(state * k[:, None], 0) * decay
-        seen = tl.sum(state * q[:, None], 0) * decay
-        decays = decay
-    delta = beta * (v - known)
-    o = seen + delta * (product * q_scale * k_scale)
-    state = state * decays + k[:, None] * delta[None, :]
+    state, o = advance_state(state, q, k, v, product, beta, decay, SHAPE)
     tl.store(next_matrix + places, state.to(matrices.dtype.element_ty), is_state)
-    scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
-    o = o * scale * norm_weight * gate_of(gate, SHAPE)
+    o = gated_output(o, gate, norm_weight, norm_eps, SHAPE)
     tl.store(
         out + token * out_stride + head * SHAPE.value_size + j, o.to(out.dtype.element_ty), is_value
     )

@@ -20,19 +20,19 @@ import torch
 import triton
 import triton.language as tl
 from aioinfer.kernels.delta_arguments import (
-    L2_EPS,
     DeltaInputs,
     DeltaShape,
     DeltaWeights,
-    gate_of,
     log_decay,
     silu,
 )
 from aioinfer.kernels.delta_decode import (
     DeltaDecodeConfig,
-    add_3,
+    advance_state,
     check_decode,
     delta_decode_config,
+    gated_output,
+    unit_vectors,
 )
 from aioinfer.kernels.launch import wait_for_kernel
 from aioinfer.kernels.states import StateTables, decode_row
@@ -222,30 +222,15 @@ def _delta_lookahead_kernel(
             a_value = tl.load(a_places).to(tl.float32)
         decay = tl.exp(log_decay(a_value, decay_rate, bias))
 
-        q_square, k_square, product = tl.reduce((q * q, k * k, q * k), 0, add_3)
-        q_scale = tl.rsqrt(q_square + L2_EPS) * SHAPE.key_size**-0.5
-        k_scale = tl.rsqrt(k_square + L2_EPS)
-        q *= q_scale
-        k *= k_scale
-        if SHAPE.by_channel:
-            known = tl.sum(state * (k * decay)[:, None], 0)
-            seen = tl.sum(state * (q * decay)[:, None], 0)
-            decays = decay[:, None]
-        else:
-            known = tl.sum(state * k[:, None], 0) * decay
-            seen = tl.sum(state * q[:, None], 0) * decay
-            decays = decay
-        delta = beta * (v - known)
-        o = seen + delta * (product * q_scale * k_scale)
-        state = state * decays + k[:, None] * delta[None, :]
+        q, k, product = unit_vectors(q, k, SHAPE)
+        state, o = advance_state(state, q, k, v, product, beta, decay, SHAPE)
         # rounded after each token, whatever the number of tokens in the step
         stored = state.to(matrices.dtype.element_ty)
         state = stored.to(tl.float32)
         if (t == first) | (t == matrix_end):
             target = tl.where(t == first, next_matrix, end_matrix) + end_offset
             tl.store(target + (i[:, None] * SHAPE.value_size + j[None, :]), stored, is_state)
-        scale = tl.rsqrt(tl.sum(o * o) / SHAPE.value_size + norm_eps)
-        o = o * scale * norm_weight * gate_of(gate, SHAPE)
+        o = gated_output(o, gate, norm_weight, norm_eps, SHAPE)
         out_places = out + at * out_stride + head * SHAPE.value_size + j
         tl.store(out_places, o.to(out.dtype.element_ty), is_value & is_row)
 
