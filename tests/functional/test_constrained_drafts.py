@@ -3,6 +3,7 @@ tokens and complete outputs come where they come without drafts, and so does wha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from aioinfer.errors import GenerationError
 from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 from aioinfer.llm import Output
+from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.constraints import Constraint
 from tests.automata import Residues, Runs, constrain
+from tests.functional.conftest import SMOLLM2
 
 # fixtures
 from tests.functional.test_speculation import PROMPTS, VOCAB_SIZE, check, run_with_loss, running
@@ -150,3 +153,74 @@ def test_lost_workers(
         assert found == [output.completions[0].token_ids for output in expected["runs"]]
         assert llm.frontend.engines[0].metrics.restarts == 1
         assert llm.frontend.engines[0].metrics.counts[DRAFT_TOKENS] > 30
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "people": {
+                "type": "array",
+                "minItems": 3,
+                "maxItems": 3,
+                "items": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+                    "required": ["name", "age"],
+                    "additionalProperties": False,
+                },
+            }
+        },
+        "required": ["people"],
+        "additionalProperties": False,
+    }
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find_person",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+        },
+    },
+}
+QUESTION = 'Anna is 31, Bob is 42 and Carla is 53. Write {"name": "Anna", "age": 31} and so on.'
+
+
+def test_schemas_and_tools_with_a_real_model() -> None:
+    """Greedy and sampled: the texts are equal, and follow the schema."""
+    settings = {
+        "parallel.executor": "inline", "parallel.cpu_threads": 1, "model.max_model_len": 512,
+        "scheduler.max_num_seqs": 4, "cache.num_blocks": 256,
+    }  # fmt: skip
+    messages = [{"role": "user", "content": QUESTION}]
+    kinds = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5, "n": 2}]
+    found = {}
+    for method in ("none", "auto"):
+        with LLM(
+            SMOLLM2, settings=settings | {"speculation.method": method}, progress=False
+        ) as llm:
+            grammar = GrammarSpec("json_schema", SCHEMA)
+            texts = llm.chat(
+                [messages] * 2,
+                [SamplingParams(max_tokens=120, grammar=grammar, **kind) for kind in kinds],
+            )
+            calls = llm.chat(
+                [messages] * 2,
+                [SamplingParams(max_tokens=60, **kind) for kind in kinds],
+                tools=[TOOL], tool_choice="required",
+            )  # fmt: skip
+            found[method] = [
+                (completion.token_ids, completion.finish_reason)
+                for output in (*texts, *calls)
+                for completion in output.completions
+            ]
+            counts = llm.frontend.engines[0].metrics.counts
+            assert (counts[ACCEPTED] > 10) == (method == "auto")
+    assert found["auto"] == found["none"]
+    for output in texts:
+        for completion in output.completions:
+            if completion.finish_reason == "stop":
+                assert len(json.loads(completion.text)["people"]) == 3

@@ -46,6 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.05},
     "penalties": {"temperature": 0.4, "frequency_penalty": 0.05, "presence_penalty": 0.1},
     "bias": {"temperature": 0.0, "logit_bias": {20: 5.0, 30: -20.0}},
+    "bias and a seed": {"temperature": 0.4, "logit_bias": {20: 3.0, 30: -20.0}},
+    "repetition and a seed": {"temperature": 0.5, "repetition_penalty": 1.1, "n": 2},
+    "allowed tokens": {"temperature": 0.4, "allowed_token_ids": tuple(range(5, 90))},
+    "bad words": {"temperature": 0.0, "bad_words": ("\u0114", "\u0120")},
     "siblings": {"temperature": 0.4, "n": 3},
     "logprobs": {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 1},
     "named tokens": {"temperature": 0.4, "logprob_token_ids": (5, 77)},
@@ -100,8 +104,9 @@ def params_of(case: str, stop: str = "") -> SamplingParams:
 
 
 def requests(stop: str) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Each case, and one with a stop string, with several prompts."""
-    params = [params_of(case) for case in CASES] + [params_of("greedy", stop)]
+    """Each case, and two with a stop string, with several prompts."""
+    params = [params_of(case) for case in CASES]
+    params += [params_of(case, stop) for case in ("greedy", "seed")]
     pairs = [
         (PROMPTS[(i + j) % len(PROMPTS)], each) for i in range(2) for j, each in enumerate(params)
     ]
