@@ -143,6 +143,7 @@ def logits_runner(rank: Rank, works: StepWorks, logits: torch.Tensor) -> ModelRu
     """A runner whose model gives the sampled rows of a step these logits."""
     model: Any = SimpleNamespace(
         vocabulary=rank.model.vocabulary,
+        scores_tokens=True,
         plan=lambda step: None,
         begin=lambda step, out, received: None,
         finish=lambda step, stream: torch.zeros(len(logits), 1),
