@@ -60,3 +60,4 @@ def test_cuts(kind: str, side: str) -> None:
 
 def test_a_tokenizer_that_knows_no_letter() -> None:
     assert SpecialTokens.of(Tokenizer(models.BPE())) == SpecialTokens()
+    assert SpecialTokens.of(Tokenizer(models.WordLevel({"b": 0}))) == SpecialTokens()

@@ -40,15 +40,18 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> SpecialTokens:
-        """Returns the special tokens of a tokenizer, found by encoding a text and a pair."""
-        single = backend.encode("a")
+        """Returns the special tokens of a tokenizer, found by encoding a text and a pair; none of
+        one that cannot encode these."""
+        try:
+            single, pair = backend.encode("a"), backend.encode("a", "a")
+        except Exception:  # tokenizers raises bare exceptions
+            return cls()
         texts = [sequence is not None for sequence in single.sequence_ids]
         if True not in texts:
             return cls()
         prefix, suffix = texts.index(True), texts[::-1].index(True)
         ids = single.ids
         around = tuple(ids[:prefix]), tuple(ids[len(ids) - suffix :])
-        pair = backend.encode("a", "a")
         sequences, ids, types = pair.sequence_ids, pair.ids, pair.type_ids
         if not {0, 1} <= set(sequences):
             return cls(*around)
