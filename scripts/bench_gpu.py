@@ -190,7 +190,7 @@ def run_offline(options: argparse.Namespace, model: Model, rows: Rows) -> None:
     plain = load_config(None, [*settings, "speculation.method=none"])
     run_engine(options, model, plain, rows)
     method = load_config(None, settings).speculation.method
-    with recording.replayed("ngram" if method == "none" else method) as more:
+    with recording.replayed("ngram" if method in ("none", "auto") else method) as more:
         run_engine(options, model, load_config(None, [*settings, *more]), rows, "+drafts")
 
 

@@ -61,6 +61,15 @@ class Acceptance:
         elif kept:  # one more might have been kept, too: or it would never be tried again
             self.further += _UNTRIED_WEIGHT * (1.0 - self.further)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the request has had a draft."""
+        return self._steps > 0.0
+
+    def follow(self, mean: Acceptance) -> None:
+        """Takes over the average of other requests, since the request has had no draft."""
+        self.first, self.further = mean.first, mean.further
+
     def forget(self, mean: Acceptance) -> None:
         """Comes nearer to the average of the requests, since this one has no drafts that would show
         whether the probability is still so low: the others do not keep it from drafts for good."""

@@ -93,6 +93,8 @@ class RowTimes:
             return known
         below = next((i for i in range(index - 1, -1, -1) if self._value(i)), None)
         above = next((i for i in range(index + 1, len(SIZES)) if self._value(i)), None)
+        if above is not None and self._start[above]:
+            return self._value(above)  # a graph, which computes as many rows for fewer, too
         if below is None:
             return 0.0 if above is None else self._value(above)
         known = self._value(below)

@@ -239,6 +239,7 @@ class Planning(StepFeature):
             for request in decodes
             if self._allows_lookahead(request)
         ]
+        self._follow([acceptance for acceptance, _ in known])
         most = _MIN_GAIN * rows / costs.plain(rows)
         last = bisect_left(SIZES, rows + self._max_drafts * len(known))
         sizes = SIZES[bisect_right(SIZES, rows) : last + 1]
@@ -271,15 +272,32 @@ class Planning(StepFeature):
                 acceptance.forget(mean)
         return chosen
 
+    @staticmethod
+    def _follow(known: Sequence[Acceptance]) -> None:
+        """Has requests that have had no draft follow those that have, if these are some."""
+        seen = [each for each in known if each.is_known]
+        if _NUM_PROBED <= len(seen) < len(known):
+            mean = mean_of(seen)
+            for each in known:
+                if not each.is_known:
+                    each.follow(mean)
+
     def _probe(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
-        """Returns one draft for some requests, and sets when the next are probed."""
+        """Returns one draft for some requests, and sets when the next are probed: as many as cost
+        no more than few of them, since a graph computes as many rows for fewer."""
         allowed = [request for request in decodes if self._allows_lookahead(request)]
         if not allowed:
             return None
         first = self._probed % len(allowed)
-        probed = (allowed[first:] + allowed[:first])[:_NUM_PROBED]
-        self._probed = first + len(probed)
         rows = len(decodes)
+        most = costs.with_lookahead(rows + _NUM_PROBED)
+        count = _NUM_PROBED
+        for size in SIZES[bisect_right(SIZES, rows + count) :]:
+            if costs.with_lookahead(size) > most:
+                break
+            count = size - rows
+        probed = (allowed[first:] + allowed[:first])[:count]
+        self._probed = first + len(probed)
         cost = costs.with_lookahead(rows + len(probed)) / costs.plain(rows) - 1.0
         self._interval = max(_MIN_INTERVAL, min(1024, int(cost / MAX_PROBE_COST)))
         self._next_probe = self._step + self._interval
