@@ -451,6 +451,20 @@ class AsyncLLM:
         """Whether requests wait for `resume`."""
         return self.frontend.is_paused
 
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See `LLM.load_adapter`."""
+        await self.frontend.adapters.add(name, path)
+
+    async def add_adapter(
+        self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        """See `LLM.add_adapter`."""
+        await self.frontend.adapters.add_tensors(name, tensors, config)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `LLM.unload_adapter`."""
+        self.frontend.adapters.remove(name)
+
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache, after a change in the meaning of prompts, say."""
         self.frontend.reset_prefix_cache()

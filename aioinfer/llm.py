@@ -213,6 +213,16 @@ class LLM(BackgroundModel):
         """
         self.run(self.frontend.adapters.add(name, path))
 
+    def add_adapter(self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Adds an adapter that is in memory, as `load_adapter` does: of a trainer, say. Requests
+        that come from now on have it; no key of one before it is used for them.
+
+        Args:
+            tensors: by the names of peft's state dict.
+            config: the content of `adapter_config.json`, as peft's `LoraConfig.to_dict` has it.
+        """
+        self.run(self.frontend.adapters.add_tensors(name, tensors, config))
+
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter. Raises `RequestError` if there is none of this name."""
 

@@ -3,6 +3,7 @@ adapters and of none in the same steps."""
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import threading
@@ -204,6 +205,34 @@ def test_adapters_come_and_go(llama: Adapted, tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="no adapter 'small'"):
             llm.unload_adapter("small")
         llama.check(llm, [None, "large"])
+
+
+def test_adapters_of_a_trainer_replace_each_other(llama: Adapted, tmp_path: Path) -> None:
+    """From memory: each version changes the next requests, and no file stays."""
+    given = [
+        (
+            {**load_file(folder / "adapter_model.safetensors")},
+            json.loads((folder / "adapter_config.json").read_text("utf-8")),
+            llama.text(name),
+        )
+        for name, folder in llama.adapters.items()
+    ]
+    prompt = {"prompt_token_ids": llama.prompt}
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="policy")
+    folders = []
+    with llama.llm(**{"lora.adapters": {}, "lora.max_adapters": 1}) as llm:
+        for tensors, config, text in given:
+            config["target_modules"] = set(config["target_modules"])  # as in memory
+            llm.add_adapter("policy", tensors, config)
+            folders.append(Path(llm.frontend.adapters.get("policy").folder))
+            assert llm.generate([prompt], params)[0].completions[0].token_ids == text
+        gc.collect()
+        assert [folder.exists() for folder in folders[:2]] == [False, False]  # not the last two
+        with pytest.raises(ConfigError, match="cannot be written"):
+            llm.add_adapter("policy", tensors, {**config, "r": object()})
+        llm.unload_adapter("policy")
+    gc.collect()
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:

@@ -90,6 +90,9 @@ async def test_adapters_come_and_go(adapted: Served, adapter: Path) -> None:
     assert (await adapted.post("/v1/completions", 404, model="second", **PROMPT))["error"]["code"]
     await adapted.post("/v1/load_lora_adapter", 401, lora_name="second", **path)
     await admin(adapted, "/v1/load_lora_adapter", lora_name="second", **path)
+    taken = await admin(adapted, "/v1/load_lora_adapter", 400, lora_name="second", **path)
+    assert "load_inplace" in taken["error"]["message"]
+    await admin(adapted, "/v1/load_lora_adapter", lora_name="second", load_inplace=True, **path)
     names = ["second", "first", "smollm2"] * 2
     texts = await asyncio.gather(*(adapted.complete(model=name, **PROMPT) for name in names))
     assert texts[0]["text"] == texts[1]["text"] == texts[4]["text"] != texts[2]["text"]

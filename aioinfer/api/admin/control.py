@@ -71,10 +71,11 @@ class Placement(Struct, kw_only=True):
 
 class LoadAdapter(Body, kw_only=True):
     """`POST /v1/load_lora_adapter`. `lora_path` is a folder of the server, a hub id or
-    `package:NAME/FOLDER`."""
+    `package:NAME/FOLDER`; with `load_inplace` it replaces an adapter with its name."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
     lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool = False
 
 
 class UnloadAdapter(Body, kw_only=True):
@@ -84,11 +85,12 @@ class UnloadAdapter(Body, kw_only=True):
 
 
 async def load_adapter(request: web.Request) -> web.Response:
-    """Adds an adapter, in the place of one with its name: requests name it as their `model`. 400
-    for one that is not there or does not go with the model."""
+    """Adds an adapter: requests name it as their `model`. 400 for one that is not there or does not
+    go with the model, or whose name is taken without `load_inplace`."""
     body = await read_body(request, LoadAdapter)
+    adapters = request.app[FRONTEND].adapters
     try:
-        await request.app[FRONTEND].adapters.add(body.lora_name, body.lora_path)
+        await adapters.add(body.lora_name, body.lora_path, replaces=body.load_inplace)
     except ConfigError as error:
         raise RequestError(str(error), param="lora_path") from error
     return json_response(Status(status="loaded"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.adapters import AdapterWeights
@@ -87,6 +88,34 @@ class AdapterConfig:
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module."""
         return int(_find(self.ranks, module, self.rank))
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> None:
+    """Writes an adapter as peft saves it.
+
+    Args:
+        tensors: by the names of peft's state dict, on any device.
+        config: the content of `adapter_config.json`, as peft's `LoraConfig.to_dict` has it.
+
+    Raises:
+        ConfigError: something in the configuration cannot be written.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value)
+        raise TypeError(f"{value!r} cannot be written")
+
+    try:
+        text = json.dumps(dict(config), default=plain)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the adapter's configuration: {error}") from error
+    (folder / "adapter_config.json").write_text(text, "utf-8")
+    # safetensors takes no tensors that share memory
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(own, folder / "adapter_model.safetensors")
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

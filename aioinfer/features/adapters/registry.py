@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights
+from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights, write_adapter
 from aioinfer.layers.adapter_parts import ModuleShape
 from aioinfer.layers.adapters import AdapterSlots, rank_of
 from aioinfer.layers.backend import Backend
@@ -25,7 +29,7 @@ from aioinfer.models.registry import build_model
 Modules = Mapping[str, ModuleShape]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Adapter:
     """An adapter.
 
@@ -81,20 +85,26 @@ class AdapterRegistry:
         for name, path in self._config.lora.adapters.items():
             await self.add(name, path)
 
-    async def add(self, name: str, path: str) -> Adapter:
+    async def add(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """Adds an adapter once its files have been checked; in the place of one with its name,
         which running requests keep.
 
         Args:
             path: a folder, a hub id or `package:NAME/FOLDER`.
+            replaces: whether there may be one with its name.
 
         Raises:
             ConfigError: it is not there, or not supported, or does not go with the model.
+            RequestError: there is one with its name, and it is not to be replaced.
         """
         if not self._config.lora.num_slots:
             raise ConfigError("this server has no adapters: lora.max_adapters is 0")
         if name in self._config.served_model_names:
             raise ConfigError(f"{name!r} is the name of the model")
+        if name in self._by_name and not replaces:
+            raise RequestError(
+                f"there is an adapter {name!r} already: load_inplace replaces it", param="lora_name"
+            )
         async with self._lock:
             folder, rank = await asyncio.to_thread(self._check, path)
             old = self._by_name.get(name)
@@ -102,6 +112,22 @@ class AdapterRegistry:
             self._by_name[name] = adapter
         if old is not None:
             self.on_remove(old)
+        return adapter
+
+    async def add_tensors(
+        self, name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+    ) -> Adapter:
+        """Adds an adapter that is in memory, as `add` does. Workers read it from a temporary
+        folder, which stays until no request has the adapter; arguments and errors as of
+        `checkpoint.write_adapter`."""
+        folder = Path(tempfile.mkdtemp(prefix="aioinfer-adapter-"))
+        try:
+            await asyncio.to_thread(write_adapter, folder, tensors, config)
+            adapter = await self.add(name, str(folder))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(adapter, shutil.rmtree, folder, ignore_errors=True)
         return adapter
 
     def remove(self, name: str) -> Adapter:
