@@ -237,6 +237,7 @@ def _check_combinations(config: Config) -> None:
     if parallel.ray_address is not None and parallel.executor != "ray":
         raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
     _check_experts(parallel)
+    _check_store(config)
     if model.skip_tokenizer:
         for name in ("tokenizer", "chat_template"):
             if getattr(model, name) is not None:
@@ -246,6 +247,19 @@ def _check_combinations(config: Config) -> None:
         SamplingParams(**config.sampling.given())
     except RequestError as error:
         raise ConfigError(f"sampling.{error.param}: {error}") from error
+
+
+def _check_store(config: Config) -> None:
+    """Checks what keeps KV blocks beyond the device. Raises `ConfigError` naming the key."""
+    cache, parallel = config.cache, config.parallel
+    if not cache.host_bytes and not cache.disk_path:
+        return
+    if not cache.enable_prefix_caching:
+        raise ConfigError("cache.host_bytes needs cache.enable_prefix_caching = true")
+    if cache.disk_path and not cache.host_bytes:
+        raise ConfigError("cache.disk_path needs cache.host_bytes: blocks cross memory of the host")
+    if cache.disk_path and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise ConfigError("cache.disk_path is for engines of one worker")
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

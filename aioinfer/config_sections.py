@@ -197,6 +197,14 @@ class CacheConfig:
         0,
         minimum=0,
     )
+    disk_path: str | None = key(
+        "Folder for KV blocks that outlive the server, behind those of `host_bytes`. One server at "
+        "a time may use it. For engines of one worker. Default: none.",
+        None,
+    )
+    disk_bytes: int = key(
+        "Bytes that the files in `disk_path` may take, of each engine.", 64 * 2**30, minimum=1
+    )
     cascade_attention: bool = key(
         "On a GPU, read the keys of a prefix that eight or more sequences share once for all "
         "of them. Not in layers with a sliding window.",

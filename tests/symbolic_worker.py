@@ -98,6 +98,11 @@ class SymbolicWorker:
         #: by ticket: plans to go, and (group, block, contents) of its blocks
         self.loads: dict[int, tuple[int, list[tuple[int, int, list[int]]]]] = {}
         self.ended_early: list[int] = []
+        self.files: dict[tuple[int, ...], list[int]] = {}
+        self.reads: dict[int, tuple[int, list[tuple[int, int, tuple[int, ...]]]]] = {}
+        self.failed: list[tuple[int, int]] = []
+        self.is_broken: Callable[[], bool] = lambda: False
+        self.num_reads = 0
         self.num_saves = self.num_loads = 0
 
     def post(self, plan: StepPlan) -> None:
@@ -170,7 +175,9 @@ class SymbolicWorker:
             ]
         else:
             sampled = self._sample_and_match([row for row in rows if row[3]])
-        sections = [KVLoaded(np.array(ended, np.int32))] if ended else []
+        failed = np.array(self.failed, np.int32).reshape(-1, 2)
+        sections = [KVLoaded(np.array(ended, np.int32), failed)] if ended else []
+        self.failed = []
         return StepResult(plan.step_id, np.array(sampled, np.int32), sections)
 
     def _move(self, moves: KVMoves | None, plan: StepPlan) -> list[int]:
@@ -193,10 +200,19 @@ class SymbolicWorker:
                 self.num_loads += 1
             for ticket, blocks in contents.items():
                 self.loads[ticket] = self.load_steps(), blocks
+            for row in moves.reads.tolist():
+                group, place, ticket, *name = row
+                self.reads.setdefault(ticket, (self.load_steps(), []))[1].append(
+                    (group, place, (group, *name))
+                )
             for group, place, block in moves.saves.tolist():
                 self.places[group][place] = list(self.caches[group][block])
                 self.num_saves += 1
-        ended = []
+            for group, place, *name in moves.writes.tolist():
+                self.files[group, *name] = list(self.places[group][place])
+            for name in moves.deletes.tolist():
+                self.files.pop(tuple(name), None)
+        ended = self._read(awaited)
         for ticket, (steps, blocks) in list(self.loads.items()):
             is_used = any((group, block) in used for group, block, _ in blocks)
             if steps <= 0 or is_used or ticket in awaited:
@@ -206,6 +222,24 @@ class SymbolicWorker:
                 self.loads[ticket] = steps - 1, blocks
         ended += self.ended_early
         self.ended_early.clear()
+        return ended
+
+    def _read(self, awaited: set[int]) -> list[int]:
+        """Ends reads from the disk whose time has come. Returns their tickets."""
+        ended = []
+        for ticket, (steps, blocks) in list(self.reads.items()):
+            if steps > 0 and ticket not in awaited:
+                self.reads[ticket] = steps - 1, blocks
+                continue
+            ended.append(ticket)
+            for number, (group, place, name) in enumerate(blocks):
+                is_whole = name in self.files and not self.is_broken()
+                self.places[group][place] = list(self.files[name]) if is_whole else [-1]
+                if is_whole:
+                    self.num_reads += 1
+                else:
+                    self.failed.append((ticket, number))
+            del self.reads[ticket]
         return ended
 
     def _finish_before(self, group: int, block: int) -> None:

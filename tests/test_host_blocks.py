@@ -9,7 +9,13 @@ import torch
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, LatentSpec, StateSpec
 from aioinfer.layers.kv_cache import FLOAT8
-from aioinfer.worker.host_blocks import CpuCopies, HostBlocks, make_copies, staging_bytes
+from aioinfer.worker.host_blocks import (
+    CpuCopies,
+    HostBlocks,
+    make_copies,
+    make_host_blocks,
+    staging_bytes,
+)
 from aioinfer.worker.kv_tensors import KVTensors
 
 GROUPS = (
@@ -32,7 +38,7 @@ def make_kv(dtype: torch.dtype = torch.float32) -> KVTensors:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FLOAT8])
 def test_blocks_come_back_as_they_were(dtype: torch.dtype) -> None:
     kv = make_kv(dtype)
-    copies = make_copies(kv, 2 * kv.nbytes)
+    copies = make_copies(kv, make_host_blocks(kv, 2 * kv.nbytes))
     assert isinstance(copies, CpuCopies)
     saved = [kv.block(group, group + 1).clone() for group in range(4)]
     copies.save(np.array([[group, 9 - group, group + 1] for group in range(4)], np.int32))
@@ -50,7 +56,7 @@ def test_blocks_come_back_as_they_were(dtype: torch.dtype) -> None:
 def test_places_take_no_more_than_the_memory_given() -> None:
     kv = make_kv()
     for memory in (kv.nbytes // 3, 5 * kv.nbytes):
-        copies = make_copies(kv, memory)
+        copies = make_copies(kv, make_host_blocks(kv, memory))
         assert isinstance(copies, CpuCopies)
         assert sum(group.nbytes for group in copies._host.groups) <= memory
 

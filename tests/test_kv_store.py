@@ -9,7 +9,15 @@ from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import KVGroup, blocks_in
 from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.stored_blocks import MIN_SAVES, StoredBlocks
-from tests.test_scheduler import FULL, STATES, Harness, assert_complete, make_request, windowed
+from tests.test_scheduler import (
+    FULL,
+    STATES,
+    Harness,
+    assert_complete,
+    disk_of,
+    make_request,
+    windowed,
+)
 
 GROUPS = [(FULL,), (FULL, windowed(6)), (FULL, *STATES), STATES]
 
@@ -262,3 +270,74 @@ def test_a_request_that_waits_for_no_load_is_found() -> None:
 def test_the_host_is_divided_like_the_device() -> None:
     assert blocks_in(0, (10, 4), 100) == ()
     assert blocks_in(250, (10, 4), 100) == (25, 10)
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def make_disk_harness(groups: tuple[KVGroup, ...] = (FULL,), num_files: int = 500) -> Harness:
+    """The host has room for the blocks of one request and a half."""
+    places = tuple(8 if group.keeps_states else 30 for group in groups)
+    return make_harness(groups, num_stored=places, disk=disk_of(groups, num_files))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_conversation_goes_on_with_blocks_of_the_disk(groups: tuple[KVGroup, ...]) -> None:
+    harness = make_disk_harness(groups)
+    harness.worker.load_steps = lambda: 2
+    first = make_request("first", prompt_of(0), 11)
+    run(harness, first)
+    displace(harness, 9)
+    second = make_request("second", [*first.tokens, *prompt_of(1, 9)], 5)
+    run(harness, second)
+    assert second.num_cached == 48
+    assert harness.worker.num_reads > 0
+
+
+def test_a_file_that_is_gone_is_a_miss_once() -> None:
+    harness = make_disk_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    displace(harness, 9)
+    broken = sorted(harness.worker.files)[:60]
+    for name in broken:
+        del harness.worker.files[name]
+    run(harness, again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached < 36
+    displace(harness, 9)
+    run(harness, third := make_request("third", prompt_of(0), 4))
+    assert third.num_cached == 36, "what was computed again was written again"
+
+
+def test_the_disk_is_bounded() -> None:
+    harness = make_disk_harness(num_files=40)
+    for number in range(12):
+        run(harness, make_request(f"{number}", prompt_of(number), 4))
+    stored = harness.scheduler.kv_cache.store.groups[0]
+    assert len(stored.files) == 40
+    assert len(harness.worker.files) <= 40
+
+
+def test_a_cleared_disk_has_no_files() -> None:
+    harness = make_disk_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    assert harness.worker.files
+    harness.scheduler.kv_cache.reset_prefix_cache()
+    run(harness, make_request("other", prompt_of(1, 3), 4))
+    assert len(harness.worker.files) == 1, "of the other request"
+
+
+def test_a_request_may_end_while_files_are_read() -> None:
+    harness = make_disk_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    displace(harness, 9)
+    harness.worker.load_steps = lambda: 5
+    decoding, loading = make_request("decodes", [1, 2], 28), make_request("loads", prompt_of(0), 4)
+    harness.add(decoding)
+    harness.step()
+    harness.add(loading)
+    harness.step()
+    assert loading.status is RequestStatus.LOADING
+    assert not loading.blocks
+    harness.scheduler.finish(loading, "abort")
+    harness.run()
+    assert_complete(decoding)

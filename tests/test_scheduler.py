@@ -28,6 +28,7 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import group_blocks
 from aioinfer.scheduler.features import StepFeature, StepFeatures
+from aioinfer.scheduler.kv_store import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
@@ -60,6 +61,11 @@ class ListedMasks(Planning):
 
     def take(self, rows, result, output):
         return output
+
+
+def disk_of(groups: Sequence[KVGroup], num_files: int) -> DiskLimits:
+    """Returns a disk without files, of so many for each group at most."""
+    return DiskLimits([num_files] * len(groups), [()] * len(groups))
 
 
 class StoreTransfers(KVStorePlanning):
@@ -850,8 +856,14 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
         num_stored=draw(
             st.sampled_from([(), tuple(minimum), tuple(10 * n for n in minimum)]), "stored"
         ),
+        disk=draw(st.sampled_from([None, disk_of(groups, 9), disk_of(groups, 99)]), "disk"),
     )
-    harness.worker.load_steps = load_steps = lambda: draw(st.integers(0, 3))
+
+    def delay_loads() -> None:
+        harness.worker.load_steps = lambda: draw(st.integers(0, 3))
+        harness.worker.is_broken = lambda: draw(st.integers(0, 5)) == 0
+
+    delay_loads()
     if harness.limits.paces_prefill:
         harness.step_s = lambda: draw(st.sampled_from([0.0, 0.001, 0.002, 0.1]))
     flows = draw(st.integers(1, 3), "flows")
@@ -880,7 +892,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                     aborted.add(victim)
             if draw(st.integers(0, 19)) == 0:
                 harness.restart()
-                harness.worker.load_steps = load_steps
+                delay_loads()
             _append_some(harness, draw)
     harness.run()
     for request in requests:

@@ -31,9 +31,11 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.features import load_halves
 from aioinfer.features.host import Host
+from aioinfer.ipc.kv_files import KVFiles
 from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures
+from aioinfer.scheduler.kv_store import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.scheduler import Scheduler
 
@@ -84,7 +86,8 @@ class Engine:
         # a step for each stage, and one ahead
         self._pipeline_depth = config.parallel.pipeline_parallel_size + config.scheduler.plan_ahead
         self._planning_is_due = False
-        self._workers = Workers(executor, self._step, self.handle_loss)
+        list_files = self._list_kv_files if config.cache.disk_path else None
+        self._workers = Workers(executor, self._step, self.handle_loss, list_files)
         self.requests = OpenRequests(self.metrics, self.plan_soon)
         self.emission = Emission(self.requests, self.handle_loss)
         self.features = self._make_features()
@@ -168,8 +171,22 @@ class Engine:
             num_stored=blocks_in(
                 self._config.cache.host_bytes, report.num_blocks, report.kv_cache_bytes
             ),
+            disk=self._disk_limits(report),
             plan_ahead=limits.plan_ahead,
         )
+
+    def _disk_limits(self, report: WorkerReport) -> DiskLimits | None:
+        """Returns what files hold of the KV store, if it has a disk."""
+        cache = self._config.cache
+        if not cache.disk_path:
+            return None
+        num_files = blocks_in(cache.disk_bytes, report.num_blocks, report.kv_cache_bytes)
+        return DiskLimits(num_files, report.kv_files)
+
+    def _list_kv_files(self, report: WorkerReport) -> list[list[bytes]]:
+        """Returns `WorkerReport.kv_files`."""
+        path = self._config.cache.disk_path or ""
+        return KVFiles.of(path, self.number).list(len(report.groups))
 
     def stage_times(self) -> Sequence[StageTime]:
         """Returns the busy and idle time of each pipeline stage since its workers started; empty if

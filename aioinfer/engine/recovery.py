@@ -23,10 +23,11 @@ as its results come.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aioinfer.engine.emission import Emission
@@ -116,14 +117,21 @@ class Workers:
         executor: Executor,
         on_result: Callable[[StepResult], None],
         on_loss: Callable[[Exception], None],
+        list_kv_files: Callable[[WorkerReport], Sequence[Sequence[bytes]]] | None = None,
     ):
-        """See `Executor.start` for the callbacks."""
+        """See `Executor.start` for the callbacks. `list_kv_files` returns `WorkerReport.kv_files`,
+        in a thread."""
         self.executor = executor
+        self._list_kv_files = list_kv_files
         self._on_result, self._on_loss = on_result, on_loss
 
     async def start(self, on_progress: ProgressCallback) -> WorkerReport:
         """Starts the workers and returns their sizes; see `Executor.start`."""
-        return await self.executor.start(self._on_result, self._on_loss, on_progress)
+        report = await self.executor.start(self._on_result, self._on_loss, on_progress)
+        if self._list_kv_files is not None:
+            files = await asyncio.to_thread(self._list_kv_files, report)
+            report = dataclasses.replace(report, kv_files=files)
+        return report
 
     async def end(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""

@@ -40,6 +40,8 @@ class WorkerReport:
         step_times: (rows, seconds, whether with lookahead) of decode steps that were measured at
             the start; empty if none were.
         max_lookahead: the maximum of lookahead rows in a step, the same on every rank.
+        kv_files: the hashes of KV blocks that have files, of each group, the least recently used
+            first; the engine adds them.
     """
 
     device: str
@@ -58,6 +60,7 @@ class WorkerReport:
     stages: Sequence[tuple[range, int]] = ()
     step_times: Sequence[tuple[int, float, bool]] = ()
     max_lookahead: int = 0
+    kv_files: Sequence[Sequence[bytes]] = ()
 
 
 class StageTime(NamedTuple):

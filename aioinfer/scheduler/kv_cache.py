@@ -482,6 +482,33 @@ class KVCacheManager:
         length = self._hit_length(hashes, self.store.groups)
         return length if (length - 1) * self._block_size >= prefix.num_tokens else 0
 
+    def find_on_disk(self, request: Request, prefix: Prefix) -> int:
+        """Returns with how many blocks a request can begin once some are read from the disk; 0 if
+        those are not more than `prefix` and the host have."""
+        if self.store is None or not self.store.has_disk or request.is_read:
+            return 0
+        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
+        length = self._hit_length(hashes, [group.any_tier for group in self.store.groups])
+        if (length - 1) * self._block_size < prefix.num_tokens:
+            return 0
+        return length if length > self._hit_length(hashes, self.store.groups) else 0
+
+    def begin_read(self, request: Request, length: int) -> bool:
+        """Has what is on the disk of the first `length` blocks of a request read into memory of the
+        host. False, and nothing is changed, if that is too much."""
+        assert self.store is not None
+        request.is_read = True
+        hashes = request.block_hashes
+        self._use_stored(hashes[:length])
+        wanted = [
+            (number, hashes[entry])
+            for number, first in self._needed(length)
+            for entry in range(first, length)
+            if not self.pools[number].has(hashes[entry])
+            and hashes[entry] not in self.store.groups[number]
+        ]
+        return self.store.read(request, wanted)
+
     def is_arriving(self, request: Request, length: int) -> bool:
         """Whether a load of another request is on its way that brings any of the first `length`
         blocks of a request, which can share them then."""
@@ -524,7 +551,9 @@ class KVCacheManager:
 
     def end_load(self, request: Request) -> None:
         """Enters the blocks of a request, which have been loaded, into the prefix index, where the
-        request finds them when it is admitted."""
+        request finds them when it is admitted. It has none where files were read for it."""
+        if not request.blocks:
+            return
         for kind in self._kinds:
             kind.commit_loaded(request)
         if self._partial is not None:
@@ -604,7 +633,7 @@ class KVCacheManager:
         """Raises IntegrityError unless the block tables of the running requests, and of those whose
         blocks are loaded, are complete and they are the only owners."""
         loading = list(loading)
-        running = [*running, *loading]
+        running = [*running, *(request for request in loading if request.blocks)]
         if self.store is not None:
             self.store.check_integrity([pool.index for pool in self.pools], loading)
         for request in running:

@@ -19,6 +19,12 @@ it, and is LOADING: it owns these blocks, and is in no step until workers report
 filled. Then they enter the prefix index, and the request is admitted like any other with a prefix
 hit. So a load that nobody wants any more needs no care: its blocks are free and unknown.
 
+The disk is behind the host: what is saved there is written to a file as well, by threads of the
+worker, and stays when the host's place has gone to another block, or the server has ended. A
+request whose prefix goes on there is LOADING, too, and has no blocks yet: files are read into
+places of the host, which enter the index when they were whole, and then the request is next in the
+queue again. It is read for once; files that were broken are forgotten.
+
 Order. Workers execute the transfers of a plan before its rows, loads before saves, and keep the
 order of all that touch one place of the host or one block of the device. So a place is given to
 another block at once. The least recently used block loses its place. A request uses the blocks of
@@ -29,11 +35,26 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.stored_blocks import Move, StoredBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """What the disk holds.
+
+    Attributes:
+        num_files: the maximum of files of each group.
+        files: the hashes that have files, of each group, the least recently used first.
+    """
+
+    num_files: Sequence[int]
+    files: Sequence[Sequence[bytes]]
 
 
 class KVStore:
@@ -41,18 +62,28 @@ class KVStore:
 
     Attributes:
         groups: the blocks of each group.
+        has_disk: whether there is a disk behind the host.
         is_awaited: whether the plan that is being made has nothing but transfers, and its result is
             to come when loads have ended.
     """
 
-    def __init__(self, num_places: Sequence[int], tickets: Iterator[int]):
-        """Makes it empty.
+    def __init__(
+        self, num_places: Sequence[int], tickets: Iterator[int], disk: DiskLimits | None = None
+    ):
+        """Makes the host's memory empty.
 
         Args:
             num_places: blocks that the host holds of each group.
             tickets: numbers of loads, none of which workers have seen.
+            disk: what the disk holds, if there is one.
         """
-        self.groups = tuple(map(StoredBlocks, num_places))
+        if disk is None:
+            self.groups = tuple(map(StoredBlocks, num_places))
+        else:
+            self.groups = tuple(map(StoredBlocks, num_places, disk.num_files, disk.files))
+        self.has_disk = disk is not None
+        self._reads: list[Move] = []  # for the next plan
+        self._reading: dict[int, list[tuple[Move, bytes | None]]] = {}
         self._tickets = tickets
         self._loads: list[Move] = []  # for the next plan
         self._loading: dict[int, Request] = {}
@@ -73,7 +104,7 @@ class KVStore:
     @property
     def has_loads(self) -> bool:
         """Whether loads have not been sent to the workers yet."""
-        return bool(self._loads)
+        return bool(self._loads or self._reads)
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +125,23 @@ class KVStore:
             self._loads.append(Move(group, stored.place_of(block_hash), block, ticket))
             self._arriving[block_hash] = ticket
 
+    def read(self, request: Request, wanted: Sequence[tuple[int, bytes]]) -> bool:
+        """Has the next plan bring blocks from the disk to the host for a request, which begins
+        with them later: (group, hash). False, and nothing is changed, if they are too many."""
+        counts = Counter(group for group, _ in wanted)
+        if any(count > self.groups[group].max_reads for group, count in counts.items()):
+            return False
+        ticket = next(self._tickets)
+        self._loading[ticket] = request
+        reads = [
+            Move(group, self.groups[group].begin_read(), ticket=ticket, block_hash=block_hash)
+            for group, block_hash in wanted
+        ]
+        self._reads += reads
+        self._reading[ticket] = [(move, move.block_hash) for move in reads]
+        self._arriving.update((block_hash, ticket) for _, block_hash in wanted)
+        return True
+
     def brings(self, block_hash: bytes) -> bool:
         """Whether a load is on its way that brings a block of a hash."""
         return block_hash in self._arriving
@@ -102,6 +150,15 @@ class KVStore:
         """Returns the loads for the plan that is being made, in the order of their tickets."""
         loads, self._loads = self._loads, []
         return loads
+
+    def take_reads(self) -> list[Move]:
+        """Returns the reads for the plan that is being made, in the order of their tickets."""
+        reads, self._reads = self._reads, []
+        return reads
+
+    def take_deletes(self) -> list[tuple[int, bytes]]:
+        """Returns (group, hash) of the files to be deleted, behind `take_saves`."""
+        return [(n, name) for n, group in enumerate(self.groups) for name in group.take_deletes()]
 
     def take_saves(self) -> list[Move]:
         """Returns the saves for the plan that is being made, behind `take_loads`."""
@@ -112,8 +169,12 @@ class KVStore:
         awaited, self.is_awaited = self.is_awaited, False
         return list(self._loading) if awaited else []
 
-    def finish(self, ticket: int) -> None:
-        """Notes that workers have filled the blocks of a load, if it is still wanted."""
+    def finish(self, ticket: int, failed: Container[int] = ()) -> None:
+        """Notes that workers have filled the blocks of a load, if it is still wanted; or that they
+        have read files, but for the `failed` ones of the ticket."""
+        for number, (move, block_hash) in enumerate(self._reading.pop(ticket, ())):
+            stored = self.groups[move.group]
+            stored.end_read(block_hash, move.place, is_whole=number not in failed)
         request = self._end(ticket)
         if request is not None:
             self._loaded.append(request)
@@ -139,6 +200,8 @@ class KVStore:
         """Forgets all blocks; loads on their way still come."""
         for group in self.groups:
             group.clear()
+        for ticket, reads in self._reading.items():
+            self._reading[ticket] = [(move, None) for move, _ in reads]
 
     def check_integrity(
         self, pools: Sequence[Mapping[bytes, int]], loading: Sequence[Request]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, LOOKAHEAD_BYTES, MAX_FIXED_BYTES, ROW_BYTES
+from aioinfer.scheduler.kv_store import DiskLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class SchedulerLimits:
         step_times: (rows, seconds, whether with lookahead) of decode steps, as the workers measured
             them at their start.
         num_stored: KV blocks of each group that memory of the host holds beside; empty for none.
+        disk: what files hold beside; None for nothing.
         plan_ahead: whether a request may be planned while its last token is on its way; with one
             stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -50,6 +52,7 @@ class SchedulerLimits:
     max_lookahead: int = 0
     step_times: Sequence[tuple[int, float, bool]] = ()
     num_stored: tuple[int, ...] = ()
+    disk: DiskLimits | None = None
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 

@@ -152,6 +152,7 @@ class Request:
             its blocks a state is to be kept, ascending.
         left: hash and blocks, one for each group of states, of the snapshot that it left last, if
             that is not one of `snapshots`.
+        is_read: whether what the disk has of its prefix was read since it waits.
         num_awaited: with how many blocks the state begins that it has waited for in the queue.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
@@ -199,6 +200,7 @@ class Request:
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     left: tuple[bytes, list[int]] | None = None
+    is_read: bool = False
     num_awaited: int = 0
     num_blocks: int = 0
     num_committed: int = 0

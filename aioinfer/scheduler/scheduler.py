@@ -85,7 +85,9 @@ class Scheduler:
         """Makes all slots and blocks free, the prefix index and the queues empty."""
         self.limits = limits
         self._waiting = WaitingQueue()
-        store = KVStore(limits.num_stored, self._tickets) if limits.num_stored else None
+        store = (
+            KVStore(limits.num_stored, self._tickets, limits.disk) if limits.num_stored else None
+        )
         self._running = RunningRequests(limits, self._waiting, self.stats, store)
         self.kv_cache = self._running.kv_cache
         self._planner = StepPlanner(

@@ -252,6 +252,11 @@ class StepPlanner:
             waits = request.is_idle or self._awaits_leader(request, builder.step_id)
             if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
+            elif self._has_store and (length := self._find_on_disk(request)):
+                if self._kv_cache.is_arriving(request, length):
+                    held_back.append(self._waiting.set_aside())
+                elif self._kv_cache.begin_read(request, length):
+                    self._waiting.begin_load()
             elif self._has_store and (found := self._find_stored(request)):
                 if self._kv_cache.is_arriving(request, found[0]):
                     held_back.append(self._waiting.set_aside())
@@ -266,6 +271,13 @@ class StepPlanner:
                 break
         for request in held_back:
             self._waiting.put_back(request)
+
+    def _find_on_disk(self, request: Request) -> int:
+        """Returns with how many blocks the first waiting request begins if some of them are read
+        from the disk; 0 if it does not."""
+        if request.num_pending:
+            return 0
+        return self._kv_cache.find_on_disk(request, self._find_prefix(request))
 
     def _find_stored(self, request: Request) -> tuple[int, int] | None:
         """Returns with how many blocks the first waiting request begins if some of them are loaded

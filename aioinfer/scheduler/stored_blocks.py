@@ -26,20 +26,46 @@ class Move:
         group: of the block.
         place: on the host.
         block: on the device.
-        ticket: of the load; -1 for a save.
+        ticket: of the load or the read; -1 for a save.
+        block_hash: of a block that is read from the disk, or to be written there; empty for others.
     """
 
     group: int
     place: int
-    block: int
+    block: int = -1
     ticket: int = -1
+    block_hash: bytes = b""
+
+
+class AnyTier:
+    """The hashes of the blocks of a group on the host or on the disk."""
+
+    def __init__(self, blocks: StoredBlocks):
+        self._blocks = blocks
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._blocks or block_hash in self._blocks.files
 
 
 class StoredBlocks:
-    """The blocks of one group on the host, and those to be saved there."""
+    """The blocks of one group on the host and on the disk, and those to be saved.
 
-    def __init__(self, num_places: int):
+    Attributes:
+        num_places: blocks that the host holds.
+        files: the hashes of blocks on the disk, least recently used first. A file may turn out to
+            be broken, or not to be there.
+        any_tier: the hashes of all blocks.
+    """
+
+    def __init__(self, num_places: int, num_files: int = 0, files: Iterable[bytes] = ()):
+        """`num_files`: of the disk at most; `files`: those that are there."""
         self.num_places = num_places
+        self.files: OrderedDict[bytes, None] = OrderedDict.fromkeys(files)
+        self.any_tier = AnyTier(self)
+        self._num_files = num_files
+        self._deletes: list[bytes] = []
+        self._num_reading = 0
+        self._trim_files()
         self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_places - 1, -1, -1))
         # hash -> block of the device: noted since the last `publish`; and to be saved
@@ -77,6 +103,8 @@ class StoredBlocks:
         for block_hash in reversed(hashes):
             if block_hash in self._places:
                 self._places.move_to_end(block_hash)
+            if block_hash in self.files:
+                self.files.move_to_end(block_hash)
 
     def place_of(self, block_hash: bytes) -> int:
         """Returns where a block is."""
@@ -92,27 +120,67 @@ class StoredBlocks:
         """Gives due blocks their places and yields their copies; called once a plan."""
         for block_hash in list(self._due)[: self._max_saves]:
             block = self._due.pop(block_hash)
-            if not self._free:
-                self._free.append(self._places.popitem(last=False)[1])
-            place = self._places[block_hash] = self._free.pop()
-            yield Move(group, place, block)
+            if not self._free and not self._places:
+                return  # all are being read from the disk
+            place = self._places[block_hash] = self._take_place()
+            is_written = self._num_files > 0 and block_hash not in self.files
+            if is_written:
+                self.files[block_hash] = None
+                self._trim_files()
+            yield Move(group, place, block, block_hash=block_hash if is_written else b"")
+
+    def _take_place(self) -> int:
+        return self._free.pop() if self._free else self._places.popitem(last=False)[1]
+
+    def _trim_files(self) -> None:
+        while len(self.files) > self._num_files:
+            self._deletes.append(self.files.popitem(last=False)[0])
+
+    def take_deletes(self) -> list[bytes]:
+        """Returns the hashes whose files are to be deleted, behind `take_saves`."""
+        deletes, self._deletes = self._deletes, []
+        return deletes
+
+    @property
+    def max_reads(self) -> int:
+        """Blocks that may be read from the disk at a time for one request."""
+        return self.num_places // 2 - self._num_reading
+
+    def begin_read(self) -> int:
+        """Returns a place for a block from the disk; nothing else uses it until `end_read`."""
+        self._num_reading += 1
+        return self._take_place()
+
+    def end_read(self, block_hash: bytes | None, place: int, *, is_whole: bool) -> None:
+        """Enters a block that was read from the disk; without a hash, nobody may have it."""
+        self._num_reading -= 1
+        if block_hash is not None and is_whole and block_hash not in self._places:
+            self._places[block_hash] = place
+        else:
+            self._free.append(place)
+        if block_hash is not None and not is_whole:
+            self.files.pop(block_hash, None)
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Forgets blocks: their contents cannot be trusted."""
         for block_hash in hashes:
             self.lose(block_hash)
+            if block_hash in self.files:
+                del self.files[block_hash]
+                self._deletes.append(block_hash)
             place = self._places.pop(block_hash, None)
             if place is not None:
                 self._free.append(place)
 
     def clear(self) -> None:
         """Forgets all blocks."""
-        self.drop([*self._places, *self._noted, *self._due])
+        self.drop([*self._places, *self._noted, *self._due, *self.files])
 
     def check_integrity(self, cached: Mapping[bytes, int]) -> None:
         """Raises IntegrityError unless every place is free or has one block, and the device has the
         blocks that are to be saved: `cached` is its prefix index."""
-        if sorted([*self._places.values(), *self._free]) != list(range(self.num_places)):
+        places = [*self._places.values(), *self._free]
+        if len(set(places)) != len(places) or len(places) + self._num_reading != self.num_places:
             raise IntegrityError("a place of the KV store was lost or given twice")
         for block_hash, block in (*self._noted.items(), *self._due.items()):
             if cached.get(block_hash) != block:

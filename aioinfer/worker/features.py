@@ -47,6 +47,9 @@ class Rank:
         config: the whole configuration.
         drafter: the rank's part of the model that drafts tokens, if there is one.
         kv: the KV cache.
+        engine: the number of the engine that the rank belongs to.
+        identify_kv: returns 16 bytes that stand for all that a KV block depends on beside its
+            tokens; called when the service begins.
     """
 
     model: CausalLM
@@ -56,6 +59,8 @@ class Rank:
 
     drafter: Drafter | None = None
     kv: KVTensors | None = None
+    engine: int = 0
+    identify_kv: Callable[[], bytes] = bytes
 
     @property
     def uses_kernels(self) -> bool:

@@ -19,7 +19,7 @@ What has to keep its order, and how (see `GpuCopies`):
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,14 @@ from aioinfer.worker.memory import report_shortage
 _STAGING_BYTES = 32 << 20
 
 
+#: Waits until copies have ended, in any thread.
+Wait = Callable[[], None]
+
+
+def _no_wait() -> None:
+    """Waits for nothing: the copies of a CPU have ended."""
+
+
 class BlockCopies(Protocol):
     """Copies blocks between the device and the host, in the order of the calls."""
 
@@ -44,8 +52,13 @@ class BlockCopies(Protocol):
     def load(self, moves: I32) -> None:
         """Begins to copy blocks to the device: int32 [L, 4] of `KVMoves.loads`."""
 
-    def save(self, moves: I32) -> None:
-        """Begins to copy blocks to the host: int32 [S, 3] of `KVMoves.saves`."""
+    def save(self, moves: I32) -> Wait:
+        """Begins to copy blocks to the host: int32 [S, 3] of `KVMoves.saves`. Returns what waits
+        for the end of these copies."""
+
+    def until_free(self, moves: I32) -> Wait:
+        """Returns what waits for the end of the copies so far from and to some places: int32
+        [R, n], a group and a place in the first two columns."""
 
     @property
     def has_loads(self) -> bool:
@@ -78,6 +91,10 @@ class HostBlocks:
                 if pinned and memory.nbytes:
                     _pin(memory)
 
+    def bytes_of(self, group: int, place: int) -> memoryview:
+        """Returns the bytes of a place."""
+        return self.groups[group][place].numpy().data
+
     def place(self, group: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a view of a place in shape and dtype of a block; of a group without layers on
         this rank, an empty one."""
@@ -94,12 +111,15 @@ def _pin(memory: torch.Tensor) -> None:
         raise RuntimeError(f"cannot allocate memory: pinning {memory.nbytes} bytes fails: {error}")
 
 
-def make_copies(kv: KVTensors, memory: int) -> BlockCopies:
-    """Returns the copies of a rank between its KV cache and `memory` bytes of the host."""
+def make_host_blocks(kv: KVTensors, memory: int) -> HostBlocks:
+    """Returns the places of a rank in `memory` bytes of the host. Raises `ConfigError`."""
     counts = blocks_in(memory, kv.num_blocks, kv.nbytes)
-    is_gpu = kv.device.type == "cuda"
-    host = HostBlocks(kv, counts, pinned=is_gpu)
-    return GpuCopies(kv, host) if is_gpu else CpuCopies(kv, host)
+    return HostBlocks(kv, counts, pinned=kv.device.type == "cuda")
+
+
+def make_copies(kv: KVTensors, host: HostBlocks) -> BlockCopies:
+    """Returns the copies of a rank between its KV cache and the host."""
+    return GpuCopies(kv, host) if kv.device.type == "cuda" else CpuCopies(kv, host)
 
 
 def staging_bytes(block_bytes: Sequence[int]) -> int:
@@ -126,11 +146,16 @@ class CpuCopies:
             if ticket not in self._ended:
                 self._ended.append(ticket)
 
-    def save(self, moves: I32) -> None:
+    def save(self, moves: I32) -> Wait:
         """See `BlockCopies.save`."""
         for group, place, block in moves.tolist():
             source = self._kv.block(group, block)
             self._host.place(group, place, source).copy_(source)
+        return _no_wait
+
+    def until_free(self, moves: I32) -> Wait:
+        """See `BlockCopies.until_free`."""
+        return _no_wait
 
     @property
     def has_loads(self) -> bool:
@@ -210,10 +235,10 @@ class GpuCopies:
                 self._loading.append(_Running(frozenset(blocks), frozenset(places), end))
                 self._tickets.append((ticket, end))
 
-    def save(self, moves: I32) -> None:
+    def save(self, moves: I32) -> Wait:
         """See `BlockCopies.save`."""
         if not len(moves):
-            return
+            return _no_wait
         self._saves.wait_stream(torch.cuda.current_stream())
         blocks, places = _numbers(moves[:, 0], moves[:, 2]), _numbers(moves[:, 0], moves[:, 1])
         for loads in self._loading:
@@ -227,6 +252,22 @@ class GpuCopies:
                 self._host.place(group, place, source).copy_(staged, non_blocking=True)
             end = self._saves.record_event()
         self._saving.append(_Running(frozenset(blocks), frozenset(places), end))
+        return end.synchronize
+
+    def until_free(self, moves: I32) -> Wait:
+        """See `BlockCopies.until_free`."""
+        places = _numbers(moves[:, 0], moves[:, 1])
+        ends = [
+            copies.end
+            for copies in (*self._loading, *self._saving)
+            if not places.isdisjoint(copies.places)
+        ]
+
+        def wait() -> None:
+            for end in ends:
+                end.synchronize()
+
+        return wait
 
     def _staged(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a staging buffer in shape and dtype of a block. Its stream keeps the order of the

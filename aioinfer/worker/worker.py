@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,7 @@ class Worker:
         """
         self._config = config
         self._folder = folder
+        self._engine = engine
         place = groups.spec
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
@@ -417,7 +419,7 @@ class Worker:
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         self._bind(kv, rows, tokens)
         links = self._peers.link_stages(model.stream_size, self._backend.dtype)
-        rank = Rank(model, slots, links, config, self._drafter, kv)
+        rank = Rank(model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv)
         works = StepWorks.load(rank, config.model.features)
         device: Device
         if uses_kernels:
@@ -435,6 +437,21 @@ class Worker:
             shape, like = (tokens, taps, model.hidden_size), self._backend
             device.taps = torch.zeros(shape, dtype=like.dtype, device=like.device)
         return ModelRunner(model, device, works, links)
+
+    def _identify_kv(self) -> bytes:
+        """Returns 16 bytes that stand for the model, its weights, and the form of its KV blocks."""
+        config, place = self._config.model, self._peers.groups.spec
+        files = sorted(self._folder.iterdir()) if self._folder.is_dir() else [self._folder]
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        scales = [
+            (each.table.tolist(), None if each.key_shifts is None else each.key_shifts.tolist())
+            for each in self._model.kv_scales.values()
+        ]
+        form = (
+            stats, config.load_format, config.seed, config.quantization, str(self._backend.dtype),
+            str(self._cache_dtype), self.block_size, self._own_groups, place.engine_rank, scales,
+        )  # fmt: skip
+        return blake2b(repr(form).encode(), digest_size=16).digest()
 
     def _bind(self, kv: KVTensors, rows: int, tokens: int) -> None:
         """Gives the layers of the model and of its drafter, which are numbered behind the model's,

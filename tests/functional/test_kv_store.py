@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,43 @@ def test_memory_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> No
             str(model_of("all tokens", tmp_path)), progress=False,
             settings=SETTINGS | {"cache.host_bytes": 2**62},
         )  # fmt: skip
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("engine-0/*.kv"))
+
+
+def until_written(folder: Path) -> None:
+    """Waits until no file is added any more."""
+    before = -1
+    while before != (now := len(files_of(folder))) or not now:
+        before = now
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["windows", *(pytest.param(name, marks=extended) for name in ("all tokens", "states"))]
+)
+def test_files_outlive_the_server_and_broken_ones_are_misses(kind: str, tmp_path: Path) -> None:
+    folder, disk = model_of(kind, tmp_path), tmp_path / "kv"
+    settings = SETTINGS | STORE | {"cache.disk_path": str(disk), "cache.num_blocks": 120}
+    for phase in ("write", "read", "broken", "other dtype"):
+        if phase == "broken":
+            for number, file in enumerate(files_of(disk)):
+                content = bytearray(file.read_bytes())
+                content[-1 - number % 50] ^= 4
+                file.write_bytes(content if number % 3 else content[: 100 * (number % 2)])
+        if phase == "other dtype":
+            settings["cache.dtype"] = "fp8"
+            settings["cache.scales"] = "one"
+        with LLM(str(folder), settings=settings, progress=False) as llm:
+            outputs = llm.generate(PROMPTS, params_of(0.0))
+            stats = llm.frontend.engines[0].scheduler.stats
+            until_written(disk)
+            llm.frontend.engines[0].scheduler.check_integrity()
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        if phase == "write":
+            expected = texts
+        if phase != "other dtype":
+            assert texts == expected, phase
+        assert (stats.loaded_tokens > 0) == (phase == "read"), phase

@@ -11,7 +11,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup, StateSpec
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.worker.host_blocks import GpuCopies, make_copies
+from aioinfer.worker.host_blocks import GpuCopies, make_copies, make_host_blocks
 from aioinfer.worker.kv_tensors import KVTensors
 from tests.functional import test_kv_store as on_cpu
 
@@ -34,7 +34,7 @@ def empty_plan(**fields: np.ndarray) -> StepPlan:
 def test_blocks_come_back_while_others_take_their_memory() -> None:
     """A block that is being saved is written to by a step that names it, and by no step before."""
     kv = KVTensors(GROUPS, (32, 32), 128, torch.bfloat16, GPU)
-    copies = make_copies(kv, 4 * kv.nbytes)
+    copies = make_copies(kv, make_host_blocks(kv, 4 * kv.nbytes))
     assert isinstance(copies, GpuCopies)
     for round_ in range(20):
         for tensor in kv.tensors:

@@ -31,12 +31,21 @@ class Planning(StepFeature):
         store = self._store
         if store is None:
             return None
-        moves = store.take_loads(), store.take_saves(), store.take_awaited()
+        moves = (
+            store.take_loads(),
+            store.take_reads(),
+            store.take_saves(),
+            store.take_deletes(),
+            store.take_awaited(),
+        )
         return KVMoves.of(*moves) if any(moves) else None
 
     def take_report(self, section: Section) -> None:
         """See `StepFeature.take_report`."""
         assert isinstance(section, KVLoaded)
         if (store := self._store) is not None:
+            failed: dict[int, list[int]] = {}
+            for ticket, number in section.failed.tolist():
+                failed.setdefault(ticket, []).append(number)
             for ticket in section.tickets.tolist():
-                store.finish(ticket)
+                store.finish(ticket, failed.get(ticket, ()))

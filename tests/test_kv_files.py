@@ -1,0 +1,154 @@
+"""Files of KV blocks, and the threads of the disk tier that write and read them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
+from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.worker.host_blocks import make_host_blocks
+from aioinfer.worker.kv_disk import DiskTier
+from aioinfer.worker.kv_tensors import KVTensors
+
+OURS, OTHER = b"1" * 16, b"2" * 16
+NAME, BLOCK = b"n" * 16, bytes(range(256)) * 40
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> KVFiles:
+    found = KVFiles.of(str(tmp_path), 0, OURS)
+    found.prepare()
+    found.write(1, NAME, BLOCK)
+    return found
+
+
+def read(files: KVFiles, group: int = 1, name: bytes = NAME, size: int = len(BLOCK)) -> bytes:
+    out = bytearray(size)
+    files.read(group, name, memoryview(out))
+    return bytes(out)
+
+
+def test_a_block_comes_back_and_is_listed(files: KVFiles) -> None:
+    assert read(files) == BLOCK
+    assert files.list(2) == [[], [NAME]]
+    assert files.list(1) == [[]]
+
+
+def test_the_least_recently_used_are_listed_first(files: KVFiles) -> None:
+    for number in range(3):
+        files.write(0, b"%016d" % number, BLOCK)
+        os.utime(files.path_of(0, b"%016d" % number), (number, number))
+    read(files, 0, b"%016d" % 0)
+    assert files.list(1) == [[b"%016d" % number for number in (1, 2, 0)]]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": flip,
+    "cut": lambda path: os.truncate(path, 5000),
+    "cut in its header": lambda path: os.truncate(path, 10),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "not ours": lambda path: path.write_bytes(b"x" * (len(BLOCK) + 56)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_is_no_block(files: KVFiles, fault: str) -> None:
+    FAULTS[fault](files.path_of(1, NAME))
+    with pytest.raises(BrokenFileError):
+        read(files)
+
+
+def test_a_file_of_another_block_group_size_or_model_is_no_block(files: KVFiles) -> None:
+    path, other = files.path_of(1, NAME), b"o" * 16
+    files.path_of(1, other).write_bytes(path.read_bytes())
+    files.path_of(0, NAME).write_bytes(path.read_bytes())
+    for wrong in (
+        lambda: read(files, name=other),
+        lambda: read(files, group=0),
+        lambda: read(files, size=len(BLOCK) - 1),
+        lambda: read(KVFiles(files.folder, OTHER)),
+    ):
+        with pytest.raises(BrokenFileError):
+            wrong()
+
+
+def test_the_files_of_another_model_are_removed_at_the_start(files: KVFiles) -> None:
+    (files.folder / "half.tmp").write_bytes(b"")
+    files.prepare()
+    assert files.list(2) == [[], [NAME]]
+    assert not (files.folder / "half.tmp").exists()
+    KVFiles(files.folder, OTHER).prepare()
+    assert files.list(2) == [[], []]
+
+
+def until(condition: Callable[[], object]) -> None:
+    ends = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.005)
+
+
+def make_tier(folder: Path) -> tuple[DiskTier, KVFiles, list[torch.Tensor]]:
+    kv = KVTensors(
+        (KVGroup(AttentionSpec(1, 64), (0,)),), (4,), 16, torch.float32, torch.device("cpu")
+    )
+    host = make_host_blocks(kv, 4 * kv.nbytes)
+    for number, place in enumerate(host.groups[0]):
+        place.fill_(number)
+    files = KVFiles.of(str(folder), 0, OURS)
+    return DiskTier(files, host), files, host.groups
+
+
+def test_threads_write_and_read(tmp_path: Path) -> None:
+    tier, files, groups = make_tier(tmp_path)
+    tier.write(0, 3, NAME, lambda: None)
+    until(lambda: files.list(1)[0])
+    tier.read(7, [(0, 5, NAME), (0, 6, b"m" * 16)], lambda: None)
+    assert tier.has_reads
+    assert tier.take_read(10) == [(7, [1])], "there is no second file"
+    assert not tier.has_reads
+    assert (groups[0][5] == 3).all()
+    tier.delete(0, NAME)
+    tier.close()
+    assert files.list(1) == [[]]
+
+
+def test_a_place_that_was_overwritten_is_not_written(tmp_path: Path) -> None:
+    tier, files, _ = make_tier(tmp_path)
+    tier.write(0, 3, NAME, lambda: tier.overwrite(0, 3))
+    tier.close()
+    assert files.list(1) == [[]]
+
+
+def test_a_full_disk_turns_writing_off_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, files, _ = make_tier(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    caplog.set_level(logging.WARNING)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        for number in range(5):
+            tier.write(0, number, b"%016d" % number, lambda: None)
+        tier.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert tier.is_full
+    assert files.list(1) == [[]]
+    assert not list(files.folder.glob("*.tmp"))
+    assert sum("no further KV blocks" in record.message for record in caplog.records) == 1
