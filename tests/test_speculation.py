@@ -72,10 +72,11 @@ class Metrics:
         self.counts[name] += times
 
 
-def make_planning(measured=(), method: str = "ngram") -> Planning:
+def make_planning(measured=(), method: str = "ngram", others: str = "") -> Planning:
+    """Returns the choice beside a feature of another package, if one is named."""
     config = load_config(
         overrides={"model.path": "m", "speculation.method": method,
-                   "speculation.max_draft_tokens": MOST}
+                   "speculation.max_draft_tokens": MOST, "model.features": [others] * bool(others)}
     )  # fmt: skip
     limits = SimpleNamespace(step_times=measured)
     host = SimpleNamespace(
@@ -215,11 +216,14 @@ def test_each_request_has_the_drafts_that_it_deserves() -> None:
     assert planning.lookahead([good, bad, beam]) == {good: MOST}
 
 
-@pytest.mark.parametrize(("method", "has_drafts"), [("ngram", True), ("mtp", False)])
+@pytest.mark.parametrize(
+    ("method", "others", "has_drafts"),
+    [("ngram", "", True), ("ngram", "recorded_drafts", False), ("mtp", "", False)],
+)
 def test_a_constrained_request_has_drafts_that_the_engine_can_find(
-    method: str, has_drafts: bool
+    method: str, others: str, has_drafts: bool
 ) -> None:
-    planning = make_planning(start_times(memory_bound), method)
+    planning = make_planning(start_times(memory_bound), method, others)
     plain, constrained = requests = [make_request(name, [1], 9) for name in "ab"]
     constrained.uses = (Constrained(None),)
     for request in requests:

@@ -101,6 +101,8 @@ class Planning(StepFeature):
         self._chosen: Mapping[Request, int] | None = None
         # a drafter drafts behind a step for the next one, in the KV cache that all steps fill
         self._drafts_behind = speculation.has_drafter
+        # a feature of another package may propose others than n-grams
+        self._finds_drafts = not (self._drafts_behind or host.config.model.features)
         self._looked_ahead = False
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         # how often a request had been admitted when its predicted text was sent
@@ -305,6 +307,6 @@ class Planning(StepFeature):
 
     def _allows_lookahead(self, request: Request) -> bool:
         return not request.uses or all(
-            use.allows_lookahead and not (use.needs_drafts and self._drafts_behind)
+            use.allows_lookahead and (self._finds_drafts or not use.needs_drafts)
             for use in request.uses
         )
