@@ -3,6 +3,7 @@ drafter that is the target is right."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_the_default_method(tmp_path: Path) -> None:
     for name, found in (("eagle", "eagle3"), ("speculator", "eagle3"), ("plain", "draft")):
         model = str(tmp_path / name)
         assert method(plain, f"speculation.model={model}") == (found, model)
+    config = json.loads((with_head / "config.json").read_text("utf-8"))
+    for method_of_checkpoint, found in (("gptq", "ngram"), ("fp8", "mtp")):
+        quantized = {"quant_method": method_of_checkpoint, "bits": 4, "group_size": 32}
+        text = json.dumps(config | {"quantization_config": quantized})
+        (with_head / "config.json").write_text(text, "utf-8")
+        assert method(with_head) == (found, None)
+    (with_head / "config.json").write_text(json.dumps(config), "utf-8")
     # a checkpoint whose head was left out
     tensors = load_file(with_head / "model.safetensors")
     kept = {name: each for name, each in tensors.items() if not name.startswith("mtp.")}

@@ -10,7 +10,7 @@ from aioinfer.config_sections import DraftMethod
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
-from aioinfer.models.config import DecoderConfig
+from aioinfer.models.config import DecoderConfig, read_json
 from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
 from aioinfer.models.drafters.drafter import Drafter
@@ -30,9 +30,11 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     may_have_head = isinstance(model, DecoderConfig) and model.has_mtp
     is_random = config.model.load_format.startswith("dummy")
     is_staged = parallel.pipeline_parallel_size > 1
-    if may_have_head and not is_random and not is_staged and has_mtp(folder):
-        return "mtp"
-    return "ngram"
+    if not may_have_head or is_random or is_staged:
+        return "ngram"
+    # those who quantize to fewer bits mostly leave the head out, or as it was without saying so
+    quantized = (read_json(folder).get("quantization_config") or {}).get("quant_method", "fp8")
+    return "mtp" if quantized == "fp8" and has_mtp(folder) else "ngram"
 
 
 def drafter_options(config: Config) -> ModelConfig:
