@@ -112,10 +112,12 @@ def bidirectional_attention(
     is_wide = qkv.element_size() == 4 or size > 128
     rows, tile = (32, 32) if is_wide else (128, 64)
     bias_stride = 0 if biases is None else biases.stride(0)
+    # three stages of more than this do not fit the shared memory of all cards
+    num_stages = 2 if is_wide or size > 64 or biases is not None else 3
     _attention_kernel[(tokens // rows + texts, num_heads)](
         qkv, qkv.stride(0), out, query_starts, texts, scale * LOG2_E, biases, bias_stride,
         HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, PAD=triton.next_power_of_2(size),
         ROWS=rows, TILE=tile, REACH=reach, num_warps=4 if is_wide or size <= 64 else 8,
-        num_stages=2 if is_wide else 3,
+        num_stages=num_stages,
     )  # fmt: skip
     return out
