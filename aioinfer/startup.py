@@ -101,6 +101,8 @@ def _stage_text(number: int, stage: tuple[range, int]) -> str:
 def _cache_text(report: WorkerReport) -> str:
     """Describes how large a worker's KV cache is and, where layers keep different things, describes
     each group of layers: a line a group."""
+    if not report.groups:
+        return "none: prompts are computed whole"
     counts = [f"{count} blocks of {report.block_size} tokens" for count in report.num_blocks]
     size = f"{_size(report.kv_cache_bytes)} a worker"
     if report.cache_dtype:

@@ -86,7 +86,7 @@ class Loading:
         return SimpleNamespace(
             config=self.config, tokenizer=None, engines=[], dead_reason=None, is_paused=False,
             is_healthy=lambda: not self.dead.is_set(), is_ready=lambda: not self.dead.is_set(),
-            max_model_len=8, wait_dead=self.dead.wait, close=self.close,
+            max_model_len=8, wait_dead=self.dead.wait, close=self.close, generates=True,
         )  # fmt: skip
 
     async def close(self) -> None:

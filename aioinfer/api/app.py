@@ -219,6 +219,8 @@ def _ready_text(url: str, frontend: Frontend) -> str:
         path = "/v1/chat/completions"
         prompt = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
     body = prompt | {"max_tokens": 64, "stream": True}
+    if not frontend.generates:
+        path, body = "/v1/embeddings", {"input": prompt.get("prompt", "The capital of France")}
     server = frontend.config.server
     scheme = "https" if server.tls_certificate else "http"
     base = (
@@ -228,7 +230,8 @@ def _ready_text(url: str, frontend: Frontend) -> str:
     )
     key = ' -H "Authorization: Bearer $API_KEY"' if server.api_keys or server.api_key_file else ""
     curl = f"curl -N {base}{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    page = "" if server.unix_socket else f"Chat in a browser: {url}/\n"
+    has_page = frontend.generates and not server.unix_socket
+    page = f"Chat in a browser: {url}/\n" if has_page else ""
     name = frontend.config.served_model_names[0]
     return f"\n{name} is ready at {url}\n{page}Try it:\n  {curl}\n"
 

@@ -50,6 +50,7 @@ async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamRe
 
     Raises what `read_body`, `admit`, `submitted` and `collect` do.
     """
+    request.app[FRONTEND].check_generates()
     if kind.text_field is not None:
         request.app[FRONTEND].require_tokenizer(kind.text_field)
     body = await read_body(request, kind.body_type)

@@ -377,6 +377,7 @@ async def show(request: web.Request) -> web.Response:
     await read_body(request, ShowRequest)
     tokenizer, files = frontend.tokenizer, await _files(request.app)
     reads_pictures = "image" in frontend.input_modalities
+    capabilities = ["completion", "tools", *(["vision"] if reads_pictures else [])]
     reply = ShownModel(
         template=tokenizer.chat_template_text if tokenizer is not None else "",
         details=ModelDetails(format=files.format),
@@ -385,7 +386,7 @@ async def show(request: web.Request) -> web.Response:
             "general.architecture": "aioinfer",
             "aioinfer.context_length": frontend.max_model_len,
         },
-        capabilities=["completion", "tools", *(["vision"] if reads_pictures else [])],
+        capabilities=capabilities if frontend.generates else ["embedding"],
     )
     return json_response(reply)
 

@@ -257,6 +257,15 @@ class Frontend:
         """Returns the names that a request's `model` may have: the model's, and its adapters'."""
         return [*self.config.served_model_names, *(each.name for each in self.adapters)]
 
+    @property
+    def generates(self) -> bool:
+        """Whether the model can generate, and not only pool."""
+        return self._model.generates
+
+    def check_generates(self) -> None:
+        """Raises `RequestError` if the model cannot generate."""
+        self._model.check_generates()
+
     def check_states(self, num_tokens: int) -> None:
         """Raises `RequestError` if a vector for each of so many tokens is too much to ask for."""
         check_states(num_tokens, self.hidden_size)
@@ -511,12 +520,8 @@ class Frontend:
             )
         if params.stop:
             self.require_tokenizer("stop")
-        if params.pooling is None and not self._model.generates:
-            is_a = "has a classification head" if self.pooling.head else "is an encoder"
-            raise RequestError(
-                f"this model {is_a} and cannot generate: use /v1/embeddings, /score, /rerank or "
-                "/classify"
-            )
+        if params.pooling is None:
+            self._model.check_generates()
         max_len = self._limits.end_of(len(prompt.tokens), params)
         self._limits.check_logprobs(len(prompt.tokens), max_len - len(prompt.tokens), params)
         self._limits.check_token_ids(params)

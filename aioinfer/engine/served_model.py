@@ -255,6 +255,15 @@ class ServedModel:
         """Whether it can generate: encoders, and decoders with a classification head, cannot."""
         return not self.is_encoder and self.pooling.head is None
 
+    def check_generates(self) -> None:
+        """Raises `RequestError` if it cannot generate."""
+        if not self.generates:
+            is_a = "has a classification head" if self.pooling.head else "is an encoder"
+            raise RequestError(
+                f"this model {is_a} and cannot generate: use /v1/embeddings, /score, /rerank or "
+                "/classify"
+            )
+
     @classmethod
     def load(cls, folder: Path, config: Config) -> ServedModel:
         """Reads a model's folder. Raises `ConfigError`."""

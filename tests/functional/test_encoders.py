@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from aioinfer.api.app import _ready_text
+from aioinfer.startup import describe_workers
 from tests.encoder_models import random_texts, tiny_encoder
 from tests.functional.conftest import Served, serve
 
@@ -95,8 +97,19 @@ async def _check_states(served: Served, model: Any, ids: list[int]) -> None:
 @of("bert")
 async def test_what_an_encoder_does_not_do(encoder: Encoder) -> None:
     async with serve(**encoder.settings()) as served:
-        refused = await served.post("/v1/completions", 400, prompt="a")
-        assert "cannot generate" in refused["error"]["message"]
+        messages = [{"role": "user", "content": "a"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 4, "model": "smollm2"}),
+        ):
+            refused = await served.post(path, 400, **body)
+            assert "cannot generate" in refused["error"]["message"]
+        shown = await served.post("/api/show", model="smollm2")
+        assert shown["capabilities"] == ["embedding"]
+        assert "/v1/embeddings" in _ready_text(served.url, served.frontend)
+        described = describe_workers([served.engine.report])
+        assert described["KV cache"] == "none: prompts are computed whole"
         long = await served.post("/v1/embeddings", 400, input="a " * 300)
         assert long["error"]["code"] == "context_length_exceeded"
         text = await served.post("/detokenize", tokens=[2, *encoder.tokenizer("ab the").input_ids])
