@@ -322,6 +322,9 @@ class LoraConfig:
     experts: bool = key(
         "Whether adapters may change experts. Each slot then has matrices for every expert.", False
     )
+    max_prompt_tokens: int = key(
+        "Maximum of virtual tokens of a soft prompt; 0 for none.", 0, minimum=0, maximum=4096
+    )
     host_bytes: int = key(
         "Memory of the host for adapters that are not on a GPU, for each worker.",
         8 * 2**30,

@@ -71,7 +71,7 @@ class PreparedPrompt:
 
     Attributes:
         token_ids: of the prompt.
-        tokens: the same, as int32.
+        tokens: the same, as int32, behind the virtual tokens of a soft prompt.
         hashes: of its KV blocks, the same on every engine; empty without a prefix cache.
         root: the parent of the first one.
         adapter: what the feature of adapters knows of its adapter; None for none.
@@ -203,11 +203,13 @@ class PromptEncoder:
         return await self._encode_long(found, False, "messages", limit)
 
     async def prepare(
-        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = ""
-    ) -> PreparedPrompt:
+        self, prompt: str | Sequence[int], add_special_tokens: bool = True, cache_salt: str = "",
+        *, virtual: int = 0,
+    ) -> PreparedPrompt:  # fmt: skip
         """Returns a prompt, a text or token ids, checked and hashed.
 
-        Prompts share their KV blocks only under the same `cache_salt`.
+        Prompts share their KV blocks only under the same `cache_salt`. `virtual` tokens of a soft
+        prompt come before them.
 
         Raises:
             RequestError: the prompt is empty, too long, or holds something else than token ids.
@@ -215,11 +217,13 @@ class PromptEncoder:
         token_ids = (
             await self.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
         )
-        self._check_length(len(token_ids), self.max_model_len, "prompt", is_exact=True)
+        limit = self.max_model_len - virtual
+        self._check_length(len(token_ids), limit, "prompt", is_exact=True)
         if len(token_ids) <= _FEW_TOKENS:
-            return self._prepare(token_ids, cache_salt)
+            return self._prepare(token_ids, cache_salt, virtual)
         return await self._threads.run(
-            lambda: self._prepare(token_ids, cache_salt), is_long=len(token_ids) > SHORT_TEXT
+            lambda: self._prepare(token_ids, cache_salt, virtual),
+            is_long=len(token_ids) > SHORT_TEXT,
         )
 
     def _check_length(
@@ -240,7 +244,7 @@ class PromptEncoder:
             message = f"the text {has}, and at most {limit} are accepted"
         raise RequestError(message, param=param, code="context_length_exceeded")
 
-    def _prepare(self, token_ids: Sequence[int], cache_salt: str) -> PreparedPrompt:
+    def _prepare(self, token_ids: Sequence[int], cache_salt: str, virtual: int) -> PreparedPrompt:
         """Converts, checks and hashes a prompt."""
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -266,6 +270,11 @@ class PromptEncoder:
         root = root_hash(cache_salt.encode("utf-8", "surrogatepass"))
         pictures = token_ids.pictures if isinstance(token_ids, PicturePrompt) else None
         spans = () if pictures is None else pictures.spans
+        if virtual:
+            if pictures is not None:
+                raise RequestError("a soft prompt takes no pictures", param="model")
+            # the last row of the vocabulary, which hardly any text has
+            tokens = array("i", [self._vocab_size - 1]) * virtual + tokens
         if self._hash_block_size is not None:
             extend_hashes(hashes, tokens, self._hash_block_size, root, spans)
         ids = token_ids if isinstance(token_ids, list) else list(token_ids)

@@ -489,7 +489,8 @@ class Frontend:
             return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
         found = self.adapters.get(adapter)
         salt = f"{cache_salt}\0adapter {found.number}"
-        prepared = await self._encoder.prepare(prompt, add_special_tokens, salt)
+        virtual = found.prompt_tokens
+        prepared = await self._encoder.prepare(prompt, add_special_tokens, salt, virtual=virtual)
         return replace(prepared, adapter=found)
 
     def admit(

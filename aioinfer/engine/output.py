@@ -152,7 +152,9 @@ class RequestOutput:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache. Known with the first delta."""
-        return max(0, self.sequences[0].request.num_cached)
+        request = self.sequences[0].request
+        virtual = request.prompt_len - len(self.prompt_token_ids)  # of a soft prompt
+        return max(0, request.num_cached - virtual)
 
     @property
     def num_generated(self) -> int:

@@ -29,6 +29,7 @@ FEATURES = (
     "expert_load",
     "speculation",
     "adapters",
+    "soft_prompts",
     "pictures",
     "kv_store",
     "masks",

@@ -6,15 +6,31 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from aioinfer.layers.adapters import AdapterWeights
-
+#: In the place of a module: an adapter is a soft prompt. Its `up` are the vectors [tokens,
+#: hidden_size], its `down` has no rank.
+PROMPT = "prompt_embeddings"
 #: Tensors in a packed slot begin at multiples of so many numbers.
 _ALIGNMENT = 64
+
+
+class AdapterWeights(NamedTuple):
+    """The matrices of an adapter for one module of the checkpoint.
+
+    Attributes:
+        down: A [rank, in], or of a stack of experts [experts, rank, in].
+        up: B [out, rank] or [experts, out, rank].
+        scale: of the product.
+        merged: how many modules it merges (`ModuleShape.merged`).
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+    merged: int = 1
 
 
 class ModuleShape(NamedTuple):
@@ -63,6 +79,32 @@ class AdapterPart(ABC):
             weights: by checkpoint module.
             rank: the largest of the adapter's modules.
         """
+
+
+class SoftPrompts(AdapterPart):
+    """Soft prompts (Lester et al. 2021): vectors in the place of the first tokens' embeddings, one
+    tensor [slots, max_tokens, hidden_size].
+
+    Args:
+        max_tokens: of a prompt.
+        hidden_size: of the model.
+    """
+
+    def __init__(self, max_tokens: int, hidden_size: int):
+        self.max_tokens, self._hidden_size = max_tokens, hidden_size
+        self.shapes = [(max_tokens, hidden_size)]
+
+    @property
+    def modules(self) -> Mapping[str, ModuleShape]:
+        """See `AdapterPart.modules`."""
+        return {PROMPT: ModuleShape(self.max_tokens, self._hidden_size)}
+
+    def put(
+        self, tensors: Sequence[torch.Tensor], weights: Mapping[str, AdapterWeights], rank: int
+    ) -> None:
+        """See `AdapterPart.put`."""
+        if (found := weights.get(PROMPT)) is not None:
+            tensors[0][: len(found.up)] = found.up
 
 
 class SlotParts:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.layers.adapter_parts import ModuleShape, SlotParts
+from aioinfer.layers.adapter_parts import AdapterWeights, ModuleShape, SlotParts, SoftPrompts
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 _FEW_ROWS, _COLUMN_SHARE = 256, 8
 #: Matrices in a slot begin at multiples of so many numbers, and slots of B end at them.
 _ALIGNMENT = 64
-
-
-class AdapterWeights(NamedTuple):
-    """The matrices of an adapter for one module of the checkpoint.
-
-    Attributes:
-        down: A [rank, in], or of a stack of experts [experts, rank, in].
-        up: B [out, rank] or [experts, out, rank].
-        scale: of the product.
-        merged: how many modules it merges (`ModuleShape.merged`).
-    """
-
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-    merged: int = 1
 
 
 class AdaptedProduct:
@@ -200,10 +184,12 @@ class AdapterSlots:
         dtype, device: of the rank.
         uses_kernels: whether Triton kernels compute the products.
         has_experts: whether adapters may change experts.
+        max_prompt_tokens: maximum of a soft prompt; 0 for none.
 
     Attributes:
         is_active: whether a token of the step that is being computed may have an adapter.
         products: that adapters may change.
+        prompts: the soft prompts, if there may be any.
         parts: what a slot holds beside their matrices.
         memory: [count, numbers], the matrices A of each slot; made by `allocate`.
         ranks: int32 [count], of the adapter in each slot; on a CPU on the host.
@@ -217,7 +203,10 @@ class AdapterSlots:
     def __init__(
         self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
         *, uses_kernels: bool, pdl: bool = False, has_experts: bool = False,
+        max_prompt_tokens: int = 0,
     ):  # fmt: skip
+        self._max_prompt_tokens = max_prompt_tokens
+        self.prompts: SoftPrompts | None = None
         self.has_experts = has_experts
         self.count, self.max_rank = count, max_rank
         self.uses_kernels, self.pdl = uses_kernels, pdl
@@ -256,6 +245,12 @@ class AdapterSlots:
         self.is_active = False
 
     # ---------------------------------------------------------------- matrices
+
+    def add_prompts(self, hidden_size: int) -> None:
+        """Adds soft prompts to the slots of a model, before `allocate`, if there may be any."""
+        if self._max_prompt_tokens:
+            self.prompts = SoftPrompts(self._max_prompt_tokens, hidden_size)
+            self.parts.add(self.prompts)
 
     def adapt(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
         """Returns what adapters add to the product of a weight, before `allocate`."""

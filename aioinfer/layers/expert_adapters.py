@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioinfer.layers.adapter_parts import AdapterPart, ModuleShape
+from aioinfer.layers.adapter_parts import AdapterPart, AdapterWeights, ModuleShape
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.kernels.expert_adapters import PairTiles
     from aioinfer.kernels.expert_routing import RoutedTokens
-    from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
+    from aioinfer.layers.adapters import AdapterSlots
 
 
 class ExpertProduct(AdapterPart):

@@ -176,6 +176,7 @@ class Step:
         taps: [T, taps, hidden_size], where the model copies the streams before its `tapped_layers`;
             None where nothing reads them.
         pictures: the embeddings of pictures among the tokens; None where there are none.
+        prompts: the vectors of soft prompts among the tokens, likewise.
         memo: values that layers have computed for the step and other layers may use, by their own
             keys.
     """
@@ -189,4 +190,5 @@ class Step:
     shares_prefix: bool = True
     taps: torch.Tensor | None = None
     pictures: StepPictures | None = None
+    prompts: StepPictures | None = None
     memo: dict[Any, Any] = field(default_factory=dict)

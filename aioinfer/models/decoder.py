@@ -269,6 +269,8 @@ class DecoderModel(BuiltModel):
         self._is_last = self.backend.is_last_stage
         embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
         self.embedding: Embedding | None = embedding
+        if self.backend.adapters is not None:
+            self.backend.adapters.add_prompts(config.hidden_size)
         self.vocabulary = embedding.vocabulary
         #: Tensors of the checkpoint that this rank need not load, since other stages do.
         self._elsewhere: set[str] = set()
@@ -440,6 +442,8 @@ class DecoderModel(BuiltModel):
         if received is None:
             assert self.embedding is not None
             stream = self.embedding(step.inputs.input_ids, None if has_side else out)
+            if step.prompts is not None:
+                step.prompts.enter(stream.hidden)
             if self._positions is not None:
                 stream.hidden.add_(self._positions(step.inputs.positions))
             if step.pictures is not None:

@@ -256,6 +256,7 @@ class Worker:
         return AdapterSlots(
             lora.num_slots, lora.max_rank, dtype, self.device,
             uses_kernels=backend.has_kernels, pdl=backend.pdl, has_experts=lora.experts,
+            max_prompt_tokens=lora.max_prompt_tokens,
         )  # fmt: skip
 
     @property

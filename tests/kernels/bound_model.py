@@ -10,7 +10,8 @@ import torch
 from aioinfer.config import MediaConfig
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
+from aioinfer.layers.adapter_parts import AdapterWeights
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup

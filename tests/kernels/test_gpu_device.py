@@ -27,7 +27,8 @@ from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
-from aioinfer.layers.adapters import AdapterSlots, AdapterWeights
+from aioinfer.layers.adapter_parts import AdapterWeights
+from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model

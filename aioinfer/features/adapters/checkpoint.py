@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapters import AdapterWeights
+from aioinfer.layers.adapter_parts import PROMPT, AdapterWeights
 from aioinfer.models.text_model import own_name
 
 _TENSOR = re.compile(
@@ -25,6 +25,8 @@ _TENSOR = re.compile(
 )
 _SIDES = {"A": "down", "B": "up"}
 #: Parameters of stacked experts, in the order in which peft nests what it adds to them.
+#: Kinds of peft whose saved tensor is a soft prompt.
+_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
 _STACKS = ("gate_up_proj", "down_proj")
 MAX_RANK = 256
 
@@ -39,6 +41,7 @@ class AdapterConfig:
         is_rank_stabilized: whether the product is scaled by alpha / sqrt(rank) (rsLoRA,
             Kalajdzievski 2023), and not by alpha / rank.
         parameters: that it changes of modules, such as "mlp.experts.down_proj".
+        prompt_tokens: virtual tokens of a soft prompt; 0 for matrices.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class AdapterConfig:
     alphas: Mapping[str, float]
     is_rank_stabilized: bool
     parameters: Sequence[str]
+    prompt_tokens: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
@@ -57,6 +61,8 @@ class AdapterConfig:
             if not isinstance(given, dict):
                 raise ValueError("it does not hold an object")
             _refuse(given)
+            if given["peft_type"] in _PROMPTS:
+                return cls(0, 0.0, {}, {}, False, (), int(given["num_virtual_tokens"]))
             return cls(
                 int(given["r"]),
                 float(given.get("lora_alpha", 8)),
@@ -121,8 +127,9 @@ def write_adapter(
 def _refuse(given: Mapping[str, Any]) -> None:
     """Raises ValueError for an adapter of a kind that is not supported."""
     kind = given.get("peft_type")
-    if kind != "LORA":
-        raise ValueError(f"peft_type is {kind!r}, and only 'LORA' is supported")
+    if kind not in ("LORA", *_PROMPTS):
+        known = ", ".join(repr(each) for each in ("LORA", *_PROMPTS))
+        raise ValueError(f"peft_type is {kind!r}, and only {known} are supported")
     for name in (
         "use_dora",
         "alora_invocation_tokens",
@@ -152,6 +159,8 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
             cannot be read.
     """
     config = AdapterConfig.read(folder)
+    if config.prompt_tokens:
+        return {PROMPT: _read_prompt(folder)}
     sides: dict[str, dict[str, torch.Tensor]] = {}
     with _Tensors(folder, config) as tensors:
         for (module, side), (name, is_stack) in tensors.names.items():
@@ -170,6 +179,19 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
         scale = config.scale_of(module, max(1, pair["down"].shape[-2]))
         found[module] = AdapterWeights(**pair, scale=scale, merged=merged_of(module))
     return found
+
+
+def _read_prompt(folder: Path) -> AdapterWeights:
+    """Returns a soft prompt; see `PROMPT`."""
+    path = folder / "adapter_model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if set(tensors) != {PROMPT} or tensors[PROMPT].ndim != 2:
+        raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(sorted(tensors))}")
+    vectors = tensors[PROMPT]
+    return AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)
 
 
 def merged_of(module: str) -> int:

@@ -18,7 +18,7 @@ from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights, write_adapter
-from aioinfer.layers.adapter_parts import ModuleShape
+from aioinfer.layers.adapter_parts import PROMPT, ModuleShape
 from aioinfer.layers.adapters import AdapterSlots, rank_of
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
@@ -38,12 +38,14 @@ class Adapter:
         name: by which requests name it.
         folder: with its files.
         rank: the largest of its modules.
+        prompt_tokens: virtual tokens of a soft prompt; 0 for none.
     """
 
     number: int
     name: str
     folder: str
     rank: int
+    prompt_tokens: int = 0
 
 
 class AdapterRegistry:
@@ -106,9 +108,9 @@ class AdapterRegistry:
                 f"there is an adapter {name!r} already: load_inplace replaces it", param="lora_name"
             )
         async with self._lock:
-            folder, rank = await asyncio.to_thread(self._check, path)
+            folder, rank, prompt_tokens = await asyncio.to_thread(self._check, path)
             old = self._by_name.get(name)
-            adapter = Adapter(next(self._numbers), name, str(folder), rank)
+            adapter = Adapter(next(self._numbers), name, str(folder), rank, prompt_tokens)
             self._by_name[name] = adapter
         if old is not None:
             self.on_remove(old)
@@ -138,10 +140,13 @@ class AdapterRegistry:
         self.on_remove(adapter)
         return adapter
 
-    def _check(self, path: str) -> tuple[Path, int]:
-        """Returns folder and rank of an adapter. Raises `ConfigError`."""
+    def _check(self, path: str) -> tuple[Path, int, int]:
+        """Returns folder, rank and virtual tokens of an adapter. Raises `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
         config, weights = AdapterConfig.read(folder), read_weights(folder, on_meta=True)
+        if (prompt := weights.get(PROMPT)) is not None:
+            self._check_prompt(folder, prompt.up, config.prompt_tokens)
+            return folder, 0, config.prompt_tokens
         rank = rank_of(weights)
         for module, given in weights.items():
             known = self._modules.get(module)
@@ -157,7 +162,23 @@ class AdapterRegistry:
         most = self._config.lora.max_rank
         if rank > most:
             raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
-        return folder, rank
+        return folder, rank, 0
+
+    def _check_prompt(self, folder: Path, vectors: torch.Tensor, tokens: int) -> None:
+        """Raises `ConfigError` for a soft prompt that does not go with the model."""
+        known = self._modules.get(PROMPT)
+        if known is None:
+            raise ConfigError(f"{folder} is a soft prompt, and lora.max_prompt_tokens is 0")
+        if vectors.shape != (tokens, known.inputs):
+            raise ConfigError(
+                f"{folder}: the soft prompt has the shape {tuple(vectors.shape)}, and not "
+                f"{(tokens, known.inputs)}: it is of another model"
+            )
+        if tokens > known.out:
+            raise ConfigError(
+                f"{folder} has {tokens} virtual tokens, and the server's lora.max_prompt_tokens is "
+                f"{known.out}"
+            )
 
     def _refusal(self, module: str) -> str:
         """Returns why adapters cannot change a module."""
@@ -177,8 +198,10 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
     it is not built from our layers."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)
-    has_experts = config.lora.experts
-    slots = AdapterSlots(1, 1, torch.float32, device, uses_kernels=False, has_experts=has_experts)
+    slots = AdapterSlots(
+        1, 1, torch.float32, device, uses_kernels=False, has_experts=config.lora.experts,
+        max_prompt_tokens=config.lora.max_prompt_tokens,
+    )  # fmt: skip
     backend = Backend(device, torch.float32, group, adapters=slots)
     if not isinstance(build_model(folder, backend, config.model), DecoderModel):
         return {}
