@@ -24,6 +24,7 @@ import aioinfer
 from aioinfer.api.admin.page import _FILES, PAGE_PATHS
 from aioinfer.api.server import HttpServer, create_app
 from aioinfer.engine.frontend import Frontend
+from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 from bench_loop import make_frontend
 from tests.test_server import make_server
 from tests.waiting import until
@@ -299,6 +300,8 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
         steps: list[list[int]] = []
         running: list[int] = []
         work: asyncio.Future[Any] | None = None
+        for name, count in ((DRAFT_TOKENS, 4), (ACCEPTED, 3)):
+            frontend.engines[0].metrics.count(name, count)
         async for state in watch(http):
             steps += state["log"]
             running.append(state["running"])
@@ -332,6 +335,7 @@ async def test_the_live_stream_agrees_with_the_work_done(monkeypatch: pytest.Mon
     )
     assert sum(prefills) + sum(decodes) == 303 - state["prefix_hit"] + 3 * 139
     assert state["blocks_used"] == 0
+    assert (state["draft_tokens"], state["accepted_tokens"]) == (4, 3)
     assert state["blocks_cached"] == frontend.engines[0].scheduler.kv_cache.num_cached > 20
     assert state["finished"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
     assert all(0 <= us < 1e6 for phase in times for us in phase)

@@ -188,6 +188,10 @@ class EngineView {
       "prefix",
       state.prefix_queried ? percent.format(state.prefix_hit / state.prefix_queried) : "–",
     );
+    this.#write(
+      "drafts",
+      state.draft_tokens ? percent.format(state.accepted_tokens / state.draft_tokens) : "–",
+    );
   }
 
   /** Shows which part of the time since the last state each pipeline stage idled (bubbles). */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -123,7 +124,7 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
     assert await page.run("document.querySelector('#send').hidden"), "it is still being written"
     await page.until("document.querySelector('[data-value=running]').textContent === '1'")
     await page.until(
-        "/1 decode tokens/.test(document.querySelector('[data-value=readout]').textContent)"
+        "/[1-9.]+ decode tokens/.test(document.querySelector('[data-value=readout]').textContent)"
     )
     await page.until(IDLE)
     figures = await page.run("document.querySelector('.figures').textContent")
@@ -138,6 +139,8 @@ async def test_an_answer_streams_and_the_live_view_shows_it(page: Page, url: str
         await page.run("document.querySelector('[data-value=steps]').textContent")
         != "0 since the start"
     )
+    kept = await page.run("document.querySelector('[data-value=drafts]').textContent")
+    assert re.fullmatch(r"–|[0-9.]+\s?%", kept), kept
 
 
 async def test_the_demo_answers_well_with_its_own_settings(page: Page) -> None:

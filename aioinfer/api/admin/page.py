@@ -33,6 +33,7 @@ from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
 from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import imbalance
+from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from aioinfer.engine.engine import Engine
@@ -186,6 +187,8 @@ class LiveState(Struct, kw_only=True):
     wasted_rows: int
     prefix_queried: int
     prefix_hit: int
+    draft_tokens: int
+    accepted_tokens: int
     prompt_tokens: int
     generation_tokens: int
     finished: dict[str, int]
@@ -298,6 +301,8 @@ def engine_state(engine: Engine, last_step: int, last_report: int) -> LiveState:
         wasted_rows=totals.wasted_rows,
         prefix_queried=totals.prefix_queried,
         prefix_hit=totals.prefix_hit,
+        draft_tokens=metrics.counts[DRAFT_TOKENS],
+        accepted_tokens=metrics.counts[ACCEPTED],
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         finished=metrics.finished,
