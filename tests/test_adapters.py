@@ -262,6 +262,56 @@ def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
         assert not host._kept
 
 
+@pytest.mark.extended
+def test_a_thousand_adapters_on_disk(llama: Adapted, tmp_path: Path) -> None:
+    """Of which requests choose the n-th with a weight of 1 / n, in four slots; and 64 that come and
+    go under that load. Each request has the text of its adapter, and nothing is left behind."""
+    kinds = [*ADAPTERS]
+    folders = [tmp_path / str(number) for number in range(1064)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        for file in llama.adapters[kinds[number % len(kinds)]].iterdir():
+            (folder / file.name).hardlink_to(file)
+    paths = {f"n{number}": str(folder) for number, folder in enumerate(folders[:1000])}
+    rng = random.Random(1)
+    chosen = rng.choices(range(1000), [1 / (number + 1) for number in range(1000)], k=150)
+    prompt = {"prompt_token_ids": llama.prompt}
+
+    def params(name: str | None) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=4, adapter=name)
+
+    settings = {"lora.adapters": paths, "lora.max_adapters": 4, "lora.host_bytes": 2**21}
+    with llama.llm(**settings) as llm:
+        for first in range(0, 64, 16):
+            some = range(1000 + first, 1016 + first)
+            for number in some:
+                llm.load_adapter(f"n{number}", str(folders[number]))
+            asked: list[int | None] = [*chosen[first : first + 40], *some, None, None]
+            rng.shuffle(asked)
+            outputs = llm.generate(
+                [prompt] * len(asked),
+                [params(None if number is None else f"n{number}") for number in asked],
+            )
+            for number, output in zip(asked, outputs, strict=True):
+                kind = None if number is None else kinds[number % len(kinds)]
+                assert output.completions[0].token_ids == llama.text(kind)[:4]
+            for number in some:
+                llm.unload_adapter(f"n{number}")
+        assert len([*llm.frontend.adapters]) == 1000
+        for name in paths:
+            llm.unload_adapter(name)
+        llama_outputs = llm.generate([prompt], params(None))
+        assert llama_outputs[0].completions[0].token_ids == llama.text(None)[:4]
+        (engine,) = llm.frontend.engines
+        planning = engine.features.of(Planning)
+        assert not planning._reading | planning._read | planning._failed
+        assert {slot.number for slot in planning._slots} == {-1}
+        works = engine._workers.executor._worker.runner.works.all
+        (host,) = [each.host for each in works if isinstance(each, Work)]
+        assert not host._kept
+        assert not host._unreported
+
+
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")

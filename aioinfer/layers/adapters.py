@@ -27,7 +27,6 @@ from aioinfer.layers.step import Step
 if TYPE_CHECKING:
     from aioinfer.kernels.adapter_tiles import AdapterTiles
     from aioinfer.kernels.adapters import AdapterOperand, AdapterRoom, Adapters
-    from aioinfer.layers.norm import RMSNorm
 
 #: More rows than these have the adapters in the launch of a product only if it has so many times as
 #: many input features as columns of B.
@@ -128,12 +127,12 @@ class AdaptedProduct:
         """Whether a kernel may add the adapters to the product of x [T, in] in its own launch."""
         return x.ndim == 2 and self._slots.may_fuse(len(x), self._up.shape[1], self.inputs)
 
-    def shrink(self, x: torch.Tensor, norm: RMSNorm | None = None) -> AdapterOperand:
+    def shrink(self, x: torch.Tensor, norm: Any = None) -> AdapterOperand:
         """Returns the adapters of the step's few tokens x [T, in], whose product with B a kernel
         adds to the weight's (`AdapterSlots.may_fuse`).
 
         Args:
-            norm: that x passes through first; of one token alone.
+            norm: the RMSNorm that x passes through first, or None; of one token alone.
         """
         from aioinfer.kernels.adapters import shrink
 
