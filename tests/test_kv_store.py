@@ -8,7 +8,7 @@ import pytest
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import KVGroup, blocks_in
 from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
-from aioinfer.scheduler.stored_blocks import MIN_SAVES, StoredBlocks
+from aioinfer.scheduler.stored_blocks import StoredBlocks
 from tests.test_scheduler import (
     FULL,
     STATES,
@@ -234,20 +234,29 @@ def test_a_preempted_request_is_swapped_in(groups: tuple[KVGroup, ...]) -> None:
 # ---------------------------------------------------------------- the records
 
 
-def test_saves_are_spread_over_plans() -> None:
+def test_a_block_is_saved_with_the_next_plan_unless_it_is_lost() -> None:
     stored = StoredBlocks(100)
     for number in range(40):
         stored.note(b"%d" % number, number)
     assert not stored.has_due, "the step that computes them is not posted"
+    assert not list(stored.take_saves(0))
     stored.publish()
-    assert len(list(stored.take_saves(0))) == 40
-    for number in range(40, 60):
-        stored.note(b"%d" % number, number)
-    stored.publish()
-    stored.lose(b"41")
-    stored.publish()
-    moves = list(stored.take_saves(0))
-    assert [move.block for move in moves] == [40, *range(42, 42 + MIN_SAVES - 1)]
+    stored.publish()  # nothing was planned meanwhile
+    stored.lose(b"1")
+    assert [move.block for move in stored.take_saves(0)] == [0, *range(2, 40)]
+    assert not stored.has_due
+
+
+def test_a_long_prompt_is_saved_whole_at_once() -> None:
+    """Its blocks are the next to leave the device: 150 of 160 blocks, and then 150 others."""
+    harness = make_harness(num_blocks=160, num_stored=(400,), token_budget=1000, prefill_cap=1000)
+    for number in (0, 1):
+        run(harness, make_request(f"{number}", prompt_of(number, 600), 1))
+        assert harness.post(), "a plan without rows, when nothing else is to do"
+        harness.update()
+        assert not harness.post()
+    run(harness, again := make_request("again", prompt_of(0, 600), 1))
+    assert again.num_cached == 596
 
 
 def test_a_lost_place_is_found() -> None:

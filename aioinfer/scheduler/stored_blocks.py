@@ -13,10 +13,6 @@ from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
 
-#: A plan brings so many saves of a group, and twice as many as blocks became known since the plan
-#: before: what has piled up becomes less, and no plan has workers copy for long.
-MIN_SAVES = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -71,7 +67,6 @@ class StoredBlocks:
         # hash -> block of the device: noted since the last `publish`; and to be saved
         self._noted: dict[bytes, int] = {}
         self._due: dict[bytes, int] = {}
-        self._max_saves = MIN_SAVES
 
     def __contains__(self, block_hash: object) -> bool:
         """Whether the host has the block of a hash."""
@@ -112,14 +107,14 @@ class StoredBlocks:
 
     def publish(self) -> None:
         """Makes the blocks that were noted due: by now their plan is posted."""
-        self._max_saves = MIN_SAVES + 2 * len(self._noted)
         self._due.update(self._noted)
         self._noted.clear()
 
     def take_saves(self, group: int) -> Iterator[Move]:
-        """Gives due blocks their places and yields their copies; called once a plan."""
-        for block_hash in list(self._due)[: self._max_saves]:
-            block = self._due.pop(block_hash)
+        """Gives the due blocks, which the plans before have computed, their places and yields their
+        copies."""
+        due, self._due = self._due, {}
+        for block_hash, block in due.items():
             if not self._free and not self._places:
                 return  # all are being read from the disk
             place = self._places[block_hash] = self._take_place()
