@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from random_models import random_model
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
-from aioinfer.features.speculation.planning import Planning
+from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS, Planning
 from aioinfer.llm import Output
 from aioinfer.scheduler.request import Request
 from aioinfer.worker.features import ProposalRows, WorkerFeature
@@ -69,8 +70,8 @@ class KnownDrafts(WorkerFeature):
 class AlwaysAhead:
     """Replaces the choice of drafts: from 0 to `most` of each request, in turn."""
 
-    def __init__(self, most: int):
-        self._most, self._step = most, 0
+    def __init__(self, planning: Planning, most: int):
+        self._allows, self._most, self._step = planning._allows_lookahead, most, 0
 
     def __call__(self, decodes: Sequence[Request]) -> dict[Request, int] | None:
         self._step += 1
@@ -80,7 +81,7 @@ class AlwaysAhead:
         return {
             request: (self._step + i) % count
             for i, request in enumerate(decodes)
-            if all(use.allows_lookahead for use in request.uses)
+            if self._allows(request)
         }
 
 
@@ -95,7 +96,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[LLM]:
-    usual = {"parallel__executor": "inline", "speculation__max_draft_tokens": 4}
+    usual = {
+        "parallel__executor": "inline", "speculation__method": "none",
+        "speculation__max_draft_tokens": 4,
+    }  # fmt: skip
     with LLM(str(folder), settings=engine_settings(**usual | settings), progress=False) as llm:
         yield llm
         llm.frontend.engines[0].scheduler.check_integrity()
@@ -109,7 +113,7 @@ def worker_of(llm: LLM) -> Worker:
 
 def look_always_ahead(llm: LLM, most: int = 4) -> Planning:
     planning = llm.frontend.engines[0].features.of(Planning)
-    planning.lookahead = AlwaysAhead(most)  # type: ignore[method-assign]
+    planning.lookahead = AlwaysAhead(planning, most)  # type: ignore[method-assign]
     return planning
 
 
@@ -206,6 +210,7 @@ def test_known_drafts_are_kept(
     monkeypatch.setattr(module.StepWorks, "load", with_known_drafts)
     with running(folder, speculation__method="ngram", **settings) as llm:
         planning, kept = look_always_ahead(llm), [0, 0]
+        planning._finds_drafts = False  # of constrained requests: they are no n-grams
         take = planning.take_lookahead
 
         def count(request: Request, rows: int, count: int) -> None:
@@ -218,6 +223,23 @@ def test_known_drafts_are_kept(
     assert equal_texts(outputs, expected) >= len(expected) - (1 if dtype == "float32" else 18)
     # three prompts of a phrase begin alike, and every fifth draft is wrong
     assert kept[1] > 0.1 * kept[0] > 100, kept
+
+
+def test_predicted_texts_are_kept(folder: Path, expected: list[Output]) -> None:
+    """Texts that were predicted rightly, and wrongly; the second time in slots that others had."""
+    with running(folder, speculation__method="ngram", scheduler__max_num_seqs=20) as llm:
+        look_always_ahead(llm)
+        counts, shares = llm.frontend.engines[0].metrics.counts, list[float]()
+        for wrong in (False, True):
+            params = [
+                replace(each, predicted_tokens=tuple([5] * TOKENS if wrong else output.token_ids))
+                for each, output in zip(PARAMS, expected, strict=True)
+            ]
+            kept, drafts = counts[ACCEPTED], counts[DRAFT_TOKENS]
+            check(llm.generate(PROMPTS, params), expected)
+            kept, drafts = counts[ACCEPTED] - kept, counts[DRAFT_TOKENS] - drafts
+            shares.append(kept / drafts)
+    assert shares[0] > max(0.6, shares[1]), shares
 
 
 def test_replayed_steps_are_graphs_with_lookahead(folder: Path) -> None:

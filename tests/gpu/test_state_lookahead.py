@@ -115,6 +115,7 @@ def test_text_is_that_of_a_plain_run(
         worker = worker_of(llm)
         assert llm.frontend.engines[0].report.max_lookahead > 0
         planning, kept = look_always_ahead(llm), [0, 0]
+        planning._finds_drafts = False  # of constrained requests: they are no n-grams
         take = planning.take_lookahead
 
         def count(request: Any, rows: int, number: int) -> None:
