@@ -237,9 +237,12 @@ class SharedGate:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the factors [T, 1] of the expert's output for x [T, hidden_size]."""
+        adapted = self.adapted
+        if adapted is None or not adapted.is_active:
+            return F.linear(x, self.weight).sigmoid()
+        adapted.begin(x)
         logits = F.linear(x, self.weight)
-        if self.adapted is not None and self.adapted.is_active:
-            self.adapted.add(x, logits)
+        adapted.add(x, logits)
         return logits.sigmoid()
 
 
