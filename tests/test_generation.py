@@ -33,7 +33,14 @@ TOKENS = [
     "<think>", "so", "</think>", "\n\nLet ", "", "me <", "b. ", "<tool_call>",
     '\n{"name": "add", "arguments": {"a": ', "1}}\n", "</tool_call>",
 ]  # fmt: skip
-OUTPUT = cast(RequestOutput, SimpleNamespace(prompt_token_ids=[7, 8], num_cached_tokens=1))
+OUTPUT = cast(
+    RequestOutput,
+    SimpleNamespace(
+        prompt_token_ids=[7, 8],
+        num_cached_tokens=1,
+        predicted_counts=None,
+    ),
+)
 
 
 def text_writer(**options: Any) -> CompletionWriter:
