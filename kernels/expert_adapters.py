@@ -146,7 +146,7 @@ def sort_pairs(
     return PairTiles(order, of_tiles, experts, top_k, routed.weights, rows)
 
 
-@triton.jit(do_not_specialize=["width", "modules", "tiles", "x_stride"])
+@triton.jit(do_not_specialize=["modules", "tiles"])
 def _shrink_kernel(
     x, A, parts, order, keys, ranks, rows, width, modules, tiles, x_stride,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PER_ROW: tl.constexpr, SORTED: tl.constexpr,
@@ -178,7 +178,7 @@ def _shrink_kernel(
     tl.store(parts + number * TILE * RANKS + at, total)
 
 
-@triton.jit(do_not_specialize=["channels", "modules", "tiles", "blocks"])
+@triton.jit(do_not_specialize=["modules", "tiles", "blocks"])
 def _expand_kernel(
     parts, B, y, order, keys, ranks, rows, weights, channels, modules, tiles, blocks,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, SORTED: tl.constexpr,
