@@ -507,7 +507,8 @@ class KVCacheManager:
             if not self.pools[number].has(hashes[entry])
             and hashes[entry] not in self.store.groups[number]
         ]
-        return self.store.read(request, wanted)
+        num_tokens = len({block_hash for _, block_hash in wanted}) * self._block_size
+        return self.store.read(request, wanted, num_tokens)
 
     def is_arriving(self, request: Request, length: int) -> bool:
         """Whether a load of another request is on its way that brings any of the first `length`
@@ -515,9 +516,10 @@ class KVCacheManager:
         store = self.store
         return store is not None and any(map(store.brings, request.block_hashes[:length]))
 
-    def begin_load(self, request: Request, length: int) -> bool:
+    def begin_load(self, request: Request, length: int, num_tokens: int) -> bool:
         """Gives a request its first `length` blocks, of which the store brings those that are not
-        on the device. False, and nothing is changed, unless all of its tokens find room."""
+        on the device, and spares computing `num_tokens` tokens. False, and nothing is changed,
+        unless all tokens of the request find room."""
         assert self.store is not None
         tables = [[NULL_BLOCK] * length for _ in self.groups]
         missing: list[list[int]] = [[] for _ in self.groups]
@@ -546,7 +548,7 @@ class KVCacheManager:
         request.blocks, request.num_blocks = tables, length
         request.states = [length - 1] if self._states is not None else []
         request.num_computed = request.num_settled = length * self._block_size
-        self.store.load(request, wanted)
+        self.store.load(request, wanted, num_tokens)
         return True
 
     def end_load(self, request: Request) -> None:

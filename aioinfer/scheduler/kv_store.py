@@ -25,6 +25,8 @@ request whose prefix goes on there is LOADING, too, and has no blocks yet: files
 places of the host, which enter the index when they were whole, and then the request is next in the
 queue again. It is read for once; files that were broken are forgotten.
 
+Neither is done where the measured rates say that computing is faster (`copy_rates`).
+
 Order. Workers execute the transfers of a plan before its rows, loads before saves, and keep the
 order of all that touch one place of the host or one block of the device. So a place is given to
 another block at once. The least recently used block loses its place. A request uses the blocks of
@@ -35,11 +37,13 @@ Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.copy_rates import CopyRates
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.stored_blocks import Move, StoredBlocks
 
@@ -63,12 +67,17 @@ class KVStore:
     Attributes:
         groups: the blocks of each group.
         has_disk: whether there is a disk behind the host.
+        rates: how fast tokens are copied and computed.
         is_awaited: whether the plan that is being made has nothing but transfers, and its result is
             to come when loads have ended.
     """
 
     def __init__(
-        self, num_places: Sequence[int], tickets: Iterator[int], disk: DiskLimits | None = None
+        self,
+        num_places: Sequence[int],
+        tickets: Iterator[int],
+        disk: DiskLimits | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         """Makes the host's memory empty.
 
@@ -76,7 +85,12 @@ class KVStore:
             num_places: blocks that the host holds of each group.
             tickets: numbers of loads, none of which workers have seen.
             disk: what the disk holds, if there is one.
+            clock: returns seconds.
         """
+        self.rates = CopyRates()
+        self._clock = clock
+        # by ticket: tokens that it brings, and when it began
+        self._begun: dict[int, tuple[int, float]] = {}
         if disk is None:
             self.groups = tuple(map(StoredBlocks, num_places))
         else:
@@ -116,23 +130,32 @@ class KVStore:
         for group in self.groups:
             group.publish()
 
-    def load(self, request: Request, wanted: Iterable[tuple[int, int, bytes]]) -> None:
-        """Has the next plan bring blocks of a request: (group, block of the device, hash)."""
-        ticket = next(self._tickets)
-        self._loading[ticket] = request
+    def load(
+        self, request: Request, wanted: Iterable[tuple[int, int, bytes]], num_tokens: int
+    ) -> None:
+        """Has the next plan bring blocks of a request: (group, block of the device, hash), which
+        spares computing `num_tokens` tokens."""
+        ticket = self._begin(request, num_tokens)
         for group, block, block_hash in wanted:
             stored = self.groups[group]
             self._loads.append(Move(group, stored.place_of(block_hash), block, ticket))
             self._arriving[block_hash] = ticket
 
-    def read(self, request: Request, wanted: Sequence[tuple[int, bytes]]) -> bool:
+    def _begin(self, request: Request, num_tokens: int) -> int:
+        """Returns the ticket of a load or a read that begins."""
+        ticket = next(self._tickets)
+        self._loading[ticket] = request
+        self._begun[ticket] = num_tokens, self._clock()
+        return ticket
+
+    def read(self, request: Request, wanted: Sequence[tuple[int, bytes]], num_tokens: int) -> bool:
         """Has the next plan bring blocks from the disk to the host for a request, which begins
-        with them later: (group, hash). False, and nothing is changed, if they are too many."""
+        with them later: (group, hash), of `num_tokens` tokens. False, and nothing is changed, if
+        they are too many."""
         counts = Counter(group for group, _ in wanted)
         if any(count > self.groups[group].max_reads for group, count in counts.items()):
             return False
-        ticket = next(self._tickets)
-        self._loading[ticket] = request
+        ticket = self._begin(request, num_tokens)
         reads = [
             Move(group, self.groups[group].begin_read(), ticket=ticket, block_hash=block_hash)
             for group, block_hash in wanted
@@ -172,6 +195,10 @@ class KVStore:
     def finish(self, ticket: int, failed: Container[int] = ()) -> None:
         """Notes that workers have filled the blocks of a load, if it is still wanted; or that they
         have read files, but for the `failed` ones of the ticket."""
+        rate = self.rates.reads if ticket in self._reading else self.rates.loads
+        if ticket in self._begun:
+            num_tokens, began = self._begun.pop(ticket)
+            rate.add(num_tokens, began, self._clock())
         for number, (move, block_hash) in enumerate(self._reading.pop(ticket, ())):
             stored = self.groups[move.group]
             stored.end_read(block_hash, move.place, is_whole=number not in failed)

@@ -86,7 +86,9 @@ class Scheduler:
         self.limits = limits
         self._waiting = WaitingQueue()
         store = (
-            KVStore(limits.num_stored, self._tickets, limits.disk) if limits.num_stored else None
+            KVStore(limits.num_stored, self._tickets, limits.disk, self._clock)
+            if limits.num_stored
+            else None
         )
         self._running = RunningRequests(limits, self._waiting, self.stats, store)
         self.kv_cache = self._running.kv_cache
@@ -327,7 +329,9 @@ class Scheduler:
         sampled: list[Request | None] = [*builder.sampled_requests]
         step = PostedStep(builder.step_id, sampled, rows, builder.has_lookahead)
         if self.features.ahead is not None:
-            step.num_decodes, step.posted = builder.num_decodes, self._clock()
+            step.num_decodes = builder.num_decodes
+        if self.features.ahead is not None or self.kv_cache.store is not None:
+            step.num_prefill, step.posted = builder.work().prefill_tokens, self._clock()
         self._posted.add(step)
         if self.pacing.is_active:
             self.pacing.post(builder.work(), self._clock())
@@ -346,7 +350,7 @@ class Scheduler:
         step = self._posted.take(result.step_id)
         if self.pacing.is_active:
             self.pacing.finish(self._clock() if came is None else came)
-        if self.features.ahead is not None:
+        if self.features.ahead is not None or self.kv_cache.store is not None:
             self._note_step(step, self._clock() if came is None else came)
         self.stats.wasted_rows += step.num_dropped
         requests: list[Request] = []
@@ -375,9 +379,11 @@ class Scheduler:
         return output
 
     def _note_step(self, step: PostedStep, came: float) -> None:
-        """Tells the feature that looks ahead how long a step took: from when workers could begin
-        with it, which is when they had it and the step before was done."""
+        """Tells the feature that looks ahead, and the store of KV, how long a step took: from when
+        workers could begin with it, which is when they had it and the step before was done."""
         began, self._last_came = max(step.posted, self._last_came), came
+        if self.kv_cache.store is not None:
+            self.kv_cache.store.rates.prefill.add(step.num_prefill, began, came)
         if step.num_decodes and self.features.ahead is not None:
             self.features.ahead.note_step(step.num_decodes, came - began, step.has_lookahead)
 

@@ -281,7 +281,9 @@ class StateBlocks(WholeBlocks):
 
     def leave(self, request: Request) -> None:
         """Has the last snapshots of a request saved, which loses its blocks."""
-        hashes = [request.block_hashes[n] for n in request.states if n < request.num_committed]
+        # a fork has fewer hashes by now than it had blocks
+        known = request.block_hashes[: request.num_committed]
+        hashes = [known[index] for index in request.states if index < len(known)]
         if request.left is not None:
             hashes.append(request.left[0])
         for _, pool in self._states:

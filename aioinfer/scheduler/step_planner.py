@@ -277,7 +277,11 @@ class StepPlanner:
         from the disk; 0 if it does not."""
         if request.num_pending:
             return 0
-        return self._kv_cache.find_on_disk(request, self._find_prefix(request))
+        length = self._kv_cache.find_on_disk(request, self._find_prefix(request))
+        store = self._kv_cache.store
+        if not length or store is None or not store.rates.reads.pays(store.rates.prefill):
+            return 0
+        return length
 
     def _find_stored(self, request: Request) -> tuple[int, int] | None:
         """Returns with how many blocks the first waiting request begins if some of them are loaded
@@ -287,12 +291,15 @@ class StepPlanner:
             return None
         prefix = self._find_prefix(request)
         length = self._kv_cache.find_stored(request, prefix)
-        return (length, length * self._limits.block_size - prefix.num_tokens) if length else None
+        store = self._kv_cache.store
+        if not length or store is None or not store.rates.loads.pays(store.rates.prefill):
+            return None
+        return length, length * self._limits.block_size - prefix.num_tokens
 
     def _begin_load(self, request: Request, length: int, num_tokens: int) -> bool:
         """Has the store load what the first waiting request lacks of its first `length` blocks,
         which spares computing `num_tokens` tokens. Returns whether there is room."""
-        if not self._kv_cache.begin_load(request, length):
+        if not self._kv_cache.begin_load(request, length, num_tokens):
             return False
         self._waiting.begin_load()
         self._stats.loads += 1

@@ -68,8 +68,9 @@ class PostedStep:
         rows: the rows that concern features, by the feature's name.
         has_lookahead: whether requests may have several rows.
         num_decodes: its rows, if all are decodes; else 0.
-        posted: when it was planned, in seconds of the scheduler's clock; kept for a feature that
-            looks ahead.
+        num_prefill: tokens of its other rows.
+        posted: when it was planned, in seconds of the scheduler's clock. These are kept for a
+            feature that looks ahead and for the store of KV.
         num_dropped: tokens that are dropped because an appended token took their place.
     """
 
@@ -78,6 +79,7 @@ class PostedStep:
     rows: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     has_lookahead: bool = False
     num_decodes: int = 0
+    num_prefill: int = 0
     posted: float = 0.0
     num_dropped: int = 0
 
