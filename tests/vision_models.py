@@ -20,7 +20,7 @@ from tests.tiny_models import randomize
 _BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-    "<fake_token_around_image>", "<global-img>",
+    "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 ]  # fmt: skip
 VOCAB = 320
@@ -110,6 +110,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {
             "size": {"height": 48, "width": 48}, "image_mean": [0.5, 0.4, 0.6],
             "image_std": [0.5, 0.6, 0.4], "image_processor_type": "Gemma3ImageProcessor",
+        },
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None},
+        {
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 96,
+            "patch_size": 8, "initializer_range": 0.2,
+        },
+        {"image_token_index": IMAGE, "spatial_merge_size": 2, "tie_word_embeddings": False},
+        {
+            "size": {"longest_edge": 96}, "patch_size": 16, "image_mean": [0.5, 0.4, 0.6],
+            "image_std": [0.5, 0.6, 0.4], "image_processor_type": "PixtralImageProcessor",
         },
     ),
     "smolvlm": (
