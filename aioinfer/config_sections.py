@@ -355,13 +355,6 @@ class MediaConfig:
         25_000_000,
         minimum=1,
     )
-    max_read_pixels: int = key(
-        "Pixels to which a larger picture is scaled down for models that read pictures of any "
-        "size, where the model's own maximum is higher.",
-        4 * 2**20,
-        minimum=65_536,
-        maximum=5 * 2**20,
-    )
     allowed_folder: str | None = key(
         "Folder below which requests may name files as pictures (`file:///...`). Default: none.",
         None,
@@ -371,7 +364,6 @@ class MediaConfig:
         "addresses and redirects are refused. Default: none.",
         [],
     )
-    timeout_s: float = key("Seconds that fetching a picture may take.", 10.0, minimum=0.1)
     encoder_budget: int = key(
         "Embeddings of pictures that a step computes, beside one picture at least: each takes the "
         "place of a prompt token. Lower values keep inter-token latency flat.",

@@ -4,6 +4,7 @@ names the file."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,9 @@ def test_any_config_is_served_or_refused_by_name(tmp_path: Path, config: dict[st
     if error is not None:
         note(error)
         assert str(tmp_path) in error or "is none of" in error
-        # an architecture that is missing lists those that are supported
-        assert len(error) < 1500, "an error shows no more of a value than its beginning"
+        # an architecture that is missing lists those that are supported, which may be many
+        shown = re.sub(r"is none of [^;]*;", "", error)
+        assert len(shown) < 800, "an error shows no more of a value than its beginning"
         return
     assert isinstance(read, DecoderConfig)
     read.check_tensor_parallel(1)

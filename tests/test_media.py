@@ -156,8 +156,9 @@ async def host() -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def test_pictures_from_allowed_hosts() -> None:
-    config = MediaConfig(max_bytes=2**20, allowed_domains=["LocalHost."], timeout_s=1)
+def test_pictures_from_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.media.source.FETCH_TIMEOUT_S", 1.0)
+    config = MediaConfig(max_bytes=2**20, allowed_domains=["LocalHost."])
 
     async def run() -> None:
         async with host() as port:

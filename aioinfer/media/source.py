@@ -26,6 +26,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aioinfer.config import MediaConfig
 from aioinfer.errors import FieldError
 
+#: Seconds that fetching a picture may take.
+FETCH_TIMEOUT_S = 10.0
 #: Read of a reply at a time.
 _CHUNK = 64 * 1024
 #: Media types whose pictures may be read; a type that is not given, or not an image's, is not
@@ -154,10 +156,10 @@ class MediaReader:
         if host not in self._domains or has_login:
             raise FieldError(place, "names a host that media.allowed_domains does not")
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
                 return await self._fetch_from(source)
         except TimeoutError as error:
-            text = f"could not be fetched within {self._config.timeout_s:g} s"
+            text = f"could not be fetched within {FETCH_TIMEOUT_S:g} s"
             raise FieldError(place, text) from error
         except FieldError:
             raise

@@ -26,33 +26,7 @@ from aioinfer.api.errors import json_response, renamed
 from aioinfer.api.generation import Generation, adapter_of
 from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.api.messages import template_messages
-from aioinfer.api.openai.pooling_bodies import (
-    Classes,
-    ClassifiedItem,
-    ClassifyRequest,
-    EmbeddingBody,
-    EmbeddingItem,
-    EmbeddingRequest,
-    Embeddings,
-    EmbeddingUsage,
-    InputBody,
-    OllamaEmbedding,
-    OllamaEmbeddings,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    PooledItem,
-    PoolingBody,
-    PoolingReply,
-    PoolingRequest,
-    Reranked,
-    RerankedDocument,
-    RerankedText,
-    RerankRequest,
-    ScoreItem,
-    ScoreRequest,
-    Scores,
-    ScoringBody,
-)
+from aioinfer.api.openai import pooling_bodies as bodies
 from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
 from aioinfer.engine.pooled_prompts import join_texts, max_kept
 from aioinfer.engine.served_model import cosine_similarity
@@ -72,12 +46,12 @@ class Pooled:
     states: list[F32]
     num_tokens: int
 
-    def usage(self) -> EmbeddingUsage:
+    def usage(self) -> bodies.EmbeddingUsage:
         """Returns OpenAI's usage of embeddings."""
-        return EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
+        return bodies.EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
 
-B = TypeVar("B", bound=PoolingBody)
+B = TypeVar("B", bound=bodies.PoolingBody)
 
 
 class PoolingDialect(Generic[B]):
@@ -94,7 +68,7 @@ class PoolingDialect(Generic[B]):
             none is of two texts.
     """
 
-    body_type: ClassVar[type[PoolingBody]]
+    body_type: ClassVar[type[bodies.PoolingBody]]
     reply_type: ClassVar[Any]
     id_prefix: ClassVar[str] = "embd"
     param = "input"
@@ -198,7 +172,7 @@ def _parts(reply: Any) -> list[bytes]:
     return [head + encode(first), *(b"," + encode(item) for item in others), b"]}"]
 
 
-IB = TypeVar("IB", bound=InputBody)
+IB = TypeVar("IB", bound=bodies.InputBody)
 
 
 class _InputDialect(PoolingDialect[IB]):
@@ -208,7 +182,7 @@ class _InputDialect(PoolingDialect[IB]):
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
         body, frontend, prefix = self.body, self.frontend, ""
-        if isinstance(body, EmbeddingBody):
+        if isinstance(body, bodies.EmbeddingBody):
             size = self.pooling.embedding_size(frontend.hidden_size)
             if body.dimensions is not None and body.dimensions > size:
                 raise FieldError(
@@ -222,20 +196,20 @@ class _InputDialect(PoolingDialect[IB]):
         return await self.encode([prefix + i if isinstance(i, str) else i for i in given])
 
 
-ER = TypeVar("ER", bound=EmbeddingRequest)
+ER = TypeVar("ER", bound=bodies.EmbeddingRequest)
 
 
 class EmbeddingDialect(_InputDialect[ER]):
     """Embeds each input."""
 
-    body_type = EmbeddingRequest
-    reply_type: ClassVar[Any] = Embeddings
+    body_type = bodies.EmbeddingRequest
+    reply_type: ClassVar[Any] = bodies.Embeddings
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
         vectors = enumerate(self.vectors(pooled, self.body.normalizes))
-        items = [EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
-        return Embeddings(model=self.model, usage=pooled.usage(), data=items)
+        items = [bodies.EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
+        return bodies.Embeddings(model=self.model, usage=pooled.usage(), data=items)
 
     def vectors(self, pooled: Pooled, normalize: bool | None) -> Iterator[Any]:
         """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
@@ -246,12 +220,12 @@ class EmbeddingDialect(_InputDialect[ER]):
             yield msgspec.Raw(written(np.ascontiguousarray(found)))
 
 
-class StatesDialect(EmbeddingDialect[PoolingRequest]):
+class StatesDialect(EmbeddingDialect[bodies.PoolingRequest]):
     """Returns the pooled hidden state of each input, or the hidden state of each of its tokens.
     They are not normalized unless the request asks for it or names a `task`."""
 
-    body_type = PoolingRequest
-    reply_type = PoolingReply
+    body_type = bodies.PoolingRequest
+    reply_type = bodies.PoolingReply
     id_prefix = "pool"
 
     def kind(self) -> str:
@@ -262,15 +236,15 @@ class StatesDialect(EmbeddingDialect[PoolingRequest]):
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
         vectors = enumerate(self.vectors(pooled, bool(self.body.normalizes)))
-        items = [PooledItem(index=index, data=vector) for index, vector in vectors]
-        return PoolingReply(**self.fields(pooled), data=items)
+        items = [bodies.PooledItem(index=index, data=vector) for index, vector in vectors]
+        return bodies.PoolingReply(**self.fields(pooled), data=items)
 
 
-class OllamaEmbedDialect(_InputDialect[OllamaEmbedRequest]):
+class OllamaEmbedDialect(_InputDialect[bodies.OllamaEmbedRequest]):
     """Embeds each input, in the shape of Ollama's `/api/embed`."""
 
-    body_type = OllamaEmbedRequest
-    reply_type = OllamaEmbeddings
+    body_type = bodies.OllamaEmbedRequest
+    reply_type = bodies.OllamaEmbeddings
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
@@ -278,7 +252,7 @@ class OllamaEmbedDialect(_InputDialect[OllamaEmbedRequest]):
         vectors: list[Any] = [
             msgspec.Raw(numbers_json(embed(state, size, True))) for state in pooled.states
         ]
-        return OllamaEmbeddings(
+        return bodies.OllamaEmbeddings(
             model=self.model,
             embeddings=vectors,
             total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
@@ -287,25 +261,25 @@ class OllamaEmbedDialect(_InputDialect[OllamaEmbedRequest]):
         )
 
 
-class OllamaEmbeddingDialect(_InputDialect[OllamaEmbeddingsRequest]):
+class OllamaEmbeddingDialect(_InputDialect[bodies.OllamaEmbeddingsRequest]):
     """Embeds one input, in the shape of Ollama's older `/api/embeddings`. Its clients normalise by
     themselves, and expect the vector as the model has it."""
 
-    body_type = OllamaEmbeddingsRequest
-    reply_type = OllamaEmbedding
+    body_type = bodies.OllamaEmbeddingsRequest
+    reply_type = bodies.OllamaEmbedding
 
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
         vector = self.pooling.embedding(pooled.states[0], self.body.dimensions, False)
         written: Any = msgspec.Raw(numbers_json(vector))
-        return OllamaEmbedding(embedding=written)
+        return bodies.OllamaEmbedding(embedding=written)
 
 
-class ClassifyDialect(_InputDialect[ClassifyRequest]):
+class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
     """Returns the classes of each input, where the model has a classification head."""
 
-    body_type = ClassifyRequest
-    reply_type = Classes
+    body_type = bodies.ClassifyRequest
+    reply_type = bodies.Classes
     id_prefix = "classify"
 
     def kind(self) -> str:
@@ -327,14 +301,14 @@ class ClassifyDialect(_InputDialect[ClassifyRequest]):
             probs = head.probabilities(state)
             label = head.labels[int(probs.argmax())]
             items.append(
-                ClassifiedItem(
+                bodies.ClassifiedItem(
                     index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
                 )
             )
-        return Classes(**self.fields(pooled), data=items)
+        return bodies.Classes(**self.fields(pooled), data=items)
 
 
-SB = TypeVar("SB", bound=ScoringBody)
+SB = TypeVar("SB", bound=bodies.ScoringBody)
 
 
 class _Scoring(PoolingDialect[SB]):
@@ -388,11 +362,11 @@ class _Scoring(PoolingDialect[SB]):
         return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)]
 
 
-class ScoreDialect(_Scoring[ScoreRequest]):
+class ScoreDialect(_Scoring[bodies.ScoreRequest]):
     """Returns how similar the texts of each pair are."""
 
-    body_type = ScoreRequest
-    reply_type = Scores
+    body_type = bodies.ScoreRequest
+    reply_type = bodies.Scores
     param = "text_2"
 
     def texts(self) -> tuple[list[str], list[str]]:
@@ -402,20 +376,20 @@ class ScoreDialect(_Scoring[ScoreRequest]):
     def reply(self, pooled: Pooled) -> Any:
         """See `PoolingDialect.reply`."""
         scores = enumerate(self.scores(pooled))
-        data = [ScoreItem(index=index, score=value) for index, value in scores]
-        reply = Scores(**self.fields(pooled), data=data)
+        data = [bodies.ScoreItem(index=index, score=value) for index, value in scores]
+        reply = bodies.Scores(**self.fields(pooled), data=data)
         reply.usage.completion_tokens = 0
         return reply
 
 
-class RerankDialect(_Scoring[RerankRequest]):
+class RerankDialect(_Scoring[bodies.RerankRequest]):
     """Returns documents by falling relevance to a query, in Jina's shape, under `/v2` in Cohere's,
     and for `texts` in the shape of text-embeddings-inference."""
 
-    body_type = RerankRequest
-    reply_type = Reranked | list[RerankedText]
+    body_type = bodies.RerankRequest
+    reply_type = bodies.Reranked | list[bodies.RerankedText]
 
-    def __init__(self, request: web.Request, body: RerankRequest):
+    def __init__(self, request: web.Request, body: bodies.RerankRequest):
         super().__init__(request, body)
         self.param = "documents" if body.texts is None else "texts"
 
@@ -429,17 +403,19 @@ class RerankDialect(_Scoring[RerankRequest]):
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         if body.texts is not None:
             return [
-                RerankedText(index=i, score=scores[i], text=texts[i] if body.return_text else UNSET)
+                bodies.RerankedText(
+                    index=i, score=scores[i], text=texts[i] if body.return_text else UNSET
+                )
                 for i in best
             ]
         is_cohere = self.request.path.endswith("/v2/rerank")
         shows = not is_cohere if body.return_documents is None else body.return_documents
         documents = [{"text": texts[i]} if shows else UNSET for i in best]
         results = [
-            RerankedDocument(index=i, relevance_score=scores[i], document=document)
+            bodies.RerankedDocument(index=i, relevance_score=scores[i], document=document)
             for i, document in zip(best, documents, strict=True)
         ]
-        reply = Reranked(id=f"rerank-{request_id(self.request)}", results=results)
+        reply = bodies.Reranked(id=f"rerank-{request_id(self.request)}", results=results)
         if is_cohere:
             tokens = {"input_tokens": pooled.num_tokens, "output_tokens": 0}
             reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}

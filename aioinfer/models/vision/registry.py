@@ -33,6 +33,10 @@ _FAMILIES = {
     "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
 }
 
+#: Pixels to which a larger picture is scaled down for models that read pictures of any size, where
+#: the model's own maximum is higher.
+_MAX_READ_PIXELS = 4 * 2**20
+
 ReadFormat = Callable[[Mapping[str, Any], Mapping[str, Any], int], PictureFormat]
 MakeTower = Callable[[Mapping[str, Any], PictureFormat, int], Tower]
 
@@ -118,7 +122,7 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
     if family is None or not isinstance(config.get("vision_config"), Mapping):
         return None
     try:
-        format = family.read_format(config, read_processor(folder), media.max_read_pixels)
+        format = family.read_format(config, read_processor(folder), _MAX_READ_PIXELS)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: the configuration of pictures lacks {error}") from error
     return VisionModel(config, format, family.make_tower)
