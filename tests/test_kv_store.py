@@ -172,6 +172,16 @@ def test_a_request_may_end_while_it_loads() -> None:
     assert_complete(decoding)
 
 
+def test_what_is_on_its_way_when_caches_are_cleared_is_not_found() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 6)
+    harness.scheduler.kv_cache.reset_prefix_cache()
+    harness.run()
+    assert loading.num_cached == 0
+    assert_complete(decoding)
+    assert_complete(loading)
+
+
 def test_a_second_request_of_the_same_prefix_shares_the_load() -> None:
     harness = make_harness()
     _, loading = begin_load(harness, 6)

@@ -554,11 +554,13 @@ class KVCacheManager:
     def end_load(self, request: Request) -> None:
         """Enters the blocks of a request, which have been loaded, into the prefix index, where the
         request finds them when it is admitted. It has none where files were read for it."""
+        assert self.store is not None
+        is_spoiled = self.store.take_spoiled(request)
         if not request.blocks:
             return
-        for kind in self._kinds:
+        for kind in self._kinds if not is_spoiled else ():
             kind.commit_loaded(request)
-        if self._partial is not None:
+        if self._partial is not None and not is_spoiled:
             self._note_tokens(request, 0, request.num_blocks)
         self.free(request)
         request.num_computed = request.num_settled = 0
@@ -621,6 +623,8 @@ class KVCacheManager:
             pool.forget(request.block_hashes)
         for stored in self.store.groups if self.store else ():
             stored.drop(request.block_hashes)
+        if self.store is not None:
+            self.store.spoil_loads()
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix index, and the store."""

@@ -103,6 +103,7 @@ class KVStore:
         self._loading: dict[int, Request] = {}
         self._arriving: dict[bytes, int] = {}  # hash -> ticket of the load that brings its block
         self._loaded: list[Request] = []
+        self._spoiled: set[Request] = set()
         self.is_awaited = False
 
     @property
@@ -218,13 +219,25 @@ class KVStore:
             self._loads = [move for move in self._loads if move.ticket != ticket]
         if request in self._loaded:
             self._loaded.remove(request)
+        self._spoiled.discard(request)
 
     def _end(self, ticket: int) -> Request | None:
         self._arriving = {key: t for key, t in self._arriving.items() if t != ticket}
         return self._loading.pop(ticket, None)
 
+    def spoil_loads(self) -> None:
+        """Lets nothing be found of what loads on their way bring."""
+        self._spoiled.update(self._loading.values(), self._loaded)
+
+    def take_spoiled(self, request: Request) -> bool:
+        """Whether what was loaded for a request may not be used; called once."""
+        is_spoiled = request in self._spoiled
+        self._spoiled.discard(request)
+        return is_spoiled
+
     def clear(self) -> None:
-        """Forgets all blocks; loads on their way still come."""
+        """Forgets all blocks, those on their way included."""
+        self.spoil_loads()
         for group in self.groups:
             group.clear()
         for ticket, reads in self._reading.items():
