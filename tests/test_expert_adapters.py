@@ -55,7 +55,7 @@ def make_adapters(family: str, folder: Path, modules: list[str]) -> tuple[Path, 
 @pytest.mark.parametrize(
     ("family", "modules"),
     [
-        ("qwen3_moe", LINEAR),
+        pytest.param("qwen3_moe", LINEAR, marks=pytest.mark.extended),
         ("qwen2_moe", [*LINEAR, "gate_proj", "up_proj", "down_proj", "shared_expert_gate"]),
         pytest.param("qwen3_5_moe_text", ["q_proj", "gate_proj"], marks=pytest.mark.extended),
     ],
@@ -71,7 +71,7 @@ def test_experts_have_the_adapters_of_their_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("expert_parallel", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_ranks_have_their_parts_of_experts(tmp_path: Path, *, expert_parallel: bool) -> None:
     model, adapters = make_adapters("qwen2_moe", tmp_path, [*LINEAR, "gate_proj", "down_proj"])
     expected = [adapted_text(model, path, PROMPT, OUTPUT) for path in (None, *adapters.values())]

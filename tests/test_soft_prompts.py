@@ -55,7 +55,7 @@ def prompted_text(model_folder: Path, folder: Path, prompt: list[int]) -> list[i
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.extended)])
 def test_virtual_tokens_are_a_prefix(family: str, tmp_path: Path) -> None:
     """Beside LoRA and none, in chunks, again from the prefix cache, and evicted in between."""
     model = tiny_model(family, tmp_path / "model")
