@@ -15,6 +15,7 @@ from typing import Any
 
 from aioinfer.config import Config
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.features.pictures.planning import MAX_PICTURE_BYTES
 from aioinfer.features.pictures.prompt import PromptPictures, place_pictures
 from aioinfer.media.picture import decode_picture
 from aioinfer.media.source import MediaReader, MediaSource
@@ -151,6 +152,8 @@ class PictureReader:
                 f"takes {found.num_embeddings} tokens, and at most {self._config.cache_embeddings} "
                 "fit (media.cache_embeddings)",
             )
+        if found.pixels.nbytes > MAX_PICTURE_BYTES:
+            raise FieldError(place, "has too many pixels in the sizes in which this model reads it")
         if self._format.is_bidirectional and found.num_embeddings > self._max_whole:
             raise FieldError(
                 place,

@@ -139,7 +139,8 @@ class HostRanks:
         self._folder, self._engine, self._places = folder, engine, places
         self._heartbeat, self._events = heartbeat, events
         self._visible_devices, self._launch = visible_devices, launch
-        self._plans = Ring(len(places))
+        # a plan may carry the pixels of pictures beside admissions; untouched memory costs nothing
+        self._plans = Ring(len(places), num_slots=1024)
         self._results = Ring(1)
         self._masks = MaskMemory(num_mask_buffers(config.parallel.pipeline_parallel_size))
         self._vocab_size = 0

@@ -23,8 +23,10 @@ from aioinfer.scheduler.features import StepFeature, SubmittedRequest
 from aioinfer.scheduler.request import Use
 from aioinfer.scheduler.steps import Row
 
-#: Bytes of pixels that a plan carries, beside one picture at least: half of a message.
+#: Bytes of pixels that a plan carries, beside one picture at least, and of one picture: a message
+#: of the plans' ring has 32 MiB at most.
 MAX_PIXEL_BYTES = 12 * 2**20
+MAX_PICTURE_BYTES = 20 * 2**20
 
 
 @dataclass(slots=True, eq=False)
