@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from aioinfer import LLM
 
 
 def engine_settings(**settings: Any) -> dict[str, Any]:
@@ -18,3 +23,12 @@ def engine_settings(**settings: Any) -> dict[str, Any]:
         "cache__enable_prefix_caching": False,
     }
     return {key.replace("__", "."): value for key, value in (defaults | settings).items()}
+
+
+@contextmanager
+def inline_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
+    """An engine in this process unless `settings` differ; checks its scheduler at the end."""
+    merged = engine_settings(**{"parallel__executor": "inline"} | settings)
+    with LLM(str(folder), settings=merged, progress=False) as llm:
+        yield llm
+        llm.frontend.engines[0].scheduler.check_integrity()

@@ -60,3 +60,12 @@ def greedy_outputs(
         )
         outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs
+
+
+def odd_vocabulary_model(folder: Path, vocab_size: int) -> Path:
+    """Writes a model of four layers that never ends by itself; returns its folder."""
+    return random_model(
+        folder, vocab_size=vocab_size, head_dim=64, hidden_size=256, intermediate_size=512,
+        num_hidden_layers=4, initializer_range=0.05, eos_token_id=None,
+        max_position_embeddings=1024,
+    )  # fmt: skip

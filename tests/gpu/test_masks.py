@@ -4,15 +4,13 @@ one, and nothing is compiled while serving."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
-from random_models import random_model
+from engine_settings import inline_llm as running
+from random_models import odd_vocabulary_model
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
@@ -46,19 +44,7 @@ PARAMS = [params_of(number) for number in range(len(PROMPTS))]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(
-        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=256,
-        intermediate_size=512, num_hidden_layers=4, initializer_range=0.05, eos_token_id=None,
-        max_position_embeddings=1024,
-    )  # fmt: skip
-
-
-@contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[LLM]:
-    merged = engine_settings(**{"parallel__executor": "inline"} | settings)
-    with LLM(str(folder), settings=merged, progress=False) as llm:
-        yield llm
-        llm.frontend.engines[0].scheduler.check_integrity()
+    return odd_vocabulary_model(tmp_path_factory.mktemp("model"), VOCAB_SIZE)
 
 
 def generate(llm: LLM, every: int = 2) -> list[list[int]]:

@@ -4,16 +4,16 @@ and for known ones, right and wrong; and that nothing is compiled while serving.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
-from random_models import random_model
+from engine_settings import inline_llm
+from random_models import odd_vocabulary_model, random_model
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.executor.inline import InlineExecutor
@@ -87,22 +87,12 @@ class AlwaysAhead:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(
-        tmp_path_factory.mktemp("model"), vocab_size=VOCAB_SIZE, head_dim=64, hidden_size=256,
-        intermediate_size=512, num_hidden_layers=4, initializer_range=0.05, eos_token_id=None,
-        max_position_embeddings=1024,
-    )  # fmt: skip
+    return odd_vocabulary_model(tmp_path_factory.mktemp("model"), VOCAB_SIZE)
 
 
-@contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[LLM]:
-    usual = {
-        "parallel__executor": "inline", "speculation__method": "none",
-        "speculation__max_draft_tokens": 4,
-    }  # fmt: skip
-    with LLM(str(folder), settings=engine_settings(**usual | settings), progress=False) as llm:
-        yield llm
-        llm.frontend.engines[0].scheduler.check_integrity()
+def running(folder: Path, **settings: Any) -> AbstractContextManager[LLM]:
+    usual = {"speculation__method": "none", "speculation__max_draft_tokens": 4}
+    return inline_llm(folder, **usual | settings)
 
 
 def worker_of(llm: LLM) -> Worker:
