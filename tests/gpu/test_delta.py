@@ -150,7 +150,7 @@ def test_prefill_with_decays_by_channel(heads: int, block_size: int) -> None:
     [
         pytest.param(
             DeltaPrefillConfig(32, 4, 1, 4),
-            marks=pytest.mark.xfail(reason="wrong on Hopper, and used by no layer", strict=True),
+            marks=pytest.mark.xfail(reason="wrong on Hopper, and used by no layer", run=False),
         ),
         DeltaPrefillConfig(128, 8, 1, 8),
     ],
@@ -197,7 +197,9 @@ def test_prefill_in_float32() -> None:
         (64, 8, 64, 128),
         pytest.param(
             (48, 1, 64, 256),
-            marks=pytest.mark.xfail(reason="rows of several tokens: wrong on Hopper", strict=True),
+            marks=pytest.mark.xfail(
+                reason="illegal accesses on Hopper, used by no layer", run=False
+            ),
         ),
         (80, 1, 80, 128),
     ],

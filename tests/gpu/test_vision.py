@@ -37,7 +37,7 @@ def test_texts_are_transformers_s(name: str, graphs: bool, tmp_path: Path) -> No
     try:
         outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
         again = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
-        executor = llm.frontend.engines[0].executor
+        executor = llm.frontend.engines[0]._workers.executor
         assert isinstance(executor, InlineExecutor)
         device = executor._worker.runner.device
         assert isinstance(device, GpuDevice)
