@@ -147,12 +147,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
 _UNIT_OFFSET = ("gemma3", "qwen3_5")
 
 
-def save_model(name: str, folder: Path) -> Any:
+def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> Any:
     """Saves a model in float32 with its tokenizer and its processor. Returns the model of
     transformers."""
     class_name, text, tower, own, processor = MODELS[name]
+    text = {**TEXT, **text, "head_dim": head_dim}
+    rope = text.get("rope_parameters")
+    if rope is not None:
+        section = [head_dim // TEXT["head_dim"] * pairs for pairs in rope["mrope_section"]]
+        text["rope_parameters"] = {**rope, "mrope_section": section}
     model_class = getattr(transformers, class_name)
-    config = model_class.config_class(text_config={**TEXT, **text}, vision_config=tower, **own)
+    config = model_class.config_class(text_config=text, vision_config=tower, **own)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = model_class(config).eval()
