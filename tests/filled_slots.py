@@ -96,7 +96,8 @@ def whole_vocabulary(slots: Slots) -> Vocabulary:
 
 def rank_of(slots: Slots, vocabulary: Vocabulary | None = None) -> Rank:
     """A rank whose model has a vocabulary, by default a whole one, and nothing else."""
-    model: Any = SimpleNamespace(vocabulary=vocabulary or whole_vocabulary(slots))
+    vocabulary = vocabulary or whole_vocabulary(slots)
+    model: Any = SimpleNamespace(vocabulary=vocabulary, scores_tokens=True, tower=None)
     return Rank(model, slots)
 
 

@@ -259,7 +259,7 @@ class BeamHarness(CheckedHarness):
         super().__init__(features=parts, **limits)
         self.requests.scheduler = self.scheduler
         model = SimpleNamespace(
-            vocab_size=VOCABULARY, hidden_size=1, tokenizer=None,
+            vocab_size=VOCABULARY, hidden_size=1, tokenizer=None, is_encoder=False,
             defaults=SimpleNamespace(end_tokens=lambda params: frozenset(params.stop_token_ids)),
         )  # fmt: skip
         self.maker = SequenceMaker(model, SchedulerConfig(), parts, 0)

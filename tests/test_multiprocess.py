@@ -547,10 +547,10 @@ def test_executors_that_spawn_together_put_the_main_module_back() -> None:
 async def test_a_plan_that_is_too_long_is_reported_as_a_failure(run: Run) -> None:
     await run.start()
     plan = prefill_plan(0)
-    plan.sections = [replace(plan.admissions, tokens=np.zeros(6_000_000, np.int32))]
+    plan.sections = [replace(plan.admissions, tokens=np.zeros(9_000_000, np.int32))]
     run.executor.post(plan)
     assert re.match(
-        r"step 0 could not be posted: a message of 24\d{6} bytes is too long",
+        r"step 0 could not be posted: a message of 36\d{6} bytes is too long",
         await run.wait_for_failure(),
     )
 

@@ -20,6 +20,7 @@ import pytest
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.config import load_config
+from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features import FEATURES, load_halves
 from aioinfer.llm import Output
@@ -309,7 +310,7 @@ def test_a_package_that_cannot_be_used(
 
 def test_names_and_arguments_are_taken_once() -> None:
     config = load_config(overrides={"model.path": "m"})
-    host: Any = SimpleNamespace(config=config)
+    host: Any = SimpleNamespace(config=config, metrics=EngineMetrics())
     halves = load_halves("planning", ("only_even", "only_even"))
     features = [half.Planning(host) for half in halves]
     assert len(features) == len(FEATURES) + 2

@@ -34,6 +34,7 @@ def make_server(**settings: Any) -> HttpServer:
         cast(
             Frontend,
             SimpleNamespace(
+                check_generates=lambda: None,
                 config=config,
                 engines=[],
                 is_paused=False,
