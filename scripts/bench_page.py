@@ -5,12 +5,14 @@
 The page and its files are the server's; the answer is scripted, one event a token. `--rate` is in
 tokens a second, 0 sends as fast as the page takes them. For each kind of text a line says:
 
-- frames: median and worst time between two animation frames (ms), over the first and last fifth;
-- long: tasks of the main thread over 50 ms, their number and the longest;
-- busy: time that tasks of the main thread took a token (us), over the first and last fifth;
-- the size of the JavaScript heap and the DOM nodes at the end, and the time until the end.
+- frame: CPU time that the renderer's main thread takes from one frame to the next (ms), median and
+  worst, over the first and the last fifth, and the worst of all, the end of the answer included;
+- script, layout, paint: the CPU time of the worst frame's parts (ms);
+- token: CPU time of the main thread a token (us), over the first and last fifth;
+- the size of the JavaScript heap, the DOM nodes and the time at the end.
 
-A browser without a GPU draws on the processor: what else runs on the machine lengthens frames.
+CPU times come from Chromium's trace (`tdur`, the thread's clock): other load of the machine does
+not lengthen them, but for caches and clock rates that are shared.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import asyncio
 import base64
 import itertools
 import json
-import math
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +39,13 @@ from tests.functional.chromium import Page, open_page
 from tests.functional.scripted_chat import INFO, delta, end, token
 from tests.scripted_server import sse
 
-WATCH = """(() => {
-    const seen = window.seen = { frames: [], tasks: [] };
-    new PerformanceObserver((list) => {
-        for (const each of list.getEntries()) seen.tasks.push([each.startTime, each.duration]);
-    }).observe({ type: "longtask" });
-    window.shown = () => document.querySelector(".reply")?.textContent.length ?? 0;
-    const frame = (now) => { seen.frames.push(now); requestAnimationFrame(frame); };
-    requestAnimationFrame(frame);
-})()"""
+CATEGORIES = ("devtools.timeline", "disabled-by-default-devtools.timeline")
+PARTS = {
+    "FunctionCall": "script", "FireAnimationFrame": "script", "TimerFire": "script",
+    "RunMicrotasks": "script", "UpdateLayoutTree": "layout", "Layout": "layout",
+    "PrePaint": "paint", "Paint": "paint", "Layerize": "paint", "Commit": "paint",
+    "MinorGC": "memory", "MajorGC": "memory", "V8.GC": "memory",
+}  # fmt: skip
 IDLE = "!document.querySelector('#send').hidden"
 WORDS = ("the", "engine", "plans", "a", "step", "and", "*then*", "sends", "it,", "with", "`tokens`")
 
@@ -111,18 +112,60 @@ def answering(tokens: int, rate: float) -> Callable[[web.Request], Any]:
     return answer
 
 
-async def counts(page: Page) -> dict[str, float]:
-    metrics = (await page.send("Performance.getMetrics"))["metrics"]
-    return {each["name"]: each["value"] for each in metrics}
+@dataclass(slots=True)
+class Frame:
+    """What the main thread did up to a commit: `end` in us of the trace, CPU times in us."""
+
+    end: int
+    cpu: int
+    parts: dict[str, int]
 
 
-async def measure(page: Page, kind: str, tokens: int, shot: str) -> dict[str, Any]:
-    """Has one answer stream in, and returns what the browser counted meanwhile."""
+def frames_of(trace: list[dict[str, Any]]) -> list[Frame]:
+    """Returns the frames of the page's main thread; the last is what came behind the last commit.
+
+    A part within another one (a layout that a script asks for) counts as the inner one.
+    """
+    threads = [
+        (event["pid"], event["tid"])
+        for event in trace
+        if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
+    ]
+    threads = [max(threads, key=lambda thread: sum(_is_of(event, thread) for event in trace))]
+    frames, frame, end_of_task = [], Frame(0, 0, {}), -1
+    inner: list[dict[str, Any]] = []
+    for event in trace:
+        if event["ph"] != "X" or not _is_of(event, threads[0]):
+            continue
+        end = event["ts"] + event.get("dur", 0)
+        if event["name"] == "RunTask" and event["ts"] >= end_of_task:
+            if any(part["name"] == "Commit" for part in inner):
+                frames.append(frame)
+                frame = Frame(end, 0, {})
+            inner, end_of_task = [], end
+            frame.cpu += event.get("tdur", 0)
+            frame.end = end
+        elif event["name"] in PARTS:
+            inner.append(event)
+            name = PARTS[event["name"]]
+            frame.parts[name] = frame.parts.get(name, 0) + event.get("tdur", 0)
+            around = [part for part in inner[:-1] if part["ts"] + part.get("dur", 0) > event["ts"]]
+            if around:
+                frame.parts[PARTS[around[-1]["name"]]] -= event.get("tdur", 0)
+    return [*frames, frame]
+
+
+def _is_of(event: dict[str, Any], thread: tuple[int, int]) -> bool:
+    return (event["pid"], event["tid"]) == thread
+
+
+async def measure(page: Page, kind: str, tokens: int, shot: str) -> str:
+    """Has one answer stream in, and returns the line of what the browser did meanwhile."""
     await page.until("document.querySelector('#status')?.dataset.state === 'live'")
     if kind == "probabilities":
         await page.run("document.querySelector('[name=logprobs]').click()")
-    await page.send("Performance.enable", timeDomain="threadTicks")
-    await page.run(WATCH)
+    await page.send("Performance.enable")
+    await page.start_trace(*CATEGORIES)
     await page.run(
         f"document.querySelector('#prompt').value = {json.dumps(kind)};"
         "window.begin = performance.now(); document.querySelector('#composer').requestSubmit()"
@@ -130,42 +173,49 @@ async def measure(page: Page, kind: str, tokens: int, shot: str) -> dict[str, An
     if kind == "thoughts":
         await page.until("document.querySelector('.thought')")
         await page.run("document.querySelector('.thought').open = true")
-    marks = [await counts(page)]
-    for part in (0.2, 0.8):
-        while await page.run(  # noqa: ASYNC110
-            f"!({IDLE}) && window.shown() < {part * tokens * 4}"
-        ):
-            await asyncio.sleep(0.3)  # to look at a long text takes time, too
-        marks.append(await counts(page))
-    await page.until(IDLE, 1200)
-    ended = await page.run("performance.now() - window.begin")
-    marks.append(await counts(page))
+    while not await page.run(IDLE):  # noqa: ASYNC110  # a test more often would be work, too
+        await asyncio.sleep(0.5)
+    seconds = await page.run("performance.now() - window.begin") / 1e3
+    if kind == "probabilities":
+        await page.run(
+            "[...document.querySelectorAll('.tool')]"
+            ".find((made) => made.textContent === 'Probabilities').click()"
+        )
+    await asyncio.sleep(2)  # the answer is kept, and its tokens are shown
+    trace = await page.end_trace()
+    metrics = (await page.send("Performance.getMetrics"))["metrics"]
     if shot:
         shown = await page.send("Page.captureScreenshot")
         Path(shot).write_bytes(base64.b64decode(shown["data"]))  # noqa: ASYNC240
-    seen = await page.run("window.seen")
-    return {"marks": marks, "ended": ended, **seen, "begin": await page.run("window.begin")}
-
-
-def report(kind: str, tokens: int, found: dict[str, Any]) -> str:
-    begin, ended, marks = found["begin"], found["ended"], found["marks"]
-    frames = [at - begin for at in found["frames"] if begin < at < begin + ended]
-    gaps = list(itertools.pairwise(frames))
-
-    def during(first: float, last: float) -> str:
-        within = [b - a for a, b in gaps if first * ended <= a < last * ended] or [math.nan]
-        return f"{statistics.median(within):.0f}/{max(within):.0f}"
-
-    def busy(first: int, last: int) -> float:
-        spent = marks[last]["TaskDuration"] - marks[first]["TaskDuration"]
-        return 1e6 * spent / (tokens * 0.2)
-
-    long = [duration for at, duration in found["tasks"] if begin < at]
-    heap = marks[-1]["JSHeapUsedSize"] / 1e6
+    counts = {each["name"]: each["value"] for each in metrics}
+    heap, nodes = counts["JSHeapUsedSize"] / 1e6, counts["Nodes"]
     return (
-        f"| {kind} | {during(0, 0.2)} | {during(0.8, 1)} | {len(long)}, {max(long, default=0):.0f} "
-        f"| {busy(0, 1):.0f} | {busy(2, 3):.0f} | {heap:.0f} | {marks[-1]['Nodes']:.0f} "
-        f"| {ended / 1e3:.1f} |"
+        f"| {kind} {report(frames_of(trace), tokens)} | {heap:.0f} | {nodes:.0f} | {seconds:.1f} |"
+    )
+
+
+def report(frames: list[Frame], tokens: int) -> str:
+    first = frames[0].end
+    length = frames[-1].end - 2e6 - first
+
+    def during(begin: float, end: float) -> list[int]:
+        within = [each.cpu for each in frames if begin <= (each.end - first) / length <= end]
+        return within or [0]
+
+    def line(cpu: list[int]) -> str:
+        return f"{statistics.median(cpu) / 1e3:.1f} / {max(cpu) / 1e3:.1f}"
+
+    worst = max(frames, key=lambda frame: frame.cpu)
+    parts = " ".join(
+        f"{name} {us / 1e3:.0f}" for name, us in sorted(worst.parts.items()) if us >= 500
+    )
+    at = (worst.end - first) / length
+    start, end = during(0, 0.2), during(0.8, 1)
+    token = [sum(each) / (0.2 * tokens) for each in (start, end)]
+    return (
+        f"| {line(start)} | {line(end)} | {worst.cpu / 1e3:.1f} at {at:.0%} ({parts}) "
+        f"| {sum(each.cpu > 50_000 for each in frames)} of {len(frames)} "
+        f"| {token[0]:.0f} | {token[1]:.0f}"
     )
 
 
@@ -183,17 +233,18 @@ async def run(arguments: argparse.Namespace) -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}/llm/"
+    print(f"load of the machine at the start: {os.getloadavg()[0]:.1f}; frames in ms of CPU time")
     print(
-        "| text | frames, first fifth | frames, last | long tasks | us a token, first | last "
-        "| heap MB | nodes | s |"
+        "| text | first fifth, median / worst | last fifth | worst | over 50 ms "
+        "| us a token, first | last | heap MB | nodes | s |"
     )
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         async with open_page(Path(folder)) as page:
             for kind in arguments.only.split(",") if arguments.only else TEXTS:
                 await page.open(url)
-                found = await measure(page, kind, arguments.tokens, arguments.shot)
-                print(report(kind, arguments.tokens, found), flush=True)
+                line = await measure(page, kind, arguments.tokens, arguments.shot)
+                print(line, flush=True)
     await runner.cleanup()
     await frontend.close()
 

@@ -61,7 +61,7 @@ export class Answer {
     const facts = { ...this.#figures.facts };
     if (this.#thought) facts.thoughtMs = this.#thought.ms;
     const isComing = this.node.classList.contains("busy");
-    if (!isComing && this.tokens.list.length) facts.tokens = this.tokens.list;
+    if (!isComing && this.tokens.length) facts.tokens = this.tokens.kept;
     if (this.#failure) facts.failure = this.#failure;
     return facts;
   }

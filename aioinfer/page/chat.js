@@ -9,7 +9,7 @@ import { MarkdownView } from "./markdown.js";
 import { offerUndo } from "./menu.js";
 import { Conversation } from "./tree.js";
 import { Turn } from "./turn.js";
-import { PlainView } from "./views.js";
+import { followEnd, PlainView, showEnd } from "./views.js";
 
 const SAVE_MS = 1000; // how often an answer that is coming is kept
 
@@ -41,7 +41,7 @@ export class Chat {
     this.#store = store;
     this.#onChange = onChange;
     this.#composer = new Composer({
-      send: (prompt) => this.#sendPrompt(prompt),
+      send: (content) => this.#sendPrompt(content),
       stop: () => this.#stop(),
       messages: () => this.#conversation.messagesTo(this.#conversation.last.id),
     });
@@ -76,9 +76,9 @@ export class Chat {
   // ---------------------------------------------------------------- turns
 
   /** Sends what the user wrote; returns whether it was sent. */
-  #sendPrompt(prompt) {
+  #sendPrompt(content) {
     const results = this.#calls?.results(true) ?? [];
-    return this.#ask([...results, { role: "user", content: prompt }], prompt);
+    return this.#ask([...results, { role: "user", content }], content);
   }
 
   /** Adds messages to the conversation and has them answered. */
@@ -200,8 +200,7 @@ export class Chat {
     this.#running.delete(answer);
     save();
     if (conversation !== this.#conversation) return node; // its turn is not shown any more
-    turn.complete(answer, node, request);
-    $("log").scrollTop = $("log").scrollHeight;
+    followEnd(() => turn.complete(answer, node, request));
     if (node) this.#calls = node.message.tool_calls ? answer.calls : null;
     return node;
   }
@@ -243,7 +242,7 @@ export class Chat {
 
   #render() {
     this.#showTo(null);
-    $("log").scrollTop = $("log").scrollHeight;
+    showEnd();
   }
 
   /** Shows the conversation up to a message, without what follows it; null for all of it. */
@@ -281,7 +280,7 @@ export class Chat {
   #showBusy(prompt) {
     // or a screen reader would read every token by itself
     $("log").setAttribute("aria-busy", "true");
-    $("log").scrollTop = $("log").scrollHeight;
+    showEnd();
     this.#composer.showBusy(prompt);
   }
 

@@ -1,6 +1,7 @@
 // Where the user writes: the message, its settings, and how many tokens it takes.
 
 import { request } from "./api.js";
+import { contentOf, Pictures, picturesOf, textOf } from "./pictures.js";
 import { Settings } from "./settings.js";
 
 const NO_TEMPLATE = "This model has no chat template: it continues whatever text you give it.";
@@ -16,17 +17,19 @@ const whole = new Intl.NumberFormat("en");
 
 export class Composer {
   #settings = new Settings();
+  #pictures = new Pictures(() => this.#count());
   #info = {};
   #messages;
   #timer = 0;
 
-  /** `send(prompt)` returns whether the message was sent; `messages()` are those before it. */
+  /** `send(content)` returns whether the message was sent; `messages()` are those before it. */
   constructor({ send, stop, messages }) {
     this.#messages = messages;
-    $("composer").addEventListener("submit", (event) => {
+    $("composer").addEventListener("submit", async (event) => {
       event.preventDefault();
-      const prompt = $("prompt").value;
-      if (prompt.trim() && !$("prompt").disabled) send(prompt);
+      await this.#pictures.settled; // one that was just pasted belongs to the message
+      const { content } = this;
+      if (textOf(content).trim() || picturesOf(content).length) send(content);
     });
     $("prompt").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -54,8 +57,14 @@ export class Composer {
     if (info.tokenizer === false) return;
     $("prompt").disabled = $("send").disabled = false;
     $("prompt").value ||= (sessionStorage.getItem(DRAFT) ?? "");
+    this.#pictures.offer();
     this.#count();
     this.focus();
+  }
+
+  /** What is written: a text, or pictures and a text. */
+  get content() {
+    return contentOf($("prompt").value, this.#info.chat ? this.#pictures.urls : []);
   }
 
   /** The settings of a request, of two where answers are compared; null if something is wrong. */
@@ -72,16 +81,20 @@ export class Composer {
     if (hasKeyboard() && !$("prompt").disabled) $("prompt").focus();
   }
 
-  putBack(prompt) {
-    $("prompt").value ||= prompt ?? "";
+  putBack(content) {
+    $("prompt").value ||= textOf(content);
+    if (!this.#pictures.urls.length) this.#pictures.urls = picturesOf(content);
   }
 
-  showBusy(prompt) {
+  showBusy(content) {
     if ($("log").contains(document.activeElement)) {
       if (hasKeyboard()) $("prompt").focus();
       else document.activeElement.blur(); // a result is written no more
     }
-    if (prompt) $("prompt").value = "";
+    if (content) {
+      $("prompt").value = "";
+      this.#pictures.urls = [];
+    }
     sessionStorage.removeItem(DRAFT);
     $("tokens").textContent = "";
     $("send").hidden = true;
@@ -108,11 +121,13 @@ export class Composer {
   /** Says how many tokens the conversation has with the message that is being written. */
   async #count() {
     const text = $("prompt").value;
-    if (!text.trim() || this.#info.tokenizer === false) {
+    const { content } = this;
+    const isEmpty = !text.trim() && !picturesOf(content).length;
+    if (isEmpty || this.#info.tokenizer === false) {
       $("tokens").textContent = "";
       return;
     }
-    const messages = [...this.#messages(), { role: "user", content: text }];
+    const messages = [...this.#messages(), { role: "user", content }];
     const model = $("model").value;
     try {
       const body = this.#info.chat ? { model, messages } : { model, prompt: text };

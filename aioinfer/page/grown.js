@@ -3,6 +3,9 @@
 
 import { build } from "./blocks.js";
 
+// items of a part: what is far from the screen is neither laid out nor painted, part by part
+const PART = 25;
+
 /** Whether a block is a list whose items have paragraphs. */
 const isLoose = ({ tokens }) =>
   tokens.some(({ type, level, hidden }) => type === "paragraph_open" && level === 2 && !hidden);
@@ -19,21 +22,28 @@ const isLoose = ({ tokens }) =>
 export class Grown {
   head = "";
   source = ""; // of the final items, and what stands before them
-  #node;
+  before = []; // the parts that are final
+  node; // the last part
   #items; // the element that has the items
-  #numFinal = 0;
+  #open = []; // the items that are shown and not final
   #isLoose; // whether the final items are shown with paragraphs
 
   /** `node` shows `block`, of which nothing is final yet. */
   constructor(node, block) {
-    this.#node = node;
-    this.#items = node.matches(".table") ? node.querySelector("tbody") : node;
+    this.node = node;
+    this.#items = itemsOf(node);
+    this.#open = [...this.#items.children];
     this.#isLoose = isLoose(block);
   }
 
   /** Whether `block` can be shown behind the final items, as they are shown. */
   fits(block) {
     return this.#isLoose || !isLoose(block);
+  }
+
+  /** Removes the parts before the last, where the block is to be rendered as a whole. */
+  removeBefore() {
+    for (const part of this.before) part.remove();
   }
 
   /** Whether the final items are shown as they are in the whole block. */
@@ -43,17 +53,17 @@ export class Grown {
 
   /**
    * Shows the items of `block` behind the final ones; `replace(old, fresh, container)` puts one in
-   * the place of another. Returns the node.
+   * the place of another and returns what is there then. Returns the last part.
    */
   show({ tokens }, replace) {
     const isShown = ({ type, level }) => level === 2 && type.startsWith("paragraph_");
     if (this.#isLoose) for (const token of tokens.filter(isShown)) token.hidden = false;
     const fresh = build(tokens);
     const items = [...(fresh.matches(".table") ? fresh.querySelectorAll("tbody > tr") : fresh.children)];
-    const old = [...this.#items.children].slice(this.#numFinal);
-    items.forEach((item, index) => replace(old[index], item, this.#items));
+    const old = this.#open;
+    this.#open = items.map((item, index) => replace(old[index], item, this.#items));
     old.slice(items.length).forEach((item) => item.remove());
-    return this.#node;
+    return this.node;
   }
 
   /**
@@ -62,10 +72,51 @@ export class Grown {
    */
   settle(count, text) {
     this.source += text.slice(this.source ? this.head.length : 0);
-    const from = this.#numFinal;
-    this.#numFinal += count;
-    return [...this.#items.children].slice(from, this.#numFinal);
+    const final = this.#open.splice(0, count);
+    if (this.#items.children.length - this.#open.length >= PART) {
+      this.before.push(this.node);
+      this.node = nextPart(this.node, this.#open);
+      this.#items = itemsOf(this.node);
+    }
+    return final;
   }
+}
+
+/** The element that has the items of a list or the rows of a table. */
+const itemsOf = (node) => (node.matches(".table") ? node.querySelector("tbody") : node);
+
+/** Makes a part final and begins the next one, with items that stood in it; returns it. */
+function nextPart(node, moved) {
+  const next = node.matches(".table") ? nextTable(node) : node.cloneNode(false);
+  if (next.tagName === "OL") next.start = node.start + node.children.length - moved.length;
+  itemsOf(next).append(...moved);
+  node.classList.add("final", "more");
+  node.after(next);
+  return next;
+}
+
+/**
+ * Makes the next part of a table: with the head, which is read aloud with each cell, and the widths
+ * of the columns so far.
+ */
+function nextTable(node) {
+  const [table] = node.children;
+  const cells = [...table.tHead.rows[0].cells];
+  const widths = cells.map((cell) => cell.getBoundingClientRect().width);
+  const next = node.cloneNode(false);
+  next.append(table.cloneNode(false));
+  next.firstChild.append(table.tHead.cloneNode(true), document.createElement("tbody"));
+  next.firstChild.style.width = `${widths.reduce((sum, width) => sum + width, 0)}px`;
+  for (const [index, cell] of [...next.querySelectorAll("th")].entries())
+    cell.style.width = `${widths[index]}px`;
+  return next;
+}
+
+/** Divides the long lists among the blocks of a text that came as a whole. */
+export function divide(container) {
+  for (const list of container.querySelectorAll(":scope > :is(ul, ol)"))
+    for (let part = list; part.children.length > 2 * PART;)
+      part = nextPart(part, [...part.children].slice(PART));
 }
 
 /**

@@ -2,7 +2,7 @@
 // of them.
 
 import { build } from "./blocks.js";
-import { finalPart, Grown } from "./grown.js";
+import { divide, finalPart, Grown } from "./grown.js";
 import { highlight } from "./highlight.js";
 import { addMaths } from "./maths.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
@@ -74,7 +74,8 @@ export class MarkdownView {
     this.#completeGrown();
     this.#resolve();
     levelHeadings(this.#container);
-    colour(this.#container.children);
+    divide(this.#container);
+    conclude(this.#container.children);
   }
 
   #resolve() {
@@ -92,6 +93,7 @@ export class MarkdownView {
     let { blocks } = parse(this.#rest, this.#references);
     if (this.#grown && !this.#grown.fits(blocks[0])) {
       this.#rest = this.#wholeSource(this.#rest);
+      this.#grown.removeBefore();
       this.#grown = null;
       ({ blocks } = parse(this.#rest, this.#references));
     }
@@ -118,7 +120,7 @@ export class MarkdownView {
     this.#completeGrown(blocks[1].start);
     this.#define(this.#rest.slice(0, blocks[last].start));
     this.#rest = this.#rest.slice(blocks[last].start);
-    colour(this.#nodes.splice(0, last));
+    conclude(this.#nodes.splice(0, last));
   }
 
   /** Makes the first items final of a list or a table that is the only block which is not. */
@@ -133,14 +135,17 @@ export class MarkdownView {
     this.#define(part.text);
     this.#rest = part.head + this.#rest.slice(part.text.length);
     colour(this.#grown.settle(part.count, part.text));
+    this.#nodes = [this.#grown.node];
   }
 
   /** Renders a list as a whole that was not shown as it has to be; it ends at `end`. */
   #completeGrown(end) {
     if (!this.#grown) return;
     const [whole] = parse(this.#wholeSource(this.#rest.slice(0, end)), this.#references).blocks;
-    if (!this.#grown.isRight(whole))
+    if (!this.#grown.isRight(whole)) {
+      this.#grown.removeBefore();
       this.#nodes[0] = replace(this.#nodes[0], build(whole.tokens), this.#container);
+    }
     this.#grown = null;
   }
 
@@ -197,6 +202,12 @@ function extendCode(old, fresh) {
   if (!sameKind || !text || !more?.data.startsWith(text.data)) return false;
   text.appendData(more.data.slice(text.length));
   return true;
+}
+
+/** Completes blocks that are final: far from the screen they are neither laid out nor painted. */
+function conclude(nodes) {
+  for (const node of nodes) node.classList.add("final");
+  colour(nodes);
 }
 
 /** Colours the code in nodes that are final. */

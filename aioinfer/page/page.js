@@ -27,6 +27,8 @@ function showState(state) {
 function showModels(models) {
   for (const id of ["model", "compare-model"])
     $(id).replaceChildren(...models.map((model) => new Option(model.id, model.id)));
+  for (const [index, { input_modalities: reads = [] }] of models.entries())
+    $("model").options[index].dataset.reads = reads.join(" ");
   $("model").disabled = models.length < 2;
   const last = recall("model");
   if (models.some(({ id }) => id === last)) $("model").value = last;

@@ -5,35 +5,58 @@ import { button, element } from "./elements.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.15]; // probabilities at which the colour changes
 
+const BLOCK = 300; // tokens after which a block of them ends at its next line break
+const LONGEST = 1500; // and anywhere where there is none
+const BUDGET_MS = 8; // of a frame, for the making of blocks
+
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(logprob > -4.6 ? 1 : 3)} %`;
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll(" ", "␣") || "∅";
 
-/** The tokens of one answer. */
+/** A token as it is kept: bytes only where the text is no whole letter. */
+const shortened = ({ token, bytes, logprob }) =>
+  token.includes("\ufffd") ? [token, logprob, bytes] : [token, logprob];
+const full = ([text, logprob, bytes]) => ({ text, logprob, bytes });
+
+/**
+ * The tokens of one answer, each as JSON in a line of its own: a hundred thousand alternatives are
+ * kept as one string, and parsed where they are shown.
+ */
 export class Tokens {
+  #lines;
+  #nodes = []; // of the view
   #view = null;
   #details = null;
   #onAlternative = null;
 
-  /** `list`: tokens that were kept, `[{ text, bytes, logprob, top: [{ text, bytes, logprob }] }]`. */
-  constructor(list = []) {
-    this.list = [...list];
+  /** `kept`: what `kept` returned of an answer that has come before. */
+  constructor(kept = "") {
+    this.#lines = typeof kept === "string" && kept ? kept.split("\n") : [];
+  }
+
+  get length() {
+    return this.#lines.length;
+  }
+
+  get kept() {
+    return this.#lines.join("\n");
+  }
+
+  /** A token, `{ text, logprob, bytes, top: [{ text, logprob, bytes }] }`. */
+  #at(index) {
+    const [own, ...top] = JSON.parse(this.#lines[index]);
+    return { ...full(own), top: top.map(full) };
   }
 
   /** Takes the `logprobs.content` of an event, if there is any. */
   take(content) {
-    for (const { token, bytes, logprob, top_logprobs: top } of content ?? []) {
-      const others = (top ?? []).map((each) => ({
-        text: each.token,
-        bytes: each.bytes,
-        logprob: each.logprob,
-      }));
-      this.list.push({ text: token, bytes, logprob, top: others });
-    }
+    for (const each of content ?? [])
+      this.#lines.push(JSON.stringify([each, ...(each.top_logprobs ?? [])].map(shortened)));
   }
 
   /** Returns the text of the tokens before `index`, followed by another one. */
   textWith(index, alternative) {
-    const pieces = [...this.list.slice(0, index), alternative];
+    const before = Array.from({ length: index }, (_, at) => this.#at(at));
+    const pieces = [...before, alternative];
     const bytes = pieces.flatMap(({ text, bytes: own }) => own ?? [...new TextEncoder().encode(text)]);
     return new TextDecoder().decode(new Uint8Array(bytes));
   }
@@ -47,7 +70,6 @@ export class Tokens {
     text.tabIndex = 0;
     text.setAttribute("role", "listbox");
     text.ariaLabel = "Tokens, the less likely the darker; arrow keys move, Enter shows alternatives";
-    this.list.forEach((token, index) => text.append(this.#token(token, index)));
     text.addEventListener("click", ({ target }) => this.#select(text, target.dataset.index));
     text.addEventListener("pointerover", ({ target }) => {
       if (target.dataset.index && matchMedia("(hover: hover)").matches)
@@ -57,6 +79,7 @@ export class Tokens {
     this.#details = element("div", "alternatives");
     this.#details.setAttribute("role", "status");
     this.#view.append(text, this.#details);
+    this.#fill(text, this.#view);
     this.#select(text, 0);
     return this.#view;
   }
@@ -64,6 +87,27 @@ export class Tokens {
   close() {
     this.#view?.remove();
     this.#view = null;
+    this.#nodes = [];
+  }
+
+  /** Adds blocks of tokens for as long as a frame has time for it, and goes on in the next one. */
+  #fill(text, view) {
+    if (view !== this.#view) return; // it was closed
+    const begin = performance.now();
+    while (this.#nodes.length < this.length && performance.now() - begin < BUDGET_MS)
+      text.append(this.#nextBlock());
+    if (this.#nodes.length < this.length) requestAnimationFrame(() => this.#fill(text, view));
+  }
+
+  #nextBlock() {
+    const block = element("div", "final");
+    for (let isWhole = false; !isWhole && this.#nodes.length < this.length;) {
+      const token = this.#at(this.#nodes.length);
+      this.#nodes.push(block.appendChild(this.#token(token, this.#nodes.length)));
+      const { length } = block.children;
+      isWhole = length >= LONGEST || (length >= BLOCK && token.text.endsWith("\n"));
+    }
+    return block;
   }
 
   #token({ text, logprob }, index) {
@@ -82,16 +126,16 @@ export class Tokens {
     if (!move) return;
     event.preventDefault();
     const at = Number(text.querySelector("[aria-selected=true]")?.dataset.index ?? 0);
-    this.#select(text, Math.min(this.list.length - 1, Math.max(0, at + move)));
+    this.#select(text, Math.min(this.length - 1, Math.max(0, at + move)));
   }
 
   #select(text, index) {
-    if (index === undefined || !this.list[index]) return;
+    const node = this.#nodes[index];
+    if (!node) return;
     text.querySelector("[aria-selected=true]")?.setAttribute("aria-selected", "false");
-    const node = text.children[index];
     node.ariaSelected = "true";
     text.setAttribute("aria-activedescendant", node.id);
-    this.#describe(this.list[index], Number(index));
+    this.#describe(this.#at(index), Number(index));
   }
 
   /** Lists the alternatives of a token: each goes on from there. */

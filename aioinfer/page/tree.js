@@ -1,6 +1,8 @@
 // A conversation: messages as a tree, of which one path is shown. An edited message and a further
 // answer are versions beside the old ones; none is lost.
 
+import { picturesOf, textOf } from "./pictures.js";
+
 /** The id of the root, which has no message. */
 export const ROOT = "";
 
@@ -105,29 +107,26 @@ export class Conversation {
 
   /** All that was said, in any version, for the search. */
   get text() {
-    return [this.title, ...[...this.nodes.values()].map((node) => textOf(node.message))].join("\n");
+    return [this.title, ...[...this.nodes.values()].map((node) => textOf(node.message?.content))].join("\n");
   }
 
   /** The path as Markdown. */
   toMarkdown() {
     const names = { user: "User", assistant: "Assistant", tool: "Tool", system: "System" };
     const parts = this.path.map(({ message }) => {
+      const pictures = picturesOf(message.content).map(() => "*(a picture)*");
       const calls = (message.tool_calls ?? []).map(
         ({ function: called }) => `Call of \`${called.name}\`: \`${called.arguments}\``,
       );
-      return [`## ${names[message.role]}`, textOf(message), ...calls].filter(Boolean).join("\n\n");
+      return [`## ${names[message.role]}`, ...pictures, textOf(message.content), ...calls].filter(Boolean).join("\n\n");
     });
     return `# ${this.title || "Conversation"}\n\n${parts.join("\n\n")}\n`;
   }
 }
 
-function textOf(message) {
-  return typeof message?.content === "string" ? message.content : "";
-}
-
 /** The first words of a message. */
 function titleOf(message) {
-  const words = textOf(message).trim().split(/\s+/).join(" ");
+  const words = (textOf(message.content).trim() || "A picture").split(/\s+/).join(" ");
   const letters = [...words]; // an emoji is not cut in half
   return letters.length > 60 ? `${letters.slice(0, 59).join("")}…` : words;
 }

@@ -3,6 +3,7 @@
 
 import { copyText, element } from "./elements.js";
 import { copyAndSay, menu, tool } from "./menu.js";
+import { contentOf, picturesOf, rowOf, textOf } from "./pictures.js";
 import { codeOf } from "./snippets.js";
 
 /**
@@ -49,7 +50,7 @@ export class Turn {
     bar.append(tool("Regenerate", () => this.#actions.regenerate(node), "Answer once more"));
     if (canGoOn(node))
       bar.append(tool("Continue", () => this.#actions.resume(node), "Continue the answer"));
-    if (answer.tokens.list.length) bar.append(this.#tokensButton(answer, node));
+    if (answer.tokens.length) bar.append(this.#tokensButton(answer, node));
     bar.append(menu("More for this answer", this.#more(answer, node, body)));
     answer.node.append(bar);
     if (facts.failure && !answer.node.querySelector(".failure"))
@@ -82,16 +83,20 @@ export class Turn {
   }
 
   #showUser(user) {
-    const said = element("div", "said user", user.message.content);
+    const text = textOf(user.message.content);
+    const pictures = picturesOf(user.message.content);
+    const said = element("div", "said user", text);
     said.dir = "auto"; // Arabic and Hebrew begin at the right
+    said.hidden = !text;
     const bar = element("div", "tools of-user");
     bar.dataset.of = user.id;
     bar.append(
       ...this.#versions(user),
       tool("Edit", () => this.#edit(user, said), "Edit the message"),
-      tool("Copy", ({ target }) => copyText(user.message.content, target), "Copy the message"),
+      tool("Copy", ({ target }) => copyText(text, target), "Copy the message"),
       tool("Delete", () => this.#actions.remove(user), "Delete the message and what follows"),
     );
+    if (pictures.length) this.node.append(rowOf(pictures));
     this.node.append(said, bar);
   }
 
@@ -114,12 +119,13 @@ export class Turn {
   #edit(node, shown) {
     const form = element("form", "edit");
     const field = document.createElement("textarea");
-    field.value = node.message.content;
+    const text = textOf(node.message.content);
+    field.value = text;
     field.dir = "auto";
     field.ariaLabel = node.message.role === "user" ? "Message" : "Answer";
     const close = () => {
       form.remove();
-      shown.hidden = false;
+      shown.hidden = !text;
     };
     const save = element("button", "primary", node.message.role === "user" ? "Send" : "Save");
     form.append(field, element("div", "actions"));
@@ -128,8 +134,8 @@ export class Turn {
       event.preventDefault();
       event.stopPropagation(); // it is not the form of a tool's results
       close();
-      if (field.value.trim() && field.value !== node.message.content)
-        this.#actions.edit(node, field.value);
+      if (field.value.trim() && field.value !== text)
+        this.#actions.edit(node, contentOf(field.value, picturesOf(node.message.content)));
     });
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();

@@ -3,53 +3,131 @@
 import { element } from "./elements.js";
 
 const whole = new Intl.NumberFormat("en");
-const SCROLL_SLACK = 40; // px from the end of the log within which it follows new text
-
-/** Changes what the log shows; if its end could be seen before, it can be seen afterwards. */
-export function followEnd(change) {
-  const log = document.getElementById("log");
-  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
-  change();
-  if (follows) log.scrollTop = log.scrollHeight;
-}
-
-let pending = null; // where the log stood before the changes of this frame; -1: not at its end
+const TOUCH_MS = 1000; // how long after that a scrolling is the user's
+const SLACK = 40; // px from the end within which whoever scrolls down follows it again
 
 /**
- * Does what `followEnd` does for changes that come many times a frame: the log is measured once
- * before them, and scrolled once behind them. Whoever scrolls up meanwhile is left there.
+ * Keeps the end of a scrolled part in sight while it grows, but for whoever has scrolled up. Nothing
+ * is measured for that: formulas, fonts and pictures may grow behind the last change.
  */
-export function followSoon(change) {
-  const log = document.getElementById("log");
-  if (pending === null) {
-    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < SCROLL_SLACK;
-    pending = follows ? log.scrollTop : -1;
-    requestAnimationFrame(() => {
-      if (pending >= 0 && log.scrollTop >= pending) log.scrollTop = log.scrollHeight;
-      pending = null;
+class Follower {
+  #node;
+  #follows = true;
+  #last = 0; // where it was scrolled to
+  #touched = -TOUCH_MS; // when keys, wheel or fingers have last been at it
+  #frame = 0;
+
+  constructor(node) {
+    this.#node = node;
+    node.addEventListener("scroll", () => this.#onScroll(), { passive: true });
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"])
+      node.addEventListener(kind, () => (this.#touched = performance.now()), { passive: true });
+  }
+
+  #onScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#node;
+    const isAtEnd = scrollHeight - scrollTop - clientHeight < SLACK;
+    if (isAtEnd && scrollTop > this.#last) this.#follows = true;
+    // a text that has become shorter is scrolled up, too, by a little
+    const isUsers = performance.now() - this.#touched < TOUCH_MS;
+    const by = this.#last - scrollTop;
+    if (!isAtEnd && by > (isUsers ? 0 : clientHeight / 2)) this.#follows = false;
+    this.#last = scrollTop;
+  }
+
+  /** Shows the end, if it is followed. */
+  show() {
+    if (!this.#follows) return;
+    this.#node.scrollTop = this.#node.scrollHeight;
+    this.#last = this.#node.scrollTop;
+  }
+
+  /** Shows the end in the next frame, behind all changes that come until then. */
+  showSoon() {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      this.show();
     });
   }
-  change();
+
+  /** Follows the end from now on; what comes into sight there may change its height. */
+  begin() {
+    this.#follows = true;
+    this.show();
+    this.showSoon();
+  }
 }
 
-/** Shows a text that grows as it is; a `MarkdownView` for texts without Markdown. */
+const log = new Follower(document.getElementById("log"));
+
+/** Changes what the log shows, and keeps its end in sight. */
+export function followEnd(change) {
+  change();
+  log.show();
+}
+
+/** Does so for changes that come many times a frame. */
+export function followSoon(change) {
+  change();
+  log.showSoon();
+}
+
+/** Shows the end of the log, and follows it from now on. */
+export function showEnd() {
+  log.begin();
+}
+
+const BLOCK = 2000; // characters after which a block of plain text ends at its next line break
+const LONGEST = 8000; // and at a space where there is none: that line is broken there
+
+/**
+ * Shows a text that grows as it is; a `MarkdownView` for texts without Markdown. The text is divided
+ * into blocks, so that only the last one is laid out again.
+ */
 export class PlainView {
   text = "";
-  #node = document.createTextNode("");
+  #container;
+  #node = null; // the text of the last block, while it grows
   #around;
 
   constructor(container, around) {
     container.classList.add("plain");
-    container.append(this.#node);
+    this.#container = container;
     this.#around = around;
   }
 
   append(text) {
     this.text += text;
-    this.#around(() => this.#node.appendData(text));
+    this.#around(() => {
+      for (let rest = text; rest;) rest = this.#fill(rest);
+    });
+  }
+
+  /** Adds what the last block has room for; returns the rest. */
+  #fill(text) {
+    if (!this.#node) {
+      this.#node = document.createTextNode("");
+      this.#container.append(element("div", "plain-block"));
+      this.#container.lastChild.append(this.#node);
+    }
+    const end = endOfBlock(text, this.#node.length);
+    this.#node.appendData(end ? text.slice(0, end) : text);
+    if (!end) return "";
+    this.#container.lastChild.classList.add("final");
+    this.#node = null;
+    return text.slice(end);
   }
 
   finish() {}
+}
+
+/** Where a block that has `length` characters ends in the text that follows; 0 if it goes on. */
+function endOfBlock(text, length) {
+  const line = text.indexOf("\n", Math.max(0, BLOCK - length));
+  const from = Math.max(0, LONGEST - length);
+  const space = text.slice(from).search(/\s/);
+  const ends = [line, space < 0 ? -1 : from + space].filter((at) => at >= 0);
+  return ends.length ? Math.min(...ends) + 1 : 0;
 }
 
 /**
@@ -60,6 +138,7 @@ export class Thought {
   node = element("details", "thought");
   #summary = element("summary", "", "Thinking");
   #view;
+  #end;
   #since = 0; // when the part that is coming began; 0 between parts
   #spent = 0; // ms
 
@@ -69,6 +148,8 @@ export class Thought {
     const body = element("div", "thought-text");
     body.tabIndex = 0; // to be scrolled by keyboard
     this.#view = new PlainView(body, followSoon);
+    this.#end = new Follower(body);
+    this.node.addEventListener("toggle", () => this.#end.show());
     this.node.append(this.#summary, body);
   }
 
@@ -83,6 +164,7 @@ export class Thought {
   append(text) {
     this.#since ||= performance.now();
     this.#view.append(text);
+    if (this.node.open) this.#end.showSoon();
     this.#describe("Thinking", performance.now() - this.#since);
   }
 

@@ -38,6 +38,8 @@ class Page:
         self.requests: list[dict[str, Any]] = []
         self.errors: asyncio.Queue[str] = asyncio.Queue()
         self.answers: dict[str, tuple[int, str, bytes]] = {}
+        self._trace: list[dict[str, Any]] = []
+        self._traced: asyncio.Future[None] | None = None
         self._socket = socket
         self._session = ""
         self._numbers = count(1)
@@ -86,6 +88,10 @@ class Page:
             "assert",
         ):
             self.errors.put_nowait(str(params["args"]))
+        elif method == "Tracing.dataCollected":
+            self._trace += params["value"]
+        elif method == "Tracing.tracingComplete" and self._traced is not None:
+            self._traced.set_result(None)
         elif method == "Fetch.requestPaused":
             task = asyncio.ensure_future(
                 self._answer(params["requestId"], params["request"]["url"])
@@ -142,6 +148,19 @@ class Page:
         while not self.errors.empty():
             self.errors.get_nowait()
         await self.send("Page.navigate", url=url)
+
+    async def start_trace(self, *categories: str) -> None:
+        """Begins to note the events of these categories, of all processes of the browser."""
+        self._trace, self._traced = [], asyncio.get_running_loop().create_future()
+        config = {"includedCategories": categories, "traceBufferSizeInKb": 800_000}
+        await self.send("Tracing.start", transferMode="ReportEvents", traceConfig=config)
+
+    async def end_trace(self) -> list[dict[str, Any]]:
+        """Returns the events (Trace Event Format), ordered by time."""
+        assert self._traced is not None, "no trace was started"
+        await self.send("Tracing.end")
+        await self._traced
+        return sorted(self._trace, key=lambda event: event.get("ts", 0))
 
     async def press(self, key: str, code: int, text: str = "", modifiers: int = 0) -> None:
         """Presses a key; `code` is its Windows virtual key code."""

@@ -601,8 +601,8 @@ async def test_what_is_final_is_rendered_once_and_a_frame_renders_all_that_came(
 @pytest.mark.parametrize(
     ("head", "part", "items"),
     [
-        ("", "- item {n} with `code` and $x_{n}$\n", ".answer > ul > li"),
-        ("", "{n}. item\n\n   and more\n\n", ".answer > ol > li"),
+        ("", "- item {n} with `code` and $x_{n}$\n", ".answer ul > li"),
+        ("", "{n}. item\n\n   and more\n\n", ".answer ol > li"),
         ("| a | b |\n|---|---|\n", "| {n} | *x* |\n", ".answer tbody > tr"),
         ("", "Paragraph {n}.\n\n```py\nx = {n}\n```\n\n", ".answer > *"),
     ],
@@ -633,6 +633,37 @@ async def test_what_is_final_of_a_long_answer_stays_the_same_nodes(
     parts = [part.format(n=number) for number in range(1, 301)]
     arguments = ", ".join(map(json.dumps, (head, parts, items)))
     assert await page.run(f"({script})({arguments})") == [[True] * 6, True, [True] * 6]
+
+
+async def test_the_log_follows_its_end_but_for_whoever_scrolls_up(page: Page) -> None:
+    script = """async (isUp) => {
+        const { followEnd, showEnd } = await import("/page/views.js");
+        const log = document.querySelector("#log");
+        const node = document.createElement("div");
+        log.append(node);
+        showEnd();
+        const frame = () => new Promise((wake) => requestAnimationFrame(() => setTimeout(wake)));
+        for (let line = 0; line < 60; line++) {
+            followEnd(() => node.append(`${line}`, document.createElement("br")));
+            await frame();
+            if (line === 40 && isUp) {
+                log.dispatchEvent(new WheelEvent("wheel"));
+                log.scrollTop -= 100;
+                await frame();
+            }
+            // the last lines become shorter, and grow again with the next ones, in one frame
+            if (line === 50 || line === 51) {
+                node.style.cssText = line === 50 ? "height: 700px; overflow: clip" : "";
+                await frame();
+            }
+        }
+        await frame();
+        const left = log.scrollHeight - log.scrollTop - log.clientHeight;
+        node.remove();
+        return left;
+    }"""
+    assert await page.run(f"({script})(false)") < 2
+    assert await page.run(f"({script})(true)") > 100
 
 
 async def test_rendering_a_long_answer_takes_a_bounded_fraction_of_the_time(page: Page) -> None:

@@ -60,16 +60,19 @@ def _find_files() -> dict[str, tuple[str, str]]:
 
 #: Each path with its file and its content type; nothing else of the folder is served.
 _FILES = _find_files()
-#: Each page with its name, which its body, script and style sheet have, and its title.
+#: Each page with its name, which its body and script have, and its title.
 _PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
+#: The style sheets of each page, in their order.
+_STYLES = {"page": ("base", "answer", "engine", "page"), "docs": ("docs",)}
 #: The paths of all files and pages, and the path of a mounted application itself.
 PAGE_PATHS = frozenset((*_FILES, *_PAGES, ""))
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,
-#: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes).
+#: and no script can make HTML or code of a string (Trusted Types: the page builds single nodes);
+#: pictures may also be data, which is what a message's pictures are.
 _FILE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; object-src 'none'; require-trusted-types-for 'script'; "
-    "trusted-types 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -103,7 +106,11 @@ def _file_handler(file: Path, content_type: str) -> Handler:
 
 
 def _page_handler(name: str, title: str) -> Handler:
-    body = _HEAD.substitute(name=name, title=title).encode() + _BODIES[name]
+    styles = "\n".join(
+        f'  <link rel="stylesheet" href="page/{style}.css">' for style in _STYLES[name]
+    )
+    head = _HEAD.substitute(name=name, title=title, styles=styles)
+    body = head.encode() + _BODIES[name]
     tag = hashlib.sha256(body).hexdigest()[:16]
     headers = _FILE_HEADERS | {"Content-Type": "text/html; charset=utf-8", "ETag": f'"{tag}"'}
 
