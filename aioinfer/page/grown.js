@@ -5,6 +5,7 @@ import { build } from "./blocks.js";
 
 // items of a part: what is far from the screen is neither laid out nor painted, part by part
 const PART = 25;
+const NEAR = 4; // the last parts are near the screen: to skip one is to lay it out once more
 
 /** Whether a block is a list whose items have paragraphs. */
 const isLoose = ({ tokens }) =>
@@ -75,6 +76,7 @@ export class Grown {
     const final = this.#open.splice(0, count);
     if (this.#items.children.length - this.#open.length >= PART) {
       this.before.push(this.node);
+      this.before.at(-NEAR)?.classList.add("final");
       this.node = nextPart(this.node, this.#open);
       this.#items = itemsOf(this.node);
     }
@@ -90,7 +92,7 @@ function nextPart(node, moved) {
   const next = node.matches(".table") ? nextTable(node) : node.cloneNode(false);
   if (next.tagName === "OL") next.start = node.start + node.children.length - moved.length;
   itemsOf(next).append(...moved);
-  node.classList.add("final", "more");
+  node.classList.add("more");
   node.after(next);
   return next;
 }

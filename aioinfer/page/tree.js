@@ -118,7 +118,8 @@ export class Conversation {
       const calls = (message.tool_calls ?? []).map(
         ({ function: called }) => `Call of \`${called.name}\`: \`${called.arguments}\``,
       );
-      return [`## ${names[message.role]}`, ...pictures, textOf(message.content), ...calls].filter(Boolean).join("\n\n");
+      const said = [...pictures, textOf(message.content), ...calls].filter(Boolean);
+      return [`## ${names[message.role]}`, ...said].join("\n\n");
     });
     return `# ${this.title || "Conversation"}\n\n${parts.join("\n\n")}\n`;
   }
