@@ -18,6 +18,7 @@ What has to keep its order, and how (see `GpuCopies`):
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class HostBlocks:
     def __init__(self, kv: KVTensors, num_places: Sequence[int], *, pinned: bool):
         """Raises `ConfigError` where memory is too short."""
         sizes = kv.block_bytes
+        pinned_at: list[int] = []
+        weakref.finalize(self, _unpin, pinned_at, kv.device).atexit = False
         with report_shortage("the KV blocks of the host", "lower cache.host_bytes"):
             self.groups = [
                 torch.empty(count if size else 0, size, dtype=torch.uint8)
@@ -90,6 +93,7 @@ class HostBlocks:
             for memory in self.groups:
                 if pinned and memory.nbytes:
                     _pin(memory)
+                    pinned_at.append(memory.data_ptr())
 
     def bytes_of(self, group: int, place: int) -> memoryview:
         """Returns the bytes of a place."""
@@ -109,6 +113,15 @@ def _pin(memory: torch.Tensor) -> None:
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise RuntimeError(f"cannot allocate memory: pinning {memory.nbytes} bytes fails: {error}")
+
+
+def _unpin(addresses: Sequence[int], device: torch.device) -> None:
+    """Ends the pinning of memory that is about to be freed: else what the process allocates at
+    these addresses later would count as pinned, and copies would read the pages before."""
+    if addresses:
+        torch.cuda.synchronize(device)
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def make_host_blocks(kv: KVTensors, memory: int) -> HostBlocks:

@@ -59,6 +59,15 @@ def test_blocks_come_back_while_others_take_their_memory() -> None:
         assert copies.await_ended() == [round_]
 
 
+def test_memory_is_not_pinned_any_more_once_it_is_freed() -> None:
+    kv = KVTensors(GROUPS, (32, 32), 128, torch.bfloat16, GPU)
+    host = make_host_blocks(kv, 4 * kv.nbytes)
+    kept = list(host.groups)
+    assert all(memory.is_pinned() for memory in kept)
+    del host
+    assert not any(memory.is_pinned() for memory in kept)
+
+
 @pytest.mark.parametrize("kind", ["all tokens", "windows", "states"])
 @pytest.mark.parametrize("executor", ["inline", "multiprocess"])
 def test_texts_are_the_same_with_the_store(kind: str, executor: str, tmp_path: Path) -> None:
