@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-#: Up to so many tokens, tokens of a tile.
+#: Up to so many tokens, tokens of a tile. A step is sorted by its own number of tokens, and a CUDA
+#: graph reads the tiles of the number that it was captured for: the bounds here and below are
+#: among the sizes of graphs (`worker.step_graphs.mixed_sizes`), so both have tiles of one size.
 _TILES = ((128, 16), (1024, 32), (None, 64))
 #: Tokens that the sort takes at a time.
 _SORTED = 256
@@ -178,11 +180,11 @@ def _list_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "tiles", "room", "num_slots", "max_rank"],
+    do_not_specialize=["tokens", "tiles", "max_tiles", "num_slots", "max_rank"],
     do_not_specialize_on_alignment=["adapters"],
 )
 def _sort_kernel(
-    adapters, order, slots, ranks, modules, blocks, tokens, tiles, room, num_slots, max_rank,
+    adapters, order, slots, ranks, modules, blocks, tokens, tiles, max_tiles, num_slots, max_rank,
     stride, KINDS: tl.constexpr, NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     SORTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -200,10 +202,10 @@ def _sort_kernel(
     )  # fmt: skip
     used = (counts + TILE - 1) // TILE
     ends = tl.cumsum(used, 0)
-    for first in range(0, room, SORTED):
+    for first in range(0, max_tiles, SORTED):
         tile = first + column
         slot = tl.sum((ends[:, None] <= tile[None, :]).to(tl.int32), 0)
-        tl.store(slots + tile, tl.where(tile < tl.max(ends, 0), slot, -1), tile < room)
+        tl.store(slots + tile, tl.where(tile < tl.max(ends, 0), slot, -1), tile < max_tiles)
     tl.debug_barrier()  # the order is empty before it is filled
     places = (ends - used) * TILE
     for first in range(0, tokens, SORTED):

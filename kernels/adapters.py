@@ -2,11 +2,11 @@
 token has an adapter of its own or none.
 
 Tokens come sorted by adapter (`adapter_tiles`). `shrink` computes x A^T: programs divide the input
-channels among them, and the last one of a tile adds up the sums of all. For few tokens it lies in
-the columns of the token's adapter, with zeros in all others, so that the product with the matrices
-B of all adapters side by side is one more step of a product's loop over its inputs: the kernels of
-few rows, the split and the gated product compute it so, in the launch that the model's own weight
-takes anyway. Elsewhere `expand` adds it afterwards.
+channels among them, and the last one of a tile adds up the sums of all. A step of few tokens has it
+in the columns of each token's adapter, with zeros in all others, so that the product with the
+matrices B of all adapters side by side is a few more steps of a product's loop over its inputs: the
+kernels of few rows, the split and the gated product compute it in the launch of the model's own
+weight. Elsewhere `expand` adds it afterwards.
 """
 # ruff: noqa: N803  (matrices and compile-time constants are written in capitals)
 
@@ -56,7 +56,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterOperand:
-    """The adapters of a product's few tokens, as kernels compute them along the way.
+    """The adapters of a product's tokens, as kernels add them to the product.
 
     Attributes:
         shrunk: [T, columns], x A^T of each token in the columns of its adapter; zeros elsewhere.
@@ -75,7 +75,7 @@ class AdapterOperand:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRoom:
+class AdapterWorkspace:
     """Memory of the products of a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class AdapterRoom:
     @classmethod
     def empty(
         cls, tokens: int, layout: RankLayout, inputs: int, dtype: torch.dtype, device: torch.device
-    ) -> AdapterRoom:
+    ) -> AdapterWorkspace:
         """Returns the memory for up to `tokens` tokens, and products of up to `inputs` channels."""
         width = layout.modules[-1] * layout.max_rank
         sizes = {*(size for size, *_ in _SHRINKS if size is not None and size < tokens), tokens}
@@ -150,7 +150,8 @@ def _shrink_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + tile)  # written before the kernel before, which has seen its end
+    # what the sort has written can be read: the preceding kernel began when the sort had ended
+    slot = tl.load(slots + tile)
     ranks = tl.load(widths + tl.maximum(slot, 0)) * modules
     token = tl.load(order + tile * TILE + tl.arange(0, TILE))
     rank = block * RANKS + tl.arange(0, RANKS)
@@ -256,26 +257,26 @@ def _expand_kernel(
 
 
 def shrink(
-    x: torch.Tensor, adapters: Adapters, tiles: AdapterTiles, room: AdapterRoom,
+    x: torch.Tensor, adapters: Adapters, tiles: AdapterTiles, workspace: AdapterWorkspace,
     *, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, pdl: bool = False,
 ) -> AdapterOperand | None:  # fmt: skip
-    """Computes x A^T of each token with its adapter, and returns it for few tokens as an operand of
-    the product; None for many, of which `room.shrunk` has it.
+    """Computes x A^T of each token with its adapter, and returns it as an operand of the product;
+    None for more tokens than `tiles.shrunk` has rows, of which `workspace.shrunk` has it.
 
     Args:
         x: [T, in], contiguous channels.
         tiles: of the T tokens.
-        room: for T tokens at least.
+        workspace: for T tokens at least.
         norm_weight: [in] of an RMSNorm (with `eps`) that x, of one token, passes through first;
             None for no norm.
         pdl: launch as a programmatic dependent of the kernel before (Hopper and later).
     """
     rows, inputs = x.shape
     down, width, modules = adapters.down, adapters.width, adapters.modules
-    few = rows <= len(tiles.shrunk)
-    shrunk = tiles.shrunk_of(modules) if few else room.shrunk
-    spread = width if few else 0
-    if few and rows == 1:
+    by_adapter = rows <= len(tiles.shrunk)  # in the columns of each token's adapter
+    shrunk = tiles.shrunk_of(modules) if by_adapter else workspace.shrunk
+    spread = width if by_adapter else 0
+    if by_adapter and rows == 1:
         _shrink_row_kernel[(triton.cdiv(width, _ROWS),)](
             x, down, x if norm_weight is None else norm_weight, shrunk, tiles.slots, adapters.ranks,
             modules, down.stride(1), down.stride(0), spread, eps, INPUTS=inputs,
@@ -286,30 +287,30 @@ def shrink(
         slots = tiles.layout.num_slots
         plan = _ShrinkPlan.of(rows, width, inputs, x.element_size(), slots)
         _shrink_kernel[(plan.tiles, plan.blocks, plan.splits)](
-            x, down, room.parts, shrunk, room.tickets, tiles.order, tiles.slots, adapters.ranks,
-            inputs, modules, x.stride(0), down.stride(1), down.stride(0), shrunk.stride(0), spread,
-            SPLITS=plan.splits, INPUTS=plan.inputs, RANKS=plan.ranks,
-            TILE=plan.tile, PDL=pdl, num_warps=4,
-            num_stages=plan.stages, launch_pdl=pdl,
+            x, down, workspace.parts, shrunk, workspace.tickets, tiles.order, tiles.slots,
+            adapters.ranks, inputs, modules, x.stride(0), down.stride(1), down.stride(0),
+            shrunk.stride(0), spread,
+            SPLITS=plan.splits, INPUTS=plan.inputs, RANKS=plan.ranks, TILE=plan.tile, PDL=pdl,
+            num_warps=4, num_stages=plan.stages, launch_pdl=pdl,
         )  # fmt: skip
-    if not few:
+    if not by_adapter:
         return None
     blocks = tiles.blocks_of(modules)
     return AdapterOperand(shrunk[:rows], adapters.up, blocks, tiles.slots, width)
 
 
 def expand(
-    y: torch.Tensor, adapters: Adapters, tiles: AdapterTiles, room: AdapterRoom,
+    y: torch.Tensor, adapters: Adapters, tiles: AdapterTiles, workspace: AdapterWorkspace,
     *, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Adds the product of what `shrink` computed with B to y [T, out], in place; arguments as
     there."""
     rows, width, up = len(y), adapters.width, adapters.up
-    few = rows <= len(tiles.shrunk)
-    shrunk = tiles.shrunk_of(adapters.modules) if few else room.shrunk
+    by_adapter = rows <= len(tiles.shrunk)  # in the columns of each token's adapter
+    shrunk = tiles.shrunk_of(adapters.modules) if by_adapter else workspace.shrunk
     _expand_kernel[(len(tiles.slots), triton.cdiv(y.shape[1], _CHANNELS))](
         shrunk, up, y, tiles.order, tiles.slots, adapters.ranks, y.shape[1], adapters.modules,
-        y.stride(0), up.stride(0), shrunk.stride(0), width, width if few else 0,
+        y.stride(0), up.stride(0), shrunk.stride(0), width, width if by_adapter else 0,
         CHANNELS=_CHANNELS, RANKS=_ranks_at_a_time(width), TILE=tile_size(rows), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

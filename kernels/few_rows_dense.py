@@ -169,7 +169,7 @@ def _vector_kernel(
     w = tl.load(place, mask, 0.0)
     if GATED:
         up_w = tl.load(up_place, mask, 0.0)
-    if ADAPTED:  # its rows of B, from the columns of the row's adapter
+    if ADAPTED:  # rows of B, in the columns of the token's adapter
         slot, column = tl.load(slots), tl.arange(0, WIDTH)
         has = column < tl.where(slot < 0, 0, width)
         of_rows = up + lines.to(tl.int64)[:, None] * up_stride + (slot * width + column)[None, :]

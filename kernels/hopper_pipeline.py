@@ -83,8 +83,8 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def adapter_steps(ADAPTED: gl.constexpr, blocks):
     """Returns by how many steps the adapters of the tokens lengthen a product: a block of ranks
-    each (`adapters.AdapterOperand`). The blocks were listed before the kernel before the preceding
-    one began, so that nothing has to be waited for."""
+    each (`adapters.AdapterOperand`). They can be read before `gdc_wait`: the preceding kernel began
+    when they had been listed."""
     return gl.load(blocks) if ADAPTED else gl.program_id(0) * 0
 
 

@@ -88,7 +88,7 @@ def _produce(
     STEP: gl.constexpr = x_smem.shape[2]
     NBYTES: gl.constexpr = x.block_type.nbytes + CONSUMERS * weight.block_type.nbytes
     row = tile * CONSUMERS * w_smem.shape[1]
-    own = gl.minimum(end, steps) - begin  # the last part's, which may have adapters alone
+    own = gl.minimum(end, steps) - begin  # negative in a part that has steps of adapters alone
     early = begin * 0
     if PDL:
         early = gl.minimum(own, STAGES)

@@ -26,11 +26,11 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.kernels.adapter_tiles import AdapterTiles
-    from aioinfer.kernels.adapters import AdapterOperand, AdapterRoom, Adapters
+    from aioinfer.kernels.adapters import AdapterOperand, Adapters, AdapterWorkspace
 
-#: More rows than these have the adapters in the launch of a product only if it has so many times as
-#: many input features as columns of B.
-_FEW_ROWS, _COLUMN_SHARE = 256, 8
+#: Of more rows than `kernels.adapter_tiles.MAX_FUSED_ROWS` a product has the adapters in its launch
+#: only if it has so many times as many input features as columns of B.
+_COLUMN_SHARE = 8
 #: Matrices in a slot begin at multiples of so many numbers, and slots of B end at them.
 _ALIGNMENT = 64
 
@@ -141,7 +141,7 @@ class AdaptedProduct:
         if norm is not None:
             given = {"norm_weight": norm.weight, "eps": norm.eps}
         tiles = slots.tiles_of(len(x))
-        operand = shrink(x, self._matrices(), tiles, slots.room, **given, pdl=slots.pdl)
+        operand = shrink(x, self._matrices(), tiles, slots.workspace, **given, pdl=slots.pdl)
         assert operand is not None, "too many tokens"
         return operand
 
@@ -153,7 +153,7 @@ class AdaptedProduct:
         from aioinfer.kernels.adapters import shrink
 
         with slots.beside():
-            shrink(x, self._matrices(), slots.tiles_of(len(x)), slots.room)
+            shrink(x, self._matrices(), slots.tiles_of(len(x)), slots.workspace)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adds the products of the step's tokens x [T, in] with their adapters to y [T, out], after
@@ -165,7 +165,7 @@ class AdaptedProduct:
             from aioinfer.kernels.adapters import expand
 
             slots.join()
-            expand(y, self._matrices(), slots.tiles_of(len(x)), slots.room)
+            expand(y, self._matrices(), slots.tiles_of(len(x)), slots.workspace)
             return
         for slot, tokens in slots.tokens_of(len(x)):
             used = int(slots.ranks[slot]) * len(self.modules)
@@ -192,12 +192,12 @@ class AdapterSlots:
         parts: what a slot holds beside their matrices.
         memory: [count, numbers], the matrices A of each slot; made by `allocate`.
         ranks: int32 [count], of the adapter in each slot; on a CPU on the host.
-        room: the kernels' memory between the two matrices.
+        workspace: of the kernels.
         pdl: whether kernels are launched as programmatic dependents.
     """
 
     memory: torch.Tensor
-    room: AdapterRoom
+    workspace: AdapterWorkspace
 
     def __init__(
         self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
@@ -285,12 +285,12 @@ class AdapterSlots:
         if not self.uses_kernels:
             return
         from aioinfer.kernels.adapter_tiles import AdapterTiles, RankLayout
-        from aioinfer.kernels.adapters import AdapterRoom
+        from aioinfer.kernels.adapters import AdapterWorkspace
 
         merged = sorted({len(product.modules) for product in self.products})
         layout = RankLayout(self.count, self.max_rank, tuple(merged))
         inputs = max(product.inputs for product in self.products)
-        self.room = AdapterRoom.empty(tokens, layout, inputs, dtype, device)
+        self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
         self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
         self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
         self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
@@ -393,7 +393,9 @@ class AdapterSlots:
         column of B beside the input features."""
         if not self.uses_kernels or not 0 < rows <= len(self._tiles.shrunk):
             return False
-        return rows <= _FEW_ROWS or _COLUMN_SHARE * columns <= inputs
+        from aioinfer.kernels.adapter_tiles import MAX_FUSED_ROWS
+
+        return rows <= MAX_FUSED_ROWS or _COLUMN_SHARE * columns <= inputs
 
     def tokens_of(self, rows: int) -> list[tuple[int, torch.Tensor]]:
         """Returns (slot, int64 tokens) of the adapters in a product of so many rows, in plain

@@ -64,7 +64,7 @@ def test_expand(tile: int, tmp_path: Path) -> None:
 def test_sorting(tmp_path: Path) -> None:
     kernel = compile_call(
         adapter_tiles._sort_kernel, Launch(8), adapters=INT, order=INT, slots=INT, ranks=INT,
-        modules=INT, blocks=INT, tokens=256, tiles=24, room=24, num_slots=8, max_rank=16, stride=7,
-        KINDS=3, NUM=8, BLOCKS=8, BLOCK=64, SORTED=256, TILE=32,
+        modules=INT, blocks=INT, tokens=256, tiles=24, max_tiles=24, num_slots=8, max_rank=16,
+        stride=7, KINDS=3, NUM=8, BLOCKS=8, BLOCK=64, SORTED=256, TILE=32,
     )  # fmt: skip
     assert spilled(kernel, tmp_path) == 0

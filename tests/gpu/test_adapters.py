@@ -35,8 +35,8 @@ def test_products_of_half_precision(tokens: int, width: int, out: int, modules: 
     case = make_case(tokens, width, out, 16, modules, device=GPU, dtype=torch.bfloat16)
     y = torch.randn(tokens, out, device=GPU).to(torch.bfloat16)
     expected = y.float() + case.added(case.x)
-    shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
-    expand(y, case.adapters, case.tiles, case.room, pdl=True)
+    shrink(case.x, case.adapters, case.tiles, case.workspace, pdl=True)
+    expand(y, case.adapters, case.tiles, case.workspace, pdl=True)
     torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.02)
 
 
@@ -68,7 +68,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, adapters: AdapterOperand) ->
 def test_products_add_adapters_in_their_launch(tokens: int, product: Product, rank: int) -> None:
     case = make_case(tokens, 1024, 768, rank, 3, device=GPU, dtype=torch.bfloat16)
     weight = (torch.randn(768, 1024, device=GPU) / 32).to(torch.bfloat16)
-    operand = shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
+    operand = shrink(case.x, case.adapters, case.tiles, case.workspace, pdl=True)
     assert operand is not None
     found = product(case.x, weight, operand).float()
     expected = case.x.float() @ weight.float().t() + case.added(case.x)
@@ -81,7 +81,7 @@ def test_gated_products_add_adapters_in_their_launch(tokens: int) -> None:
     weight = (torch.randn(3072, 1024, device=GPU) / 32).to(torch.bfloat16)
     both = case.x.float() @ weight.float().t() + case.added(case.x)
     gate, up = both.chunk(2, 1)
-    operand = shrink(case.x, case.adapters, case.tiles, case.room, pdl=True)
+    operand = shrink(case.x, case.adapters, case.tiles, case.workspace, pdl=True)
     assert operand is not None
     operand.up.copy_(interleave(operand.up))
     if tokens <= 16:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from aioinfer.kernels.adapter_tiles import AdapterTiles, RankLayout, sort_by_adapter
-from aioinfer.kernels.adapters import AdapterRoom, Adapters
+from aioinfer.kernels.adapters import Adapters, AdapterWorkspace
 
 
 class Case(NamedTuple):
@@ -16,7 +16,7 @@ class Case(NamedTuple):
     adapters: Adapters
     of_tokens: torch.Tensor
     tiles: AdapterTiles
-    room: AdapterRoom
+    workspace: AdapterWorkspace
 
     def added(self, x: torch.Tensor) -> torch.Tensor:
         """Returns float32 [T, out], what the tokens' adapters add to the product of x."""
@@ -60,7 +60,7 @@ def make_case(
     adapters = Adapters(down, up, ranks, modules)
     tiles = AdapterTiles.empty(tokens + 2, layout, dtype, device)
     sort_by_adapter(of_tokens, tiles, ranks)
-    room = AdapterRoom.empty(tokens + 2, layout, width, dtype, device)
-    room.parts.fill_(torch.nan)
-    room.shrunk.fill_(torch.nan)
-    return Case(random(tokens, width), adapters, of_tokens, tiles.views(tokens), room)
+    workspace = AdapterWorkspace.empty(tokens + 2, layout, width, dtype, device)
+    workspace.parts.fill_(torch.nan)
+    workspace.shrunk.fill_(torch.nan)
+    return Case(random(tokens, width), adapters, of_tokens, tiles.views(tokens), workspace)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from adapter_cases import make_case
 from aioinfer.kernels.adapter_tiles import (
     BLOCK,
+    MAX_FUSED_ROWS,
     AdapterTiles,
     RankLayout,
     assign_adapters,
@@ -18,6 +19,8 @@ from aioinfer.kernels.adapter_tiles import (
 from aioinfer.kernels.adapters import expand, shrink
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
+
+from aioinfer.worker.step_graphs import mixed_sizes
 
 CPU = torch.device("cpu")
 
@@ -42,6 +45,16 @@ def test_tokens_are_sorted_by_adapter(tokens: int, num_slots: int) -> None:
         assert slot >= 0 or set(tile) == {-1}
     assert (tiles.order[len(views.order) :] == 77).all()
     assert (tiles.slots[len(views.slots) :] == -1).all()
+
+
+@pytest.mark.parametrize("max_tokens", [40, 200, 300, 1000, 1100, 4608])
+def test_a_step_has_the_tiles_of_its_graph(max_tokens: int) -> None:
+    """A step is sorted by its own number of tokens, and its graph is that of the next size."""
+    sizes = mixed_sizes(max_tokens)
+    for tokens in range(1, max_tokens + 1):
+        captured = next(size for size in sizes if size >= tokens)
+        assert tile_size(tokens) == tile_size(captured)
+        assert (tokens <= MAX_FUSED_ROWS) == (captured <= MAX_FUSED_ROWS)
 
 
 @pytest.mark.parametrize(("num_slots", "max_rank"), [(9, 16), (5, 24), (3, 160)])
@@ -86,9 +99,9 @@ def test_each_token_gets_the_product_of_its_adapter(
     case = make_case(tokens, width, out, rank, modules, device=CPU)
     y = torch.randn(tokens, out)
     expected = y + case.added(case.x)
-    shrink(case.x, case.adapters, case.tiles, case.room)
-    expand(y, case.adapters, case.tiles, case.room)
-    assert not case.room.tickets.any()
+    shrink(case.x, case.adapters, case.tiles, case.workspace)
+    expand(y, case.adapters, case.tiles, case.workspace)
+    assert not case.workspace.tickets.any()
     torch.testing.assert_close(y, expected, atol=1e-3, rtol=1e-4)
 
 
@@ -107,7 +120,7 @@ def test_products_of_few_rows_add_adapters(
     if norm is not None:
         given = F.rms_norm(x, [width], norm, 1e-6)
     expected = given @ weight.t() + case.added(given)
-    operand = shrink(x, case.adapters, case.tiles, case.room, norm_weight=norm)
+    operand = shrink(x, case.adapters, case.tiles, case.workspace, norm_weight=norm)
     assert operand is not None
     options = {"norm_weight": norm, "eps": 1e-6, "gated": gated}
     if gated:

@@ -322,12 +322,12 @@ class Weight(ABC):
             product = Product(operation, self.format, *shape, dtype.removeprefix("torch."))
             choices = self._backend.choices.register(product, self, epilogue.norm)
             self._choices[operation] = choices
-        chosen = choices.find(len(x))
+        chosen, adapted = choices.find(len(x)), epilogue.adapters is not None
+        if adapted and chosen is not None and "adapters" not in chosen.fuses:
+            chosen = None
         if chosen is not None and self.takes(chosen, x, epilogue):
             return chosen
-        if epilogue.adapters is not None:
-            fusing = self.adapted_candidate(operation, len(x))
-            assert fusing is not None
+        if adapted and (fusing := self.adapted_candidate(operation, len(x))) is not None:
             return fusing
         return next(self.kernels(operation, x, epilogue))
 

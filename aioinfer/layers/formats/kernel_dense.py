@@ -116,8 +116,6 @@ class KernelDenseWeight(DenseWeight):
 
     def takes(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> bool:
         """See `Weight.takes`."""
-        if epilogue.adapters is not None and candidate.kernel == CUBLAS.kernel:
-            return False
         return candidate.kernel not in (SPLIT, GATED) or rows_are_aligned(x)
 
     def adapted_candidate(self, operation: Operation, rows: int) -> Candidate | None:
