@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from aioinfer.config import load_config
@@ -16,8 +17,11 @@ from aioinfer.features.masks.planning import Constrained
 from aioinfer.features.speculation.acceptance import Acceptance
 from aioinfer.features.speculation.costs import SIZES, StepCosts
 from aioinfer.features.speculation.matches import LONG, NONE
+from aioinfer.features.speculation.ngram import MAX_SUFFIX
 from aioinfer.features.speculation.planning import Planning
+from aioinfer.features.speculation.prediction import MAX_PREDICTED, Predicted
 from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.steps import Row
 from tests.test_scheduler import make_request
 
 MOST = 5
@@ -254,6 +258,31 @@ def test_the_engine_finds_the_drafts_of_the_workers() -> None:
     planning = make_planning()
     assert planning.drafts(make_request("a", [4, 5, 6, 7, 4, 5], 9), 3) == [6, 7, 4]
     assert planning.drafts(make_request("b", [4, 5, 6], 9), 2) == [0, 0]
+
+
+def test_predicted_texts_are_sent_over_several_plans_and_again_after_a_preemption() -> None:
+    """A plan takes 64 texts of full length; drafts are found in a text once it was sent."""
+    planning, text = make_planning(), np.arange(MAX_PREDICTED + MAX_SUFFIX, dtype=np.int32)
+    requests = [make_request(str(slot), [4, 5, 6, 7], 9) for slot in range(70)]
+    for slot, request in enumerate(requests):
+        request.slot, request.uses = slot, (Predicted(text),)
+    rows = [Row(request, request.uses[0], 3, 4, request.slot) for request in requests]
+
+    def sent() -> list[int]:
+        section = planning.plan(rows)
+        return [] if section is None else section.slots.tolist()
+
+    assert planning.drafts(requests[0], 2) == [0, 0]
+    assert sent() == [*range(64)]
+    assert planning.drafts(requests[0], 2) == [8, 9]
+    assert planning.drafts(requests[64], 2) == [0, 0]
+    assert sent() == [*range(64, 70)]
+    assert planning.drafts(requests[64], 2) == [8, 9]
+    assert sent() == []
+    requests[3].num_preemptions += 1
+    requests[5].num_interruptions += 1
+    assert planning.drafts(requests[3], 2) == [0, 0]
+    assert sent() == [3, 5]
 
 
 def test_nothing_is_planned_before_any_step_was_measured() -> None:

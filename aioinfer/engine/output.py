@@ -204,11 +204,11 @@ class RequestOutput:
     def predicted_counts(self) -> tuple[int, int] | None:
         """How many drafts of the sequences were kept, and how many were not, if a text was
         predicted."""
-        uses = [sequence.request.use(Predicted) for sequence in self.sequences]
-        if any(use is None for use in uses):
+        found = (sequence.request.use(Predicted) for sequence in self.sequences)
+        uses = [use for use in found if use is not None]
+        if not uses:
             return None
-        found = [(use.num_kept, use.num_dropped) for use in uses if use is not None]
-        return sum(kept for kept, _ in found), sum(dropped for _, dropped in found)
+        return sum(use.num_kept for use in uses), sum(use.num_dropped for use in uses)
 
     @property
     def can_resume(self) -> bool:

@@ -20,7 +20,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -28,8 +27,8 @@ from aioinfer.features.host import Host
 from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
 from aioinfer.features.speculation.matches import LONG, NONE, Matches
-from aioinfer.features.speculation.ngram import find_drafts
-from aioinfer.features.speculation.prediction import Predicted
+from aioinfer.features.speculation.ngram import MAX_SUFFIX, find_drafts
+from aioinfer.features.speculation.prediction import MAX_PREDICTED, Predicted
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
@@ -51,6 +50,8 @@ _FEW, _EARLY = 64, 8
 _MANY, _STEPS_OF_CHOICE, _STEPS_OF_NONE = 16, 2, 16
 #: Weight of a step in the average of all requests.
 _MEAN_WEIGHT = 0.02
+#: Tokens of predicted texts that a plan takes (1 MiB, 64 texts of full length).
+_MAX_TEXT_TOKENS = 64 * (MAX_PREDICTED + MAX_SUFFIX)
 #: The counters of `/metrics`: draft sequences, their tokens, those that were kept; by position.
 DRAFTS, DRAFT_TOKENS, ACCEPTED = "spec_drafts", "spec_draft_tokens", "spec_accepted_tokens"
 ACCEPTED_AT = "spec_accepted_at_"
@@ -105,8 +106,6 @@ class Planning(StepFeature):
         self._finds_drafts = not (self._drafts_behind or host.config.model.features)
         self._looked_ahead = False
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
-        # how often a request had been admitted when its predicted text was sent
-        self._sent: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
         self._probed = 0  # where in the list of requests the last probe ended
         for position in range(self._max_drafts if self.looks_ahead else 0):
             host.metrics.count(f"{ACCEPTED_AT}{position}", 0)  # `/metrics` shows it from the start
@@ -114,12 +113,11 @@ class Planning(StepFeature):
     def restart(self) -> None:
         """See `StepFeature.restart`."""
         self.costs = None
-        self._sent.clear()
 
     def drafts(self, request: Request, count: int) -> Sequence[int]:
         """See `StepFeature.drafts`."""
         use = request.use(Predicted)
-        predicted = None if use is None else use.tokens
+        predicted = use.tokens if use is not None and use.is_sent(request) else None
         found = find_drafts(np.frombuffer(request.tokens, np.int32), count, predicted)
         return [0] * count if found is None else found.tolist()
 
@@ -130,14 +128,17 @@ class Planning(StepFeature):
 
     def plan(self, rows: Sequence[Row]) -> Section | None:
         """See `StepFeature.plan`. A predicted text is sent with the first token of its request, and
-        again when that has been preempted."""
+        again when that has been preempted; with a later token where a plan has texts enough."""
         new: dict[int, I32] = {}
+        room = _MAX_TEXT_TOKENS
         for row in rows if self.looks_ahead and not self._drafts_behind else ():
-            request = row.request
-            times = request.num_preemptions, request.num_interruptions
-            if self._sent.get(request) != times:
-                self._sent[request] = times
-                new[request.slot] = row.use.tokens
+            if row.use.is_sent(row.request):
+                continue
+            room -= len(row.use.tokens)
+            if room < 0:
+                break
+            row.use.note_sent(row.request)
+            new[row.request.slot] = row.use.tokens
         if not new:
             return None
         counts = [len(tokens) for tokens in new.values()]
@@ -219,7 +220,11 @@ class Planning(StepFeature):
         few requests. Returns whether a request is more likely to keep drafts than before."""
         if self._drafts_behind or len(decodes) > _FEW:
             return False
-        grown = [self._known(request).look(request) for request in decodes]
+        grown = [
+            self._known(request).look(request)
+            for request in decodes
+            if self._allows_lookahead(request)
+        ]
         return any(grown)
 
     def _known(self, request: Request) -> _Requested:
@@ -255,7 +260,7 @@ class Planning(StepFeature):
             for probability in acceptance.probabilities(self._max_drafts, mean)
         ]
         candidates.sort(key=_first, reverse=True)
-        tokens = [float(rows), *accumulate((p for p, _ in candidates), initial=float(rows))][1:]
+        tokens = [*accumulate((p for p, _ in candidates), initial=float(rows))]
         best = 0
         for size in sizes:
             drafts = min(size - rows, len(candidates))
