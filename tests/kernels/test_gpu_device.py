@@ -6,7 +6,7 @@ kernels that they would have captured."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -383,6 +383,29 @@ def check_lookahead(runner: Any, plan: StepPlan, starts: list[int], texts: Any) 
     return tokens
 
 
+def check_lookahead_steps(
+    runner: Any, cpu: Any, texts: Any, sections_of: Callable[[list[int]], list[Section]]
+) -> None:
+    """Executes four plans with lookahead on both runners, the third beside a prompt, with the
+    sections that `sections_of` returns for the slots of their rows; checks each, and the slots
+    behind the last."""
+    lows, starts, others = list(LENGTHS), list(LENGTHS), list(LENGTHS)
+    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
+        groups = [(slot, lows[slot], counts[slot]) for slot in (2, 0, 1)]
+        slots = [slot for slot, _, count in groups for _ in range(1 + count)]
+        if step == 3:
+            slots.append(3)  # of the prompt
+        plan = lookahead_plan(step, groups, *sections_of(slots), settled=int(step == 1))
+        if step == 3:
+            plan = with_prompt(plan)
+        found = check_lookahead(runner, plan, starts, texts)
+        assert found == check_lookahead(cpu, plan, others, texts)
+        lows = [low + 1 for low in lows]
+    assert sum(starts) > sum(LENGTHS) + 3 * 4, "drafts were kept"
+    assert runner.slots.next_start[:3].tolist() == starts
+    assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
+
+
 @pytest.mark.parametrize("has_features", [False, True])
 def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_features: bool) -> None:
     """Greedy rows, and seeded ones with filters and penalties; in graphs, and beside a prompt; with
@@ -398,24 +421,12 @@ def test_lookahead_rows_give_the_tokens_of_a_plain_run(folder: Path, has_feature
         drafts[1, LENGTHS[1] + 1 :: 2] += 1
         each.works.all[-2].texts.copy_(drafts)
         each.step(first).wait()
-    lows, starts, others = list(LENGTHS), list(LENGTHS), list(LENGTHS)
-    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
-        groups = [(slot, lows[slot], counts[slot]) for slot in (2, 0, 1)]
-        sections: list[Section] = []
-        if has_features:
-            rows = sum(counts) + 3 + (step == 3)
-            logprobs = LogprobRows(ids(0, rows - 1), ids(3, 1), ids(2, ALL), ids(9, 90))
-            slots = [slot for slot, _, count in groups for _ in range(1 + count)]
-            sections = [logprobs, ShiftedRows(ids(*slots, *[3] * (step == 3)))]
-        plan = lookahead_plan(step, groups, *sections, settled=int(step == 1))
-        if step == 3:
-            plan = with_prompt(plan)
-        found = check_lookahead(runner, plan, starts, texts)
-        assert found == check_lookahead(cpu, plan, others, texts)
-        lows = [low + 1 for low in lows]
-    assert sum(starts) > sum(LENGTHS) + 3 * 4, "drafts were kept"
-    assert runner.slots.next_start[:3].tolist() == starts
-    assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
+
+    def features_of(slots: list[int]) -> list[Section]:
+        logprobs = LogprobRows(ids(0, len(slots) - 1), ids(3, 1), ids(2, ALL), ids(9, 90))
+        return [logprobs, ShiftedRows(ids(*slots))]
+
+    check_lookahead_steps(runner, cpu, texts, features_of if has_features else lambda slots: [])
     assert runner.device.graphs.decode.replayed == []
     assert len(runner.device.graphs.lookahead.replayed) == 3
 
@@ -434,20 +445,11 @@ def test_lookahead_rows_may_be_sampled_late(folder: Path, late: set[int]) -> Non
         drafts[1, LENGTHS[1] + 2 :: 3] += 1
         each.works.all[-2].texts.copy_(drafts)
         each.step(first_plan(constrained), read_equal_masks).wait()
-    lows, starts, others = list(LENGTHS), list(LENGTHS), list(LENGTHS)
-    for step, counts in enumerate([(1, 0, 2), (2, 1, 1), (0, 2, 3), (2, 2, 1)], 1):
-        groups = [(slot, lows[slot], counts[slot]) for slot in (2, 0, 1)]
-        slots = [slot for slot, _, count in groups for _ in range(1 + count)]
-        rows = ConstrainedRows(ids(*(row for row, slot in enumerate(slots) if slot in late)))
-        plan = lookahead_plan(step, groups, rows, settled=int(step == 1))
-        if step == 3:
-            plan = with_prompt(plan)
-        found = check_lookahead(runner, plan, starts, texts)
-        assert found == check_lookahead(cpu, plan, others, texts)
-        lows = [low + 1 for low in lows]
-    assert sum(starts) > sum(LENGTHS) + 3 * 4, "drafts were kept"
-    assert runner.slots.next_start[:3].tolist() == starts
-    assert torch.equal(runner.slots.occurrences.rows, cpu.slots.occurrences.rows)
+
+    def late_of(slots: list[int]) -> list[Section]:
+        return [ConstrainedRows(ids(*(row for row, slot in enumerate(slots) if slot in late)))]
+
+    check_lookahead_steps(runner, cpu, texts, late_of)
     assert len(runner.device.graphs.lookahead.replayed) == 3
 
 
