@@ -131,11 +131,11 @@ def frames_of(trace: list[dict[str, Any]]) -> list[Frame]:
         for event in trace
         if event["name"] == "thread_name" and event["args"]["name"] == "CrRendererMain"
     ]
-    threads = [max(threads, key=lambda thread: sum(_is_of(event, thread) for event in trace))]
+    busiest = max(threads, key=lambda thread: sum(_is_of(event, thread) for event in trace))
     frames, frame, end_of_task = [], Frame(0, 0, {}), -1
     inner: list[dict[str, Any]] = []
     for event in trace:
-        if event["ph"] != "X" or not _is_of(event, threads[0]):
+        if event["ph"] != "X" or not _is_of(event, busiest):
             continue
         end = event["ts"] + event.get("dur", 0)
         if event["name"] == "RunTask" and event["ts"] >= end_of_task:

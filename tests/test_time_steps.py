@@ -7,7 +7,7 @@ import pytest
 from time_steps import rates
 
 
-def test_rates_are_those_of_the_next_larger_captured_step() -> None:
+def test_rates_follow_the_next_larger_captured_step() -> None:
     plain, ahead = {1: 1.0, 128: 2.0}, {2: 1.0, 128: 2.0, 192: 3.0, 256: 4.0}
     assert rates(plain, ahead, 1, [0.5, 0.25]) == [1.0, 1.5, pytest.approx(1.75 / 2.0)]
     assert rates(plain, ahead, 90, [0.5]) == [45.0, 45.0]

@@ -472,9 +472,8 @@ class Worker:
     @property
     def _max_tokens(self) -> int:
         """The maximum of tokens in a step."""
-        limits = self._config.scheduler
-        rows = limits.max_num_seqs + self._config.max_lookahead
-        return max(limits.max_num_batched_tokens, rows)
+        config = self._config
+        return max(config.scheduler.max_num_batched_tokens, config.max_sampled_rows)
 
     @property
     def _max_lookahead(self) -> int:

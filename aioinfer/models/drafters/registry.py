@@ -32,9 +32,9 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     is_staged = parallel.pipeline_parallel_size > 1
     if not may_have_head or is_random or is_staged:
         return "ngram"
-    # those who quantize to fewer bits mostly leave the head out, or as it was without saying so
-    quantized = (read_json(folder).get("quantization_config") or {}).get("quant_method", "fp8")
-    return "mtp" if quantized == "fp8" and has_mtp(folder) else "ngram"
+    # other quantized checkpoints mostly lack the head, or have it unquantized without saying so
+    quantized = (read_json(folder).get("quantization_config") or {}).get("quant_method")
+    return "mtp" if quantized in (None, "fp8") and has_mtp(folder) else "ngram"
 
 
 def drafter_options(config: Config) -> ModelConfig:
