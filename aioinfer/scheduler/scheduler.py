@@ -328,13 +328,17 @@ class Scheduler:
         """Records a step that will be posted."""
         sampled: list[Request | None] = [*builder.sampled_requests]
         step = PostedStep(builder.step_id, sampled, rows, builder.has_lookahead)
+        has_store, is_paced = self.kv_cache.store is not None, self.pacing.is_active
         if self.features.ahead is not None:
             step.num_decodes = builder.num_decodes
-        if self.features.ahead is not None or self.kv_cache.store is not None:
-            step.num_prefill, step.posted = builder.work().prefill_tokens, self._clock()
+        if self.features.ahead is not None or has_store:
+            step.posted = self._clock()
+        if has_store or is_paced:
+            work = builder.work()
+            step.num_prefill = work.prefill_tokens
+            if is_paced:
+                self.pacing.post(work, self._clock())
         self._posted.add(step)
-        if self.pacing.is_active:
-            self.pacing.post(builder.work(), self._clock())
         self._step_id += 1
 
     def confirm_post(self) -> None:
