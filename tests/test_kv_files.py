@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
+from aioinfer.features.kv_store.sections import KVMoves
+from aioinfer.features.kv_store.worker import Work
 from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
-from aioinfer.worker.host_blocks import make_host_blocks
+from aioinfer.scheduler.stored_blocks import Move
+from aioinfer.worker.host_blocks import BlockCopies, make_host_blocks
 from aioinfer.worker.kv_disk import DiskTier
 from aioinfer.worker.kv_tensors import KVTensors
 
@@ -133,6 +139,39 @@ def test_a_place_that_was_overwritten_is_not_written(tmp_path: Path) -> None:
     tier.write(0, 3, NAME, lambda: tier.overwrite(0, 3))
     tier.close()
     assert files.list(1) == [[]]
+
+
+def test_a_block_that_makes_room_for_another_is_not_written_as_the_other(tmp_path: Path) -> None:
+    """A write that waits for its turn begins when the first bytes of the next block are there."""
+    tier, files, groups = make_tier(tmp_path)
+    may_begin = threading.Event()
+    tier.write(0, 3, NAME, lambda: may_begin.wait(10) and None)
+
+    class Copies:
+        def save(self, moves: np.ndarray) -> Callable[[], None]:
+            groups[0][3].fill_(9)
+            may_begin.set()
+            until(lambda: tier._num_writes == 0)
+            return lambda: None
+
+    work = Work.__new__(Work)
+    work.disk = tier
+    other = Move(0, 3, 1)
+    work._save(KVMoves.of((), (), [other]), cast(BlockCopies, Copies()))
+    tier.close()
+    assert files.list(1) == [[]]
+
+
+def test_files_change_in_the_order_in_which_it_was_asked(tmp_path: Path) -> None:
+    tier, files, _ = make_tier(tmp_path)
+    names = [bytes([number]) * 16 for number in range(20)]
+    for _ in range(8):
+        for name in names:
+            tier.delete(0, name)
+            tier.write(0, 1, name, lambda: None)
+    tier.close()
+    assert not tier.is_full
+    assert sorted(files.list(1)[0]) == names
 
 
 def test_a_full_disk_turns_writing_off_with_one_line(

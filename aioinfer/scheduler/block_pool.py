@@ -40,8 +40,8 @@ class BlockPool:
         changed: collects the hashes that enter or leave the prefix index, once a caller has put a
             set there.
         partial: loses the hashes that leave the prefix index, once a caller has put it there.
-        stored: of the group in the store of KV, which is told of blocks that become known and of
-            those that leave the prefix index; None without a store.
+        stored: the group's part of the store of KV, which notes the blocks that get a hash and the
+            hashes that leave the prefix index; None without a store.
     """
 
     def __init__(self, num_blocks: int):

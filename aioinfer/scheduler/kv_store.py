@@ -17,7 +17,7 @@ good (see `snapshots`).
 Loading. A request at the head of the queue whose prefix goes on in the store gets device blocks for
 it, and is LOADING: it owns these blocks, and is in no step until workers report that they are
 filled. Then they enter the prefix index, and the request is admitted like any other with a prefix
-hit. So a load that nobody wants any more needs no care: its blocks are free and unknown.
+hit. A load whose request has ended needs no care: its blocks are free and have no hash.
 
 The disk is behind the host: what is saved there is written to a file as well, by threads of the
 worker, and stays when the host's place has gone to another block, or the server has ended. A

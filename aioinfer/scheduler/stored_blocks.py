@@ -147,7 +147,7 @@ class StoredBlocks:
         return self._take_place()
 
     def end_read(self, block_hash: bytes | None, place: int, *, is_whole: bool) -> None:
-        """Enters a block that was read from the disk; without a hash, nobody may have it."""
+        """Enters a block that was read from the disk; without a hash, no request may use it."""
         self._num_reading -= 1
         if block_hash is not None and is_whole and block_hash not in self._places:
             self._places[block_hash] = place

@@ -12,8 +12,8 @@ What has to keep its order, and how (see `GpuCopies`):
 - a step that may write a block which is being saved, or read one which is being loaded, waits for
   that copy. A plan names all blocks that its rows use for the first time, in the growth of block
   tables and in its copies (`keep_order`); steps that name no such block do not wait;
-- a place is saved to behind the loads from it, and loaded from behind the save to it; likewise a
-  block that is loaded into behind the save from it.
+- saves and loads of one place, or of one block, wait for each other: a rank may be slower than the
+  one whose report has ended a load.
 """
 
 from __future__ import annotations
@@ -197,6 +197,10 @@ class _Running:
     places: frozenset[int]
     end: torch.cuda.Event
 
+    def shares(self, blocks: set[int], places: set[int]) -> bool:
+        """Whether they are of one of these blocks, or of one of these places."""
+        return not (self.blocks.isdisjoint(blocks) and self.places.isdisjoint(places))
+
 
 class GpuCopies:
     """Implements `BlockCopies` beside the steps of a GPU."""
@@ -232,7 +236,7 @@ class GpuCopies:
         self._loads.wait_stream(torch.cuda.current_stream())
         blocks, places = _numbers(moves[:, 0], moves[:, 2]), _numbers(moves[:, 0], moves[:, 1])
         for saves in self._saving:
-            if not blocks.isdisjoint(saves.blocks) or not places.isdisjoint(saves.places):
+            if saves.shares(blocks, places):
                 self._loads.wait_event(saves.end)
         tickets = moves[:, 3]
         with torch.cuda.stream(self._loads):
@@ -255,7 +259,7 @@ class GpuCopies:
         self._saves.wait_stream(torch.cuda.current_stream())
         blocks, places = _numbers(moves[:, 0], moves[:, 2]), _numbers(moves[:, 0], moves[:, 1])
         for loads in self._loading:
-            if not places.isdisjoint(loads.places):
+            if loads.shares(blocks, places):
                 self._saves.wait_event(loads.end)
         with torch.cuda.stream(self._saves):
             for group, place, block in moves.tolist():

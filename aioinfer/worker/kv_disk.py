@@ -3,8 +3,9 @@ the host's memory.
 
 No step waits for a thread. A write reads its place when the copy from the device has ended, and
 counts only if nothing else has been put there meanwhile (`_versions`). A read writes to a place
-that the engine gives to nothing else until it is told of the end. After a write that fails (a full
-disk) nothing is written any more, and the log has one line.
+that the engine gives to nothing else until the read is reported. All work on one file has one
+thread, in the order in which it was asked for. After a write that fails (a full disk) nothing is
+written any more, and the log has one line.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class DiskTier:
         files.prepare()
         self.is_full = False
         self._files, self._host = files, host
-        self._threads = ThreadPoolExecutor(_THREADS, "kv-disk")
+        self._threads = [ThreadPoolExecutor(1, f"kv-disk-{number}") for number in range(_THREADS)]
         self._versions = [[0] * len(memory) for memory in host.groups]
         self._num_writes = 0
         self._reads: deque[tuple[int, Sequence[Future[bool]]]] = deque()
 
     def overwrite(self, group: int, place: int) -> None:
-        """Notes that a place gets another block."""
+        """Notes that a place gets another block. Called before its bytes change."""
         self._versions[group][place] += 1
 
     def write(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
@@ -52,7 +53,7 @@ class DiskTier:
             return
         self._num_writes += 1
         version = self._versions[group][place]
-        self._threads.submit(self._write, group, place, version, block_hash, saved)
+        self._thread_of(block_hash).submit(self._write, group, place, version, block_hash, saved)
 
     def _write(self, group: int, place: int, version: int, block_hash: bytes, saved: Wait) -> None:
         try:
@@ -72,7 +73,7 @@ class DiskTier:
         places any more then."""
         for group, place, _ in blocks:
             self.overwrite(group, place)
-        futures = [self._threads.submit(self._read, *block, free) for block in blocks]
+        futures = [self._thread_of(block[2]).submit(self._read, *block, free) for block in blocks]
         self._reads.append((ticket, futures))
 
     def _read(self, group: int, place: int, block_hash: bytes, free: Wait) -> bool:
@@ -87,7 +88,10 @@ class DiskTier:
 
     def delete(self, group: int, block_hash: bytes) -> None:
         """Begins to delete a file."""
-        self._threads.submit(self._files.delete, group, block_hash)
+        self._thread_of(block_hash).submit(self._files.delete, group, block_hash)
+
+    def _thread_of(self, block_hash: bytes) -> ThreadPoolExecutor:
+        return self._threads[block_hash[0] % _THREADS]
 
     @property
     def has_reads(self) -> bool:
@@ -110,4 +114,5 @@ class DiskTier:
 
     def close(self) -> None:
         """Ends the threads when what they have begun is done."""
-        self._threads.shutdown(wait=True)
+        for thread in self._threads:
+            thread.shutdown(wait=True)

@@ -17,7 +17,7 @@ from aioinfer.ipc.kv_files import KVFiles
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.sections import Section
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
-from aioinfer.worker.host_blocks import BlockCopies, Wait, make_copies, make_host_blocks
+from aioinfer.worker.host_blocks import BlockCopies, make_copies, make_host_blocks
 from aioinfer.worker.kv_disk import DiskTier, Ended
 
 #: A plan that has nothing but reads waits so long for the first of them, and not longer: plans
@@ -88,8 +88,7 @@ class Work(WorkerFeature):
             self._is_awaited = len(moves.awaited) > 0
             copies.load(moves.loads)
             self._begin_reads(moves.reads, copies)
-            saved = copies.save(moves.saves)
-            self._write_files(moves, saved)
+            self._save(moves, copies)
         if self.disk is not None and self.disk.has_reads:
             awaits_read = self._is_awaited and not copies.has_loads
             self._read.extend(self.disk.take_read(_MAX_WAIT_S if awaits_read else 0.0))
@@ -103,12 +102,14 @@ class Work(WorkerFeature):
             blocks = [(int(row[0]), int(row[1]), row[3:].tobytes()) for row in own]
             self.disk.read(ticket, blocks, copies.until_free(own))
 
-    def _write_files(self, moves: KVMoves, saved: Wait) -> None:
-        """Has the disk tier write saved blocks, and delete files."""
+    def _save(self, moves: KVMoves, copies: BlockCopies) -> None:
+        """Saves blocks, and has the disk tier write files of them, and delete files."""
         if self.disk is None:
+            copies.save(moves.saves)
             return
         for group, place, _ in moves.saves.tolist():
-            self.disk.overwrite(group, place)
+            self.disk.overwrite(group, place)  # before the first byte changes
+        saved = copies.save(moves.saves)
         for row in moves.writes:
             self.disk.write(int(row[0]), int(row[1]), row[2:].tobytes(), saved)
         for row in moves.deletes:
