@@ -112,7 +112,8 @@ class PictureReader:
     def __init__(self, format: PictureFormat, config: Config, tokenizer: Tokenizer):
         self._format, self._config = format, config.media
         scheduler = config.scheduler
-        self._max_whole = scheduler.max_num_batched_tokens - scheduler.max_num_seqs
+        # the other requests of a step may each take a token of its budget
+        self._max_whole = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
         self._reader = MediaReader(config.media)
         self._text_of = tokenizer.special_text
         self._marker = self._text_of(format.marker_id)
@@ -158,7 +159,7 @@ class PictureReader:
             raise FieldError(
                 place,
                 f"takes {found.num_embeddings} tokens of one step, and at most {self._max_whole} "
-                "fit (scheduler.max_num_batched_tokens)",
+                "fit (scheduler.max_num_batched_tokens less scheduler.max_num_seqs)",
             )
         return found
 

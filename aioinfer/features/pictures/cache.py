@@ -23,9 +23,7 @@ class EmbeddingCache:
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._rows: OrderedDict[bytes, I32] = OrderedDict()
-        self._free = np.arange(capacity, dtype=np.int32)
-        self._num_free = capacity
+        self.clear()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._rows
@@ -58,4 +56,6 @@ class EmbeddingCache:
 
     def clear(self) -> None:
         """Forgets all pictures."""
-        self.__init__(self.capacity)  # type: ignore[misc]
+        self._rows: OrderedDict[bytes, I32] = OrderedDict()
+        self._free = np.arange(self.capacity, dtype=np.int32)
+        self._num_free = self.capacity
