@@ -1,5 +1,5 @@
 """What a slot of adapters holds beside the matrices of linear layers: those of experts
-(`expert_adapters`), of the embedding, and soft prompts (`adapter_inputs`)."""
+(`expert_adapters`) and soft prompts."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class AdapterSlots:
         self._sizes = [0, 0]
         self._entering: torch.Tensor
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tokens = self._sampled = 0
+        self._tokens = 0
         #: on a CPU: by the number of tokens, the tokens of each slot
         self._by_slot: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._tiles: AdapterTiles
@@ -351,11 +351,10 @@ class AdapterSlots:
         adapters, sampled = step.inputs.adapters, step.sampled
         if not self.is_active or adapters is None:
             return
-        self._tokens = self._sampled = len(adapters)
+        self._tokens = len(adapters)
         self._by_slot = {}
         self._sort(adapters, is_sampled=False)
         if sampled is not None:
-            self._sampled = len(sampled.last)
             self._sort(adapters.index_select(0, sampled.last), is_sampled=True)
 
     def _sort(self, adapters: torch.Tensor, *, is_sampled: bool) -> None:

@@ -9,7 +9,7 @@ in one form, for the experts that the rank has. `MixtureMLP` adds the products; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,17 +143,6 @@ class ExpertAdapters:
     def of_rows(self, step: Step, rows: int) -> torch.Tensor | None:
         """See `AdapterSlots.adapters_of`."""
         return self._slots.adapters_of(step, rows)
-
-    def adding(
-        self, place: int, adapters: torch.Tensor
-    ) -> Callable[[bool, torch.Tensor, torch.Tensor], None]:
-        """Returns what adds the adapters of an expert's rows, in plain torch; see
-        `experts.AddAdapters`, and `ExpertProduct.add` for the arguments."""
-
-        def add(is_first: bool, x: torch.Tensor, y: torch.Tensor) -> None:
-            (self.first if is_first else self.second).add(place, x, y, adapters)
-
-        return add
 
     def tiles_of(self, adapters: torch.Tensor, routed: RoutedTokens) -> PairTiles:
         """Returns the pairs of tokens with adapters (int32 [T], negative for none), sorted."""

@@ -17,7 +17,7 @@ How experts are selected, and which experts a rank has: `mixture`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,11 +38,6 @@ from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.layers.adapters import AdaptedProduct
-
-
-#: Adds the adapters of an expert's rows x to its first product y, or to its second one: called with
-#: (whether it is the first, x, y).
-AddAdapters = Callable[[bool, torch.Tensor, torch.Tensor], None]
 
 
 class Expert:
@@ -82,13 +77,16 @@ class Expert:
             return self.down.multiply(ACTIVATIONS[self._activation](self.gate_up.multiply(x)))
         return self.down.multiply(self.gate_up.multiply(x, Epilogue(gate=self._activation)))
 
-    def adapted(self, x: torch.Tensor, add: AddAdapters) -> torch.Tensor:
-        """Returns what `__call__` does, with adapters, which `add` adds to both products."""
+    def adapted(
+        self, x: torch.Tensor, products: ExpertAdapters, place: int, adapters: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns what `__call__` does, with adapters; `place` and `adapters` as in
+        `ExpertProduct.add`, of `products`."""
         both = self._first(x)
-        add(True, x, both)
+        products.first.add(place, x, both, adapters)
         gated = self._activate(both)
         output = self._second(gated)
-        add(False, gated, output)
+        products.second.add(place, gated, output, adapters)
         return output
 
     def _first(self, x: torch.Tensor) -> torch.Tensor:
@@ -423,7 +421,7 @@ class MixtureMLP(Part):
         expert = self.experts[place]
         if adapters is None or self._adapted is None:
             return expert(x[tokens])
-        return expert.adapted(x[tokens], self._adapted.adding(place, adapters[tokens]))
+        return expert.adapted(x[tokens], self._adapted, place, adapters[tokens])
 
     def _multiply(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Returns the outputs of this rank's experts for rows [R, hidden_size], of which the first
