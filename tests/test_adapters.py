@@ -3,11 +3,13 @@ adapters and of none in the same steps."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +333,11 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save is not supported"),
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3'"),
         ({"r": 8}, {}, "another model, or its rank is another"),
+        ({"r": 0}, {}, "adapter_config.json cannot be read: a rank is 0"),
+        ({"lora_alpha": 10**400}, {}, "adapter_config.json cannot be read"),
+        ({"rank_pattern": {"(": 4}}, {}, "adapter_config.json cannot be read"),
+        ({"alpha_pattern": {"q_proj": "high"}}, {}, "adapter_config.json cannot be read"),
+        ({}, {name: torch.zeros(64)}, r"has the shape \(64,\), and is no matrix"),
         ({}, {name: wide}, "an adapter of another model"),
         ({}, {elsewhere: wide}, "of model.layers.7.self_attn.q_proj it has one matrix"),
         (
@@ -370,6 +377,34 @@ def test_an_adapter_whose_files_go_fails_its_requests_alone(llama: Adapted, tmp_
             with pytest.raises(GenerationError, match="the adapter 'gone' cannot be read"):
                 llm.generate([prompt], params)
         llama.check(llm, NAMES)
+
+
+def test_an_adapter_that_is_not_finite_fails_its_requests_alone(
+    llama: Adapted, tmp_path: Path
+) -> None:
+    folder = make_adapter(llama.folder, tmp_path, seed=9)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if "lora_B" in name)[0, 0] = torch.inf
+    save_file(tensors, file)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="infinite")
+    with llama.llm() as llm:
+        llm.load_adapter("infinite", str(folder))
+        with pytest.raises(GenerationError, match="the adapter 'infinite' cannot be read"):
+            llm.generate([{"prompt_token_ids": llama.prompt}], params)
+        llama.check(llm, NAMES)
+
+
+def test_of_two_that_are_loaded_under_one_name_one_is_refused(llama: Adapted) -> None:
+    async def load(llm: LLM) -> list[Any]:
+        adapters, paths = llm.frontend.adapters, map(str, llama.adapters.values())
+        both = [adapters.add("new", path, replaces=False) for path in islice(paths, 2)]
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    with llama.llm() as llm:
+        first, second = llm.run(load(llm))
+        assert llm.frontend.adapters.get("new") is first
+        assert isinstance(second, RequestError)
 
 
 @pytest.mark.slow

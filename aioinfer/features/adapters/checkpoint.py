@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.layers.adapter_parts import PROMPT, AdapterWeights
@@ -23,12 +23,12 @@ _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
     r"\.lora_(?P<side>[AB])(\.\w+)?\.weight"
 )
+_T = TypeVar("_T")
 _SIDES = {"A": "down", "B": "up"}
-#: Parameters of stacked experts, in the order in which peft nests what it adds to them.
 #: Kinds of peft whose saved tensor is a soft prompt.
 _PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+#: Parameters of stacked experts, in the order in which peft nests what it adds to them.
 _STACKS = ("gate_up_proj", "down_proj")
-MAX_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Mapping[re.Pattern[str], int]
+    alphas: Mapping[re.Pattern[str], float]
     is_rank_stabilized: bool
     parameters: Sequence[str]
     prompt_tokens: int = 0
@@ -64,20 +64,22 @@ class AdapterConfig:
             if given["peft_type"] in _PROMPTS:
                 return cls(0, 0.0, {}, {}, False, (), int(given["num_virtual_tokens"]))
             return cls(
-                int(given["r"]),
+                _rank(given["r"]),
                 float(given.get("lora_alpha", 8)),
-                dict(given.get("rank_pattern") or {}),
-                dict(given.get("alpha_pattern") or {}),
+                _by_pattern(given.get("rank_pattern") or {}, _rank),
+                _by_pattern(given.get("alpha_pattern") or {}, float),
                 bool(given.get("use_rslora")),
-                list(given.get("target_parameters") or ()),
+                [str(name) for name in given.get("target_parameters") or ()],
             )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (
+            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, re.error,
+        ) as error:  # fmt: skip
             text = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{file} cannot be read: {text}") from error
 
     def scale_of(self, module: str, rank: int) -> float:
         """Returns by what the product of a module is multiplied."""
-        alpha = float(_find(self.alphas, module, self.alpha))
+        alpha = _find(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def stacks_of(self, module: str) -> list[str]:
@@ -93,7 +95,7 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module."""
-        return int(_find(self.ranks, module, self.rank))
+        return _find(self.ranks, module, self.rank)
 
 
 def write_adapter(
@@ -142,13 +144,25 @@ def _refuse(given: Mapping[str, Any]) -> None:
         raise ValueError(f"bias is {bias!r}, and only 'none' is supported")
 
 
-def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of a module's name, as peft does
-    it."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
+def _rank(given: Any) -> int:
+    """Returns a rank. Raises ValueError for one that no matrix has."""
+    if (rank := int(given)) < 1:
+        raise ValueError(f"a rank is {rank}, and not positive")
+    return rank
+
+
+def _by_pattern(given: Any, convert: Callable[[Any], _T]) -> dict[re.Pattern[str], _T]:
+    """Returns values by patterns that a module's whole name matches if the given one matches its
+    end, as in peft. Raises `re.error` for what is no pattern."""
+    return {
+        re.compile(rf"(.*\.)?({pattern})"): convert(value) for pattern, value in dict(given).items()
+    }
+
+
+def _find(patterns: Mapping[re.Pattern[str], _T], module: str, default: _T) -> _T:
+    """Returns the value of the first pattern that matches a module's name."""
+    values = (value for pattern, value in patterns.items() if pattern.fullmatch(module))
+    return next(values, default)
 
 
 def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWeights]:
@@ -160,15 +174,11 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
     """
     config = AdapterConfig.read(folder)
     if config.prompt_tokens:
-        return {PROMPT: _read_prompt(folder)}
+        return {PROMPT: _read_prompt(folder, on_meta=on_meta)}
     sides: dict[str, dict[str, torch.Tensor]] = {}
     with _Tensors(folder, config) as tensors:
         for (module, side), (name, is_stack) in tensors.names.items():
-            if on_meta:
-                shape = tensors.file.get_slice(name).get_shape()
-                tensor = torch.empty(shape, device="meta")
-            else:
-                tensor = tensors.file.get_tensor(name)
+            tensor = _read_tensor(tensors.file, name, on_meta=on_meta)
             if is_stack:
                 tensor = _unstacked(tensor, config.rank_of(module), side)
             sides.setdefault(module, {})[side] = tensor
@@ -181,16 +191,25 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
     return found
 
 
-def _read_prompt(folder: Path) -> AdapterWeights:
+def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
+    """Returns a matrix of an open file of safetensors. Raises `ConfigError` for one that is not a
+    matrix."""
+    shape = file.get_slice(name).get_shape()
+    if len(shape) != 2:
+        raise ConfigError(f"the adapter's {name} has the shape {tuple(shape)}, and is no matrix")
+    return torch.empty(shape, device="meta") if on_meta else file.get_tensor(name)
+
+
+def _read_prompt(folder: Path, *, on_meta: bool) -> AdapterWeights:
     """Returns a soft prompt; see `PROMPT`."""
     path = folder / "adapter_model.safetensors"
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            if (names := list(file.keys())) != [PROMPT]:
+                raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
+            vectors = _read_tensor(file, PROMPT, on_meta=on_meta)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if set(tensors) != {PROMPT} or tensors[PROMPT].ndim != 2:
-        raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(sorted(tensors))}")
-    vectors = tensors[PROMPT]
     return AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)
 
 

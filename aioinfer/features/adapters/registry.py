@@ -103,11 +103,12 @@ class AdapterRegistry:
             raise ConfigError("this server has no adapters: lora.max_adapters is 0")
         if name in self._config.served_model_names:
             raise ConfigError(f"{name!r} is the name of the model")
-        if name in self._by_name and not replaces:
-            raise RequestError(
-                f"there is an adapter {name!r} already: load_inplace replaces it", param="lora_name"
-            )
         async with self._lock:
+            if name in self._by_name and not replaces:
+                raise RequestError(
+                    f"there is an adapter {name!r} already: load_inplace replaces it",
+                    param="lora_name",
+                )
             folder, rank, prompt_tokens = await asyncio.to_thread(self._check, path)
             old = self._by_name.get(name)
             adapter = Adapter(next(self._numbers), name, str(folder), rank, prompt_tokens)

@@ -67,7 +67,10 @@ class HostAdapters:
             slots, weights = self._slots, read_weights(Path(folder))
             rank, pinned = rank_of(weights), self._pinned
             products = slots.pack(weights, pinned=pinned)
-            return _Packed(products, slots.pack_parts(weights, pinned=pinned), rank)
+            parts = slots.pack_parts(weights, pinned=pinned)
+            for packed in (products, parts):
+                _require_finite(packed, folder)
+            return _Packed(products, parts, rank)
 
     def _shrink(self, used: int) -> None:
         """Forgets what is too much, but not `used`."""
@@ -87,6 +90,13 @@ class HostAdapters:
                 _log.error("an adapter cannot be read: %s", error)
                 self._kept.pop(number, None)
         return [(number, future.exception() is not None) for number, future in found]
+
+
+def _require_finite(packed: torch.Tensor, folder: str) -> None:
+    """Raises ValueError for an adapter with NaN or infinite numbers: tokens without it are
+    multiplied with its matrices, too, by zeros, and would be NaN."""
+    if len(packed) and not torch.stack(packed.aminmax()).isfinite().all():
+        raise ValueError(f"{folder} has numbers that are not finite in {packed.dtype}")
 
 
 class Work(WorkerFeature):
