@@ -362,3 +362,24 @@ def test_the_largest_picture_takes_bounded_memory() -> None:
     with peak_of_memory() as peak:
         assert decode(data, MediaConfig()).size == (5000, 5000)
     assert 50 * 2**20 < peak[0] < 300 * 2**20
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_an_allowed_address_that_is_not_public_is_not_connected_to(host: str) -> None:
+    async def fetch() -> int:
+        connections = 0
+
+        async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            writer.close()
+
+        server = await asyncio.start_server(count, host.strip("[]"), 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            reader = MediaReader(MediaConfig(allowed_domains=[host.strip("[]")]))
+            with pytest.raises(FieldError, match="could not be fetched"):
+                await reader.read(MediaSource("url", f"http://{host}:{port}/a.png"))
+        return connections
+
+    assert asyncio.run(fetch()) == 0

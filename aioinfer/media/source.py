@@ -155,6 +155,10 @@ class MediaReader:
             raise FieldError(place, "is not a valid URL") from error
         if host not in self._domains or has_login:
             raise FieldError(place, "names a host that media.allowed_domains does not")
+        # aiohttp connects to an address without asking the resolver
+        is_address = ":" in host or host.replace(".", "").isdigit()
+        if is_address and not self._is_allowed_address(host):
+            raise FieldError(place, "could not be fetched")
         try:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 return await self._fetch_from(source)
