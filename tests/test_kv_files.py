@@ -20,6 +20,7 @@ from aioinfer.features.kv_store.worker import Work
 from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.scheduler.stored_blocks import Move
+from aioinfer.worker import kv_disk
 from aioinfer.worker.host_blocks import BlockCopies, make_host_blocks
 from aioinfer.worker.kv_disk import DiskTier
 from aioinfer.worker.kv_tensors import KVTensors
@@ -151,7 +152,7 @@ def test_a_block_that_makes_room_for_another_is_not_written_as_the_other(tmp_pat
         def save(self, moves: np.ndarray) -> Callable[[], None]:
             groups[0][3].fill_(9)
             may_begin.set()
-            until(lambda: tier._num_writes == 0)
+            until(lambda: tier._waiting_writes._value == kv_disk._MAX_WRITES)
             return lambda: None
 
     work = Work.__new__(Work)

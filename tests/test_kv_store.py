@@ -204,6 +204,29 @@ def test_the_workers_may_be_lost_while_a_request_loads() -> None:
     assert_complete(loading)
 
 
+def test_a_load_that_was_given_up_before_it_was_sent_leaves_nothing() -> None:
+    harness = make_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    displace(harness)
+    harness.add(loading := make_request("loads", prompt_of(0), 4))
+    scheduler, store = harness.scheduler, harness.scheduler.kv_cache.store
+    scheduler._planner.plan(1_000)  # and the plan is not posted
+    assert loading.status is RequestStatus.LOADING
+    scheduler.finish(loading, "abort")
+    assert not store.has_loads
+    assert not store._begun
+    assert not store._arriving
+
+
+def test_rebuilt_records_keep_requests_that_load() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 6)
+    harness.scheduler.rebuild([loading], [decoding])
+    assert decoding.finish_reason == "error"
+    harness.run()
+    assert_complete(loading)
+
+
 def test_siblings_wait_for_the_leader_that_loads() -> None:
     harness = make_harness()
     decoding, loading = begin_load(harness, 1)
@@ -360,3 +383,34 @@ def test_a_request_may_end_while_files_are_read() -> None:
     harness.scheduler.finish(loading, "abort")
     harness.run()
     assert_complete(decoding)
+
+
+def test_places_that_files_are_read_into_stay_reserved_when_records_are_rebuilt() -> None:
+    harness = make_disk_harness()
+    run(harness, make_request("first", prompt_of(0), 4))
+    displace(harness, 9)
+    harness.worker.load_steps = lambda: 8
+    harness.add(decoding := make_request("decodes", [1, 2], 28))
+    harness.step()
+    harness.add(loading := make_request("loads", prompt_of(0), 4))
+    harness.post()
+    assert loading.status is RequestStatus.LOADING
+    harness.scheduler.rebuild([loading], [decoding])
+    stored = harness.scheduler.kv_cache.store.groups[0]
+    assert stored._num_reading == 9
+    reserved = {place for _, place, _ in next(iter(harness.worker.reads.values()))[1]}
+    assert reserved.isdisjoint(stored._free)
+    harness.run()
+    assert_complete(loading)
+    displace(harness, 9)
+    assert stored._num_reading == 0
+    run(harness, again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached == 36, "the files are known as before"
+
+
+def test_files_are_read_again_for_a_request_whose_workers_were_lost() -> None:
+    harness = make_disk_harness()
+    harness.add(request := make_request("first", prompt_of(0), 4))
+    request.is_read = True
+    request.detach()
+    assert not request.is_read

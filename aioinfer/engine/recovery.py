@@ -405,12 +405,12 @@ class RecordCheck:
 
     def _rebuild_scheduler(self) -> None:
         """Rebuilds the scheduler's records. Running requests end, since the contents of their KV
-        blocks are not certain; waiting requests go on."""
+        blocks are not certain; requests that wait or load go on."""
         kept: list[Request] = []
         ended: list[Request] = []
         requests = self._requests
         for request in requests.sequences:
-            waits = request.status is RequestStatus.WAITING and request.slot < 0
+            waits = request.slot < 0 and request.status is not RequestStatus.FINISHED
             (kept if waits and not request.num_pending else ended).append(request)
         requests.scheduler.rebuild(kept, ended)
         for request in ended:

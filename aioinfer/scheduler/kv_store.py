@@ -89,8 +89,8 @@ class KVStore:
         """
         self.rates = CopyRates()
         self._clock = clock
-        # by ticket: tokens that it brings, and when it began
-        self._begun: dict[int, tuple[int, float]] = {}
+        # by ticket: tokens that it brings, when it began, and the hashes of its blocks
+        self._begun: dict[int, tuple[int, float, list[bytes]]] = {}
         if disk is None:
             self.groups = tuple(map(StoredBlocks, num_places))
         else:
@@ -136,17 +136,18 @@ class KVStore:
     ) -> None:
         """Has the next plan bring blocks of a request: (group, block of the device, hash), which
         spares computing `num_tokens` tokens."""
-        ticket = self._begin(request, num_tokens)
+        wanted = list(wanted)
+        ticket = self._begin(request, num_tokens, [block_hash for *_, block_hash in wanted])
         for group, block, block_hash in wanted:
             stored = self.groups[group]
             self._loads.append(Move(group, stored.place_of(block_hash), block, ticket))
-            self._arriving[block_hash] = ticket
 
-    def _begin(self, request: Request, num_tokens: int) -> int:
-        """Returns the ticket of a load or a read that begins."""
+    def _begin(self, request: Request, num_tokens: int, hashes: list[bytes]) -> int:
+        """Returns the ticket of a load or a read that begins, of blocks with these hashes."""
         ticket = next(self._tickets)
         self._loading[ticket] = request
-        self._begun[ticket] = num_tokens, self._clock()
+        self._begun[ticket] = num_tokens, self._clock(), hashes
+        self._arriving.update(dict.fromkeys(hashes, ticket))
         return ticket
 
     def read(self, request: Request, wanted: Sequence[tuple[int, bytes]], num_tokens: int) -> bool:
@@ -156,14 +157,13 @@ class KVStore:
         counts = Counter(group for group, _ in wanted)
         if any(count > self.groups[group].max_reads for group, count in counts.items()):
             return False
-        ticket = self._begin(request, num_tokens)
+        ticket = self._begin(request, num_tokens, [block_hash for _, block_hash in wanted])
         reads = [
             Move(group, self.groups[group].begin_read(), ticket=ticket, block_hash=block_hash)
             for group, block_hash in wanted
         ]
         self._reads += reads
         self._reading[ticket] = [(move, move.block_hash) for move in reads]
-        self._arriving.update((block_hash, ticket) for _, block_hash in wanted)
         return True
 
     def brings(self, block_hash: bytes) -> bool:
@@ -198,12 +198,13 @@ class KVStore:
         have read files, but for the `failed` ones of the ticket."""
         rate = self.rates.reads if ticket in self._reading else self.rates.loads
         if ticket in self._begun:
-            num_tokens, began = self._begun.pop(ticket)
+            num_tokens, began, hashes = self._begun.pop(ticket)
             rate.add(num_tokens, began, self._clock())
+            self._end_arrival(ticket, hashes)
         for number, (move, block_hash) in enumerate(self._reading.pop(ticket, ())):
             stored = self.groups[move.group]
             stored.end_read(block_hash, move.place, is_whole=number not in failed)
-        request = self._end(ticket)
+        request = self._loading.pop(ticket, None)
         if request is not None:
             self._loaded.append(request)
 
@@ -215,15 +216,22 @@ class KVStore:
     def abandon(self, request: Request) -> None:
         """Forgets the load of a request that has ended."""
         for ticket in [t for t, waiting in self._loading.items() if waiting is request]:
-            self._end(ticket)
-            self._loads = [move for move in self._loads if move.ticket != ticket]
+            del self._loading[ticket]
+            self._end_arrival(ticket, self._begun[ticket][2])
+            kept = [move for move in self._loads if move.ticket != ticket]
+            if len(kept) < len(self._loads):  # not sent: its end will not be reported
+                self._loads = kept
+                del self._begun[ticket]
         if request in self._loaded:
             self._loaded.remove(request)
         self._spoiled.discard(request)
 
-    def _end(self, ticket: int) -> Request | None:
-        self._arriving = {key: t for key, t in self._arriving.items() if t != ticket}
-        return self._loading.pop(ticket, None)
+    def _end_arrival(self, ticket: int, hashes: Sequence[bytes]) -> None:
+        """Notes that no request can share the blocks of a load or a read any more before they are
+        there."""
+        for block_hash in hashes:
+            if self._arriving.get(block_hash) == ticket:
+                del self._arriving[block_hash]
 
     def spoil_loads(self) -> None:
         """Lets nothing be found of what loads on their way bring."""
@@ -242,6 +250,19 @@ class KVStore:
             group.clear()
         for ticket, reads in self._reading.items():
             self._reading[ticket] = [(move, None) for move, _ in reads]
+
+    def succeed(self, former: KVStore) -> None:
+        """Takes over what workers still do for a store whose other records are given up: the places
+        that they read files into are not used before the end of the read is reported, and the files
+        stay."""
+        unsent = {move.ticket for move in former._reads}
+        for ticket, reads in former._reading.items():
+            if ticket not in unsent:
+                self._reading[ticket] = [(move, None) for move, _ in reads]
+                for move, _ in reads:
+                    self.groups[move.group].reserve(move.place)
+        for own, other in zip(self.groups, former.groups, strict=True):
+            own.succeed(other)
 
     def check_integrity(
         self, pools: Sequence[Mapping[bytes, int]], loading: Sequence[Request]

@@ -296,6 +296,7 @@ class Request:
         self.blocks = []
         self.num_blocks = self.num_committed = 0
         self.slot = self.prefill_step = -1
+        self.is_read = False
 
     def __lt__(self, other: Request) -> bool:
         return self.key < other.key

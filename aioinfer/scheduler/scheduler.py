@@ -224,7 +224,10 @@ class Scheduler:
             request.end(Finish("error"))
             if not has_ended:
                 self.features.drop(request)
+        former = self.kv_cache.store
         self._requeue(self.limits, kept)
+        if former is not None and self.kv_cache.store is not None:
+            self.kv_cache.store.succeed(former)
         self._running.freed_slots = list(range(self.limits.max_num_seqs))
 
     def _requeue(self, limits: SchedulerLimits, requests: Iterable[Request]) -> None:

@@ -156,6 +156,16 @@ class StoredBlocks:
         if block_hash is not None and not is_whole:
             self.files.pop(block_hash, None)
 
+    def reserve(self, place: int) -> None:
+        """Has nothing use a free place until `end_read`."""
+        self._free.remove(place)
+        self._num_reading += 1
+
+    def succeed(self, former: StoredBlocks) -> None:
+        """Takes over the files, and which of them are to be deleted."""
+        self.files = OrderedDict.fromkeys(former.files)
+        self._deletes = list(former._deletes)
+
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Forgets blocks: their contents cannot be trusted."""
         for block_hash in hashes:

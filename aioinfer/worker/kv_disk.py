@@ -11,6 +11,7 @@ written any more, and the log has one line.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,7 +41,7 @@ class DiskTier:
         self._files, self._host = files, host
         self._threads = [ThreadPoolExecutor(1, f"kv-disk-{number}") for number in range(_THREADS)]
         self._versions = [[0] * len(memory) for memory in host.groups]
-        self._num_writes = 0
+        self._waiting_writes = threading.Semaphore(_MAX_WRITES)
         self._reads: deque[tuple[int, Sequence[Future[bool]]]] = deque()
 
     def overwrite(self, group: int, place: int) -> None:
@@ -49,9 +50,8 @@ class DiskTier:
 
     def write(self, group: int, place: int, block_hash: bytes, saved: Wait) -> None:
         """Begins to write the block in a place, once `saved` returns."""
-        if self.is_full or self._num_writes >= _MAX_WRITES:
+        if self.is_full or not self._waiting_writes.acquire(blocking=False):
             return
-        self._num_writes += 1
         version = self._versions[group][place]
         self._thread_of(block_hash).submit(self._write, group, place, version, block_hash, saved)
 
@@ -66,7 +66,7 @@ class DiskTier:
                 self.is_full = True
                 _log.warning("no further KV blocks are written to the disk: %s", error)
         finally:
-            self._num_writes -= 1  # of several threads: a bound, not a count
+            self._waiting_writes.release()
 
     def read(self, ticket: int, blocks: Sequence[tuple[int, int, bytes]], free: Wait) -> None:
         """Begins to read the files of (group, place, hash), once `free` returns: nothing reads the
