@@ -32,7 +32,7 @@ def make_request(name: str, length: int) -> Request:
 
 def compute(cache: KVCacheManager, request: Request, length: int | None = None) -> None:
     """Has a request's tokens computed in one step, from what is cached of them on."""
-    prefix = cache.find_prefix(request)
+    prefix = cache.prefixes.find(request)
     length = len(request.tokens) if length is None else length
     cache.admit(request, prefix, length)
     request.num_computed = length
@@ -82,9 +82,9 @@ def test_freed_blocks_behind_a_window_are_found_until_they_are_reused() -> None:
     assert request.blocks[0][:6] == [NULL_BLOCK] * 6
     assert cache.num_free == 7
     again = make_request("again", 13)
-    assert cache.find_prefix(again).num_blocks == 3
+    assert cache.prefixes.find(again).num_blocks == 3
     cache.grow(request, 7)
-    assert cache.find_prefix(again).num_blocks == 0
+    assert cache.prefixes.find(again).num_blocks == 0
 
 
 def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_of_a_window() -> None:
@@ -92,17 +92,17 @@ def test_a_hit_needs_all_blocks_of_full_attention_and_the_last_of_a_window() -> 
     first = make_request("first", 24)
     compute(cache, first)
     second = make_request("second", 25)
-    prefix = cache.find_prefix(second)
+    prefix = cache.prefixes.find(second)
     assert (prefix.num_tokens, prefix.num_blocks) == (24, 6)
     assert prefix.blocks == [first.blocks[0], [NULL_BLOCK] * 4 + first.blocks[1][4:]]
     full, window = cache.pools
     window.forget(first.block_hashes[1:2])
-    assert cache.find_prefix(second).num_blocks == 6, "before the window nothing is read"
+    assert cache.prefixes.find(second).num_blocks == 6, "before the window nothing is read"
     window.forget(first.block_hashes[4:5])
-    assert cache.find_prefix(second).num_blocks == 4
+    assert cache.prefixes.find(second).num_blocks == 4
     full.forget(first.block_hashes[3:4])
-    assert cache.find_prefix(second).num_blocks == 1
-    assert cache.count_cached(first.block_hashes) == 1
+    assert cache.prefixes.find(second).num_blocks == 1
+    assert cache.prefixes.count_cached(first.block_hashes) == 1
 
 
 @given(data=st.data())
@@ -127,8 +127,8 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(data: st.DataObject) -> 
         )
 
     longest = max(blocks for blocks in range(length + 1) if served(blocks))
-    assert cache.count_cached(first.block_hashes) == longest
-    assert cache.find_prefix(make_request("second", 4 * length + 1)).num_blocks == longest
+    assert cache.prefixes.count_cached(first.block_hashes) == longest
+    assert cache.prefixes.find(make_request("second", 4 * length + 1)).num_blocks == longest
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_last_in_every_group() -> None:
@@ -160,7 +160,7 @@ def test_an_admission_counts_what_it_takes_off_the_free_lists() -> None:
     first = make_request("first", 24)
     compute(cache, first)
     again = make_request("again", 40)
-    prefix = cache.find_prefix(again)
+    prefix = cache.prefixes.find(again)
     assert (prefix.num_blocks, cache.num_free) == (6, 8)
     assert cache.can_admit(prefix, 40), "6 blocks are shared, 4 are free"
     assert not cache.can_admit(prefix, 41)

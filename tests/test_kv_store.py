@@ -55,7 +55,7 @@ def test_a_conversation_goes_on_with_blocks_of_the_host(groups: tuple[KVGroup, .
     first = make_request("first", prompt_of(0), 11)
     run(harness, first)
     displace(harness)
-    assert harness.scheduler.kv_cache.count_cached(first.block_hashes) == 0
+    assert harness.scheduler.kv_cache.prefixes.count_cached(first.block_hashes) == 0
     second = make_request("second", [*first.tokens, *prompt_of(1, 9)], 5)
     run(harness, second)
     assert second.num_cached == 48, "the keys of 50 of 51 tokens were computed"
@@ -87,7 +87,7 @@ def test_blocks_of_the_device_are_shared_and_the_others_loaded() -> None:
 
 def make_request_hashes(harness: Harness, prompt: list[int]) -> list[bytes]:
     request = make_request("asks", prompt, 1)
-    harness.scheduler.kv_cache.find_prefix(request)
+    harness.scheduler.kv_cache.prefixes.find(request)
     return request.block_hashes
 
 

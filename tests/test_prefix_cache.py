@@ -182,19 +182,19 @@ def test_a_block_that_one_group_is_computing_is_not_copied() -> None:
     third.tokens[BLOCK + 20] = 1  # in its second block
     for request in (first, second):
         cache.publish()
-        prefix = cache.find_prefix(request)
+        prefix = cache.prefixes.find(request)
         cache.admit(request, prefix, len(request.tokens))
         request.num_computed = len(request.tokens)
         cache.commit(request)
         if request is first:
             cache.publish()
-            assert cache.find_prefix(third).num_tokens == BLOCK + 20
+            assert cache.prefixes.find(third).num_tokens == BLOCK + 20
             cache.free(first)
             cache.pools[1].forget_all()
-            assert cache.find_prefix(third).num_tokens == 0
-    assert cache.find_prefix(third).num_tokens == BLOCK
+            assert cache.prefixes.find(third).num_tokens == 0
+    assert cache.prefixes.find(third).num_tokens == BLOCK
     cache.publish()
-    assert cache.find_prefix(third).num_tokens == BLOCK + 20
+    assert cache.prefixes.find(third).num_tokens == BLOCK + 20
 
 
 def test_evicted_blocks_leave_no_tokens_behind() -> None:
@@ -203,7 +203,7 @@ def test_evicted_blocks_leave_no_tokens_behind() -> None:
         request = make_long_request(str(number), 4 * BLOCK + 3)
         request.tokens[0] = 1000 + number
         cache.publish()
-        cache.admit(request, cache.find_prefix(request), len(request.tokens))
+        cache.admit(request, cache.prefixes.find(request), len(request.tokens))
         request.num_computed = len(request.tokens)
         cache.commit(request)
         cache.free(request)

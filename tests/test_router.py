@@ -229,7 +229,7 @@ def test_a_promise_that_was_kept_leaves_the_word_to_the_cache() -> None:
     fleet.run()
     fleet.put(engine, tokens(1000, 2))  # takes nearly all blocks
     fleet.run()
-    cached = fleet.schedulers[engine].kv_cache.count_cached(fleet.hashes(prompt))
+    cached = fleet.schedulers[engine].kv_cache.prefixes.count_cached(fleet.hashes(prompt))
     assert cached < 1000 // BLOCK
     assert fleet.router._promises[engine].count(fleet.hashes(prompt), cached) == cached
 

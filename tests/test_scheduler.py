@@ -635,7 +635,7 @@ def test_a_failed_row_ends_its_request_alone():
     assert bad.finish_reason == "error"
     harness.run()
     assert_complete(good)
-    assert harness.scheduler.kv_cache.count_cached(bad.block_hashes) == 0, (
+    assert harness.scheduler.kv_cache.prefixes.count_cached(bad.block_hashes) == 0, (
         "blocks of a failed request must not be found again"
     )
 

@@ -40,7 +40,7 @@ def kept(harness: Harness, tokens: list[int]) -> list[int]:
     """Returns after how many blocks of `tokens` a snapshot is kept."""
     request = make_request("asks", tokens, 1)
     cache = harness.scheduler.kv_cache
-    cache.find_prefix(request)
+    cache.prefixes.find(request)
     pool = cache.pools[-1]
     return [n for n, block_hash in enumerate(request.block_hashes, 1) if pool.has(block_hash)]
 

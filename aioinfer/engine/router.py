@@ -101,7 +101,7 @@ class Router:
             if state is EngineState.DEAD:
                 continue
             num_blocks = self._promises[engine].count(
-                hashes, scheduler.kv_cache.count_cached(hashes)
+                hashes, scheduler.kv_cache.prefixes.count_cached(hashes)
             )
             route = Route(
                 engine, num_blocks, min(num_blocks * scheduler.limits.block_size, prompt_len - 1)

@@ -16,58 +16,25 @@ after these steps have read it. Hence `free_unread` is called while a step is pl
 first position that it or a later one computes, and never with a position behind it: the tokens of
 one step are written together, before any of them is read.
 
-Prefix caching. The blocks of all groups carry the same hashes. A hit of h blocks needs, where all
-tokens are attended to, all of them; with a window only the last ones, which hold the `window - 1`
-tokens before the hit's end; of states the last one. The hit is the longest that every group can
-serve.
-
-Behind the hit, a cached block that begins with the next tokens of the prompt is copied
-(`partial_blocks`), in models without states. Workers copy before a step computes anything: the
-block must have been computed by an earlier step, and its next owner may be in the same step.
-
-Behind the pools there may be a store with further blocks (`kv_store`), found by the same hashes.
-A request that begins with some of these gets blocks for them (`begin_load`), which enter the prefix
-index when they are filled (`end_load`).
+`PrefixSearch` finds cached blocks that begin like a request. Behind the pools there may be a store
+with further blocks (`kv_store`), found by the same hashes, which `PrefixLoads` bring.
 
 Only the scheduler calls methods that change anything. Imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.kv_spec import NULL_BLOCK, KVGroup
-from aioinfer.scheduler.block_pool import (
-    MIN_COPIED_TOKENS,
-    BlockPool,
-    PartialBlocks,
-    extend_hashes,
-    touched,
-)
-from aioinfer.scheduler.group_blocks import Stored, WholeBlocks, WindowBlocks
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.group_blocks import WholeBlocks, WindowBlocks
 from aioinfer.scheduler.kv_store import KVStore
+from aioinfer.scheduler.prefix_loads import PrefixLoads
+from aioinfer.scheduler.prefix_search import Prefix, PrefixSearch
 from aioinfer.scheduler.request import Request
-from aioinfer.scheduler.snapshots import MIN_SHARED_BLOCKS, SnapshotPool, StateBlocks
-
-
-@dataclass(slots=True)
-class Prefix:
-    """A prefix hit: the blocks with which a request can begin, since other requests computed them.
-
-    Attributes:
-        num_tokens: tokens that need not be computed.
-        num_blocks: entries of each block table that share their blocks.
-        blocks: these entries, one list a group.
-        copied: (group, block) of the blocks that hold the tokens after these entries, to be copied.
-    """
-
-    num_tokens: int
-    num_blocks: int
-    blocks: list[list[int]]
-    copied: list[tuple[int, int]]
+from aioinfer.scheduler.snapshots import SnapshotPool, StateBlocks
 
 
 class KVCacheManager:
@@ -77,7 +44,9 @@ class KVCacheManager:
         groups: the groups of layers.
         pools: the pool of each group.
         prefix_caching: whether blocks of finished requests are found again.
+        prefixes: finds prefix hits.
         store: has blocks beyond those of the pools; None without one.
+        loads: bring prefixes that the store has; None without one.
     """
 
     def __init__(
@@ -109,7 +78,6 @@ class KVCacheManager:
         self._max_chunk = max_chunk
         self.prefix_caching = prefix_caching and bool(groups)
         self.store = store if self.prefix_caching else None
-        self._no_stored: Stored = [()] * len(self.pools)
         for pool, stored in zip(self.pools, self.store.groups if self.store else (), strict=False):
             pool.stored = stored
         numbered = list(zip(range(len(groups)), groups, self.pools, strict=True))
@@ -122,12 +90,16 @@ class KVCacheManager:
             self._states = StateBlocks(states, block_size, prefix_caching=prefix_caching)
         kinds = (WholeBlocks(whole, block_size) if whole else None, self._windows, self._states)
         self._kinds: list[WholeBlocks] = [kind for kind in kinds if kind is not None]
-        # the blocks that can be copied; parent and tokens, by hash, of the blocks that the step
-        # being planned may compute, which cannot be copied before the next step
-        self._partial: PartialBlocks | None = None
-        self._computing: dict[bytes, tuple[bytes, bytes]] = {}
-        if self.prefix_caching and block_size > MIN_COPIED_TOKENS and not states:
-            self._partial = self.leading_pool.partial = PartialBlocks()
+        self.prefixes = PrefixSearch(
+            self.pools, self._kinds, self._states, self.leading_pool, block_size,
+            prefix_caching=self.prefix_caching,
+        )  # fmt: skip
+        self.loads: PrefixLoads | None = None
+        if self.store is not None:
+            self.loads = PrefixLoads(
+                self.store, self.pools, self._kinds, self.prefixes, block_size, self._peaks,
+                self.free,
+            )  # fmt: skip
 
     # ---------------------------------------------------------------- what there is
 
@@ -256,16 +228,18 @@ class KVCacheManager:
         self, request: Request, prefix: Prefix, num_tokens: int, waiting: Iterable[Request] = ()
     ) -> None:
         """Gives a request its block tables: the blocks of `prefix`, and new ones up to `num_tokens`
-        tokens. The caller has checked `can_admit`. See `want_shared` for `waiting`."""
+        tokens. The caller has checked `can_admit`. See `PrefixSearch.want_shared` for
+        `waiting`."""
         self._begin(request, prefix)
         request.num_committed = prefix.num_blocks if self.prefix_caching else 0
         if self._states is not None:
             if self.prefix_caching:
-                self._extend_hashes(request)
+                self.prefixes.extend_hashes(request)
             request.left = None
             request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
-            self.want_shared(request, waiting)
-        self._use_stored(request.block_hashes[: prefix.num_blocks])
+            self.prefixes.want_shared(request, waiting)
+        if self.loads is not None:
+            self.loads.use(request.block_hashes[: prefix.num_blocks])
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
 
     def _begin(self, request: Request, prefix: Prefix) -> None:
@@ -315,7 +289,8 @@ class KVCacheManager:
         if request.blocks:
             if self._states is not None:
                 self._states.leave(request)
-            self._use_stored(request.block_hashes[: request.num_committed])
+            if self.loads is not None:
+                self.loads.use(request.block_hashes[: request.num_committed])
             for kind in self._kinds:
                 kind.free(request, request.blocks)
         request.blocks = []
@@ -357,221 +332,6 @@ class KVCacheManager:
         equal = (_count_equal(*pair) for pair in zip(old, request.blocks, strict=bool(old)))
         return min(equal, default=0)
 
-    def no_prefix(self) -> Prefix:
-        """Returns the prefix of a request that computes all of its tokens."""
-        return Prefix(0, 0, [[] for _ in self.groups], [])
-
-    def find_prefix(self, request: Request) -> Prefix:
-        """Returns the longest prefix of a request's known tokens that all groups have cached.
-
-        It leaves at least one token to compute, since that token's logits are needed, and all
-        tokens whose rows a feature needs.
-        """
-        if not self.prefix_caching:
-            return self.no_prefix()
-        longest = self._longest_hit(request)
-        hashes = request.block_hashes[: longest // self._block_size]
-        length = self._hit_length(hashes)
-        blocks: list[list[int]] = [[] for _ in self.groups]
-        if length:
-            for number, first in self._needed(length):
-                found = self.pools[number].lookup(hashes[first:length])
-                blocks[number] = [NULL_BLOCK] * first + found
-        copied, num_copied = self._find_partial(request, length, longest)
-        return Prefix(length * self._block_size + num_copied, length, blocks, copied)
-
-    def _needed(self, length: int) -> Iterator[tuple[int, int]]:
-        """Yields (group, first entry) of what block tables of `length` entries need; see
-        `WholeBlocks.needed`."""
-        for kind in self._kinds:
-            yield from kind.needed(length)
-
-    def _longest_hit(self, request: Request) -> int:
-        """Returns how many tokens of a request may be taken from the cache; their blocks have
-        hashes then."""
-        self._extend_hashes(request)
-        longest = request.total - 1
-        for use in request.uses:
-            if use.max_cached is not None:
-                longest = min(longest, use.max_cached)
-        return longest
-
-    def _extend_hashes(self, request: Request) -> None:
-        extend_hashes(
-            request.block_hashes, request.tokens, self._block_size, request.hash_root, request.spans
-        )
-
-    def _find_partial(
-        self, request: Request, length: int, longest: int
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Returns a cached block of each group that begins with the tokens of a request behind its
-        first `length` blocks, and how many of its tokens are equal, up to token `longest` of the
-        request; no blocks and 0 if there is none that every group has."""
-        start = length * self._block_size
-        room = min(longest - start, self._block_size)
-        for span in touched(request.spans, start, start + room):
-            room = max(0, min(room, span.start - start))  # only tokens are compared
-        if self._partial is None or room < MIN_COPIED_TOKENS:
-            return [], 0
-        parent = request.block_hashes[length - 1] if length else request.hash_root
-        found, count = self._partial.find(parent, request.tokens[start : start + room].tobytes())
-        if not found or found in self._computing:  # one group may have it, and another compute it
-            return [], 0
-        if not all(pool.has(found) for pool in self.pools):
-            return [], 0
-        blocks = (pool.lookup([found])[0] for pool in self.pools)
-        return list(enumerate(blocks)), count
-
-    def want_shared(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Has a request that computes its prompt keep the states behind the tokens that `waiting`
-        requests begin with, too."""
-        if not self.finds_states:
-            return
-        for other in waiting:
-            self._extend_hashes(other)
-            shared = _count_common(request.block_hashes, other.block_hashes)
-            shared = min(shared, (other.total - 1) // self._block_size)
-            before = [n for n in request.snapshots if n <= shared]
-            if before and shared - before[-1] >= MIN_SHARED_BLOCKS:  # behind where it began
-                insort(request.snapshots, shared)
-
-    def computes_state(self, request: Request) -> bool:
-        """Whether the step being planned computes a state with which a waiting request can begin
-        in the next one, and which is worth waiting for. It is not waited for twice."""
-        if self._states is None or not self._states.has_fresh:
-            return False
-        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
-        least = max(self._hit_length(hashes) + MIN_SHARED_BLOCKS, request.num_awaited + 1)
-        found = self._states.count_fresh(hashes)
-        if found < least:
-            return False
-        request.num_awaited = found
-        return True
-
-    def count_cached(self, hashes: Sequence[bytes]) -> int:
-        """Returns how many of a prompt's blocks, from its start on, need not be computed."""
-        return self._hit_length(hashes) if self.prefix_caching else 0
-
-    def _hit_length(self, hashes: Sequence[bytes], stored: Stored | None = None) -> int:
-        """Returns the greatest number of leading blocks that every group can serve, from its pool
-        and from `stored`.
-
-        Each group shortens the hit to the longest that it can serve. With a window that may be at
-        any earlier place, so the others are searched again until all agree.
-        """
-        length, agreed, kinds = len(hashes), 0, self._kinds
-        while agreed < len(kinds):
-            for kind in kinds:
-                found = kind.count_served(hashes, length, stored or self._no_stored)
-                agreed = agreed + 1 if found == length else 1
-                length = found
-        return length
-
-    # ---------------------------------------------------------------- the store
-
-    def _use_stored(self, hashes: Sequence[bytes]) -> None:
-        for stored in self.store.groups if self.store else ():
-            stored.use(hashes)
-
-    def find_stored(self, request: Request, prefix: Prefix) -> int:
-        """Returns with how many blocks a request can begin once some are loaded; 0 if that is no
-        block more than `prefix`, which the device has, spares computing."""
-        if self.store is None:
-            return 0
-        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
-        length = self._hit_length(hashes, self.store.groups)
-        return length if (length - 1) * self._block_size >= prefix.num_tokens else 0
-
-    def find_on_disk(self, request: Request, prefix: Prefix) -> int:
-        """Returns with how many blocks a request can begin once some are read from the disk; 0 if
-        those are not more than `prefix` and the host have."""
-        if self.store is None or not self.store.has_disk or request.is_read:
-            return 0
-        hashes = request.block_hashes[: self._longest_hit(request) // self._block_size]
-        length = self._hit_length(hashes, [group.any_tier for group in self.store.groups])
-        if (length - 1) * self._block_size < prefix.num_tokens:
-            return 0
-        return length if length > self._hit_length(hashes, self.store.groups) else 0
-
-    def begin_read(self, request: Request, length: int) -> bool:
-        """Has what is on the disk of the first `length` blocks of a request read into memory of the
-        host. False, and nothing is changed, if that is too much."""
-        assert self.store is not None
-        request.is_read = True
-        hashes = request.block_hashes
-        self._use_stored(hashes[:length])
-        wanted = [
-            (number, hashes[entry])
-            for number, first in self._needed(length)
-            for entry in range(first, length)
-            if not self.pools[number].has(hashes[entry])
-            and hashes[entry] not in self.store.groups[number]
-        ]
-        num_tokens = len({block_hash for _, block_hash in wanted}) * self._block_size
-        return self.store.read(request, wanted, num_tokens)
-
-    def is_arriving(self, request: Request, length: int) -> bool:
-        """Whether a load of another request is on its way that brings any of the first `length`
-        blocks of a request, which can share them then."""
-        store = self.store
-        return store is not None and any(map(store.brings, request.block_hashes[:length]))
-
-    def begin_load(self, request: Request, length: int, num_tokens: int) -> bool:
-        """Gives a request its first `length` blocks, of which the store brings those that are not
-        on the device, and spares computing `num_tokens` tokens. False, and nothing is changed,
-        unless all tokens of the request find room."""
-        assert self.store is not None
-        tables = [[NULL_BLOCK] * length for _ in self.groups]
-        missing: list[list[int]] = [[] for _ in self.groups]
-        for number, first in self._needed(length):
-            for entry in range(first, length):
-                block = self.pools[number].find(request.block_hashes[entry])
-                if block is None:
-                    missing[number].append(entry)
-                else:
-                    tables[number][entry] = block
-        fresh = -(-request.total // self._block_size) - length
-        peaks = self._peaks(request.total)
-        for pool, table, entries, peak in zip(self.pools, tables, missing, peaks, strict=True):
-            shared = pool.count_free(_owned(table))
-            if max(min(peak, fresh + len(entries)), len(entries)) + shared > pool.num_free:
-                return False
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.share(_owned(table))
-        wanted: list[tuple[int, int, bytes]] = []
-        for number, entries in enumerate(missing):
-            for entry, block in zip(
-                entries, self.pools[number].allocate(len(entries)), strict=True
-            ):
-                tables[number][entry] = block
-                wanted.append((number, block, request.block_hashes[entry]))
-        request.blocks, request.num_blocks = tables, length
-        request.states = [length - 1] if self._states is not None else []
-        request.num_computed = request.num_settled = length * self._block_size
-        self.store.load(request, wanted, num_tokens)
-        return True
-
-    def end_load(self, request: Request) -> None:
-        """Enters the blocks of a request, which have been loaded, into the prefix index, where the
-        request finds them when it is admitted. It has none where files were read for it."""
-        assert self.store is not None
-        is_spoiled = self.store.take_spoiled(request)
-        if not request.blocks:
-            return
-        for kind in self._kinds if not is_spoiled else ():
-            kind.commit_loaded(request)
-        if self._partial is not None and not is_spoiled:
-            self._note_tokens(request, 0, request.num_blocks)
-        self.free(request)
-        request.num_computed = request.num_settled = 0
-
-    def drop_load(self, request: Request) -> None:
-        """Takes the blocks of a request away that has ended while they were loaded."""
-        assert self.store is not None
-        self.store.abandon(request)
-        self.free(request)
-        request.num_computed = request.num_settled = 0
-
     def commit(self, request: Request) -> None:
         """Enters a request's full blocks of known tokens into the prefix index."""
         if not self.prefix_caching:
@@ -584,23 +344,11 @@ class KVCacheManager:
         if full <= first:
             return
         if len(request.block_hashes) < full:
-            self._extend_hashes(request)
+            self.prefixes.extend_hashes(request)
         for kind in self._kinds:
             kind.commit(request, first, full)
         request.num_committed = full
-        if self._partial is not None:
-            self._note_tokens(request, first, full)
-
-    def _note_tokens(self, request: Request, first: int, end: int) -> None:
-        """Notes the tokens of the blocks `first` to `end` of a request, which are in the prefix
-        index, for `publish`."""
-        hashes, size = request.block_hashes, self._block_size
-        for index in range(first, end):
-            if touched(request.spans, index * size, (index + 1) * size):
-                continue
-            parent = hashes[index - 1] if index else request.hash_root
-            tokens = request.tokens[index * size : (index + 1) * size].tobytes()
-            self._computing[hashes[index]] = parent, tokens
+        self.prefixes.note_tokens(request, first, full)
 
     def publish(self) -> None:
         """Lets requests begin with copies of the blocks, and with the states, that the steps
@@ -610,12 +358,7 @@ class KVCacheManager:
             self._states.publish()
         if self.store is not None:
             self.store.publish()
-        if self._partial is not None:
-            pool = self.leading_pool
-            for block_hash, (parent, tokens) in self._computing.items():
-                if pool.has(block_hash):
-                    self._partial.add(block_hash, parent, tokens)
-            self._computing.clear()
+        self.prefixes.publish()
 
     def forget(self, request: Request) -> None:
         """Takes a request's blocks out of the prefix index: their contents cannot be trusted."""
@@ -666,16 +409,3 @@ def _count_equal(first: Sequence[int], second: Sequence[int]) -> int:
 def _owned(table: Sequence[int]) -> Iterable[int]:
     """Returns the blocks of a table."""
     return (block for block in table if block != NULL_BLOCK)
-
-
-def _count_common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
-    """Returns the length of the common start of two sequences' hashes: each depends on all before
-    it."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[middle - 1] == second[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

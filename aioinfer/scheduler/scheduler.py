@@ -191,7 +191,8 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             return
         if request.status is RequestStatus.LOADING:
-            self.kv_cache.drop_load(request)
+            assert self.kv_cache.loads is not None
+            self.kv_cache.loads.drop(request)
         self._end(request, Finish(reason, stop_reason))
         if request.slot < 0:
             self._waiting.drop(request)

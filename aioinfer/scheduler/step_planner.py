@@ -7,10 +7,10 @@ blocks. `Scheduler` owns a `StepPlanner`. Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from aioinfer.scheduler.features import MAX_RESULT_BYTES, StepFeatures
-from aioinfer.scheduler.kv_cache import Prefix
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.micro_batches import MicroBatches
 from aioinfer.scheduler.plan_builder import PlanBuilder
@@ -20,10 +20,24 @@ from aioinfer.scheduler.prefill_pacing import (
     PrefillPacing,
     fill_tiles,
 )
+from aioinfer.scheduler.prefix_loads import PrefixLoads
+from aioinfer.scheduler.prefix_search import Prefix
 from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.running import RunningRequests, SchedulerStats
 from aioinfer.scheduler.step_time import StepWork
 from aioinfer.scheduler.waiting_queue import FairQueuing, WaitingQueue
+
+
+class _Begun(enum.Enum):
+    """What became of the load of a waiting request's prefix.
+
+    HERE: it has begun, or was refused; the next waiting request follows. ELSEWHERE: another request
+    is loading a part of it. NO_ROOM: the device has too few free blocks.
+    """
+
+    HERE = enum.auto()
+    ELSEWHERE = enum.auto()
+    NO_ROOM = enum.auto()
 
 
 class StepPlanner:
@@ -42,7 +56,8 @@ class StepPlanner:
         self._limits = limits
         self._running = running
         self._kv_cache = running.kv_cache
-        self._has_store = self._kv_cache.store is not None
+        self._loads = self._kv_cache.loads
+        self._store = self._kv_cache.store
         self._waiting = waiting
         self._features = features
         self._fair_queuing = fair_queuing
@@ -171,7 +186,7 @@ class StepPlanner:
                         break
                 first = request.num_blocks
                 if tokens > 1:
-                    kv_cache.want_shared(request, self._waiting.next_few())
+                    kv_cache.prefixes.want_shared(request, self._waiting.next_few())
                 kv_cache.grow(request, missing)
                 builder.grow_tables(request, first)
                 if kv_cache.frees_early:
@@ -252,17 +267,12 @@ class StepPlanner:
             waits = request.is_idle or self._awaits_leader(request, builder.step_id)
             if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
-            elif self._has_store and (length := self._find_on_disk(request)):
-                if self._kv_cache.is_arriving(request, length):
+            elif self._loads is not None and (begun := self._begin_load(request, self._loads)):
+                if begun is _Begun.ELSEWHERE:
                     held_back.append(self._waiting.set_aside())
-                elif self._kv_cache.begin_read(request, length):
-                    self._waiting.begin_load()
-            elif self._has_store and (found := self._find_stored(request)):
-                if self._kv_cache.is_arriving(request, found[0]):
-                    held_back.append(self._waiting.set_aside())
-                elif not self._begin_load(request, *found):
+                elif begun is _Begun.NO_ROOM:
                     break
-            elif self._kv_cache.computes_state(request):
+            elif self._kv_cache.prefixes.computes_state(request):
                 held_back.append(self._waiting.set_aside())
                 num_following += 1
                 if num_following >= len(self._running.free_slots):
@@ -272,45 +282,38 @@ class StepPlanner:
         for request in held_back:
             self._waiting.put_back(request)
 
-    def _find_on_disk(self, request: Request) -> int:
-        """Returns with how many blocks the first waiting request begins if some of them are read
-        from the disk; 0 if it does not."""
-        if request.num_pending:
-            return 0
-        length = self._kv_cache.find_on_disk(request, self._find_prefix(request))
-        store = self._kv_cache.store
-        if not length or store is None or not store.rates.reads.pays(store.rates.prefill):
-            return 0
-        return length
-
-    def _find_stored(self, request: Request) -> tuple[int, int] | None:
-        """Returns with how many blocks the first waiting request begins if some of them are loaded
-        from the store, and how many tokens need not be computed because of that; None if the store
-        has nothing for it."""
-        if request.num_pending:
+    def _begin_load(self, request: Request, loads: PrefixLoads) -> _Begun | None:
+        """Has blocks of the first waiting request read from the disk, or loaded from the host.
+        Returns None, and nothing is changed, if there are none that are worth it."""
+        if request.num_pending or self._store is None:
             return None
-        prefix = self._find_prefix(request)
-        length = self._kv_cache.find_stored(request, prefix)
-        store = self._kv_cache.store
-        if not length or store is None or not store.rates.loads.pays(store.rates.prefill):
+        prefix, rates = self._find_prefix(request), self._store.rates
+        length = loads.find_on_disk(request, prefix)
+        if length and rates.reads.pays(rates.prefill):
+            if loads.is_arriving(request, length):
+                return _Begun.ELSEWHERE
+            if loads.begin_read(request, length):
+                self._waiting.begin_load()
+            return _Begun.HERE
+        length = loads.find_stored(request, prefix)
+        if not length or not rates.loads.pays(rates.prefill):
             return None
-        return length, length * self._limits.block_size - prefix.num_tokens
-
-    def _begin_load(self, request: Request, length: int, num_tokens: int) -> bool:
-        """Has the store load what the first waiting request lacks of its first `length` blocks,
-        which spares computing `num_tokens` tokens. Returns whether there is room."""
-        if not self._kv_cache.begin_load(request, length, num_tokens):
-            return False
+        if loads.is_arriving(request, length):
+            return _Begun.ELSEWHERE
+        num_tokens = length * self._limits.block_size - prefix.num_tokens
+        if not loads.begin(request, length, num_tokens):
+            return _Begun.NO_ROOM
         self._waiting.begin_load()
         self._stats.loads += 1
         self._stats.loaded_tokens += num_tokens
-        return True
+        return _Begun.HERE
 
     def _end_loads(self) -> None:
         """Lets the requests whose blocks have been loaded wait for their admission."""
-        store = self._kv_cache.store
-        for request in () if store is None else store.take_loaded():
-            self._kv_cache.end_load(request)
+        if self._loads is None or self._store is None:
+            return
+        for request in self._store.take_loaded():
+            self._loads.end(request)
             self._waiting.end_load(request)
 
     def _fits_plan(self, builder: PlanBuilder, request: Request) -> bool:
@@ -400,11 +403,11 @@ class StepPlanner:
                 if prefix is not None:
                     return prefix
                 if not kv_cache.forks_anywhere:
-                    return kv_cache.find_prefix(
+                    return kv_cache.prefixes.find(
                         request
                     )  # a snapshot of the prompt, if there is one
             group.leader = request
-        return kv_cache.find_prefix(request)
+        return kv_cache.prefixes.find(request)
 
     def _find_sibling(self, group: ForkGroup) -> Request | None:
         """Returns a running sequence that has the keys of its group's whole prompt, or None."""

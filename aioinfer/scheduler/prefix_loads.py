@@ -1,0 +1,140 @@
+"""Prefixes that the store of KV has: which of them are loaded, and the blocks of the requests that
+wait for them.
+
+A request that begins with blocks of the store gets blocks of the device for them (`begin`), which
+enter the prefix index when they are filled (`end`). `KVCacheManager` owns the `PrefixLoads` of a
+store; see `kv_store` for what loading is. Imports neither torch nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from aioinfer.ipc.kv_spec import NULL_BLOCK
+from aioinfer.scheduler.block_pool import BlockPool
+from aioinfer.scheduler.group_blocks import WholeBlocks
+from aioinfer.scheduler.kv_store import KVStore
+from aioinfer.scheduler.prefix_search import Prefix, PrefixSearch
+from aioinfer.scheduler.request import Request
+
+
+class PrefixLoads:
+    """Begins and ends the loads of prefixes."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        pools: Sequence[BlockPool],
+        kinds: Sequence[WholeBlocks],
+        prefixes: PrefixSearch,
+        block_size: int,
+        peaks: Callable[[int], Sequence[int]],
+        free: Callable[[Request], None],
+    ):
+        """`peaks` returns the most blocks of each group that a request of so many tokens owns at
+        once; `free` takes a request's block tables away."""
+        self._store, self._pools, self._kinds = store, pools, kinds
+        self._prefixes, self._block_size = prefixes, block_size
+        self._peaks, self._free = peaks, free
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Counts the blocks of a prefix as used now."""
+        for stored in self._store.groups:
+            stored.use(hashes)
+
+    def find_stored(self, request: Request, prefix: Prefix) -> int:
+        """Returns with how many blocks a request can begin once some are loaded; 0 if that is no
+        block more than `prefix`, which the device has, spares computing."""
+        hashes = request.block_hashes[: self._prefixes.longest_hit(request) // self._block_size]
+        length = self._prefixes.hit_length(hashes, self._store.groups)
+        return length if (length - 1) * self._block_size >= prefix.num_tokens else 0
+
+    def find_on_disk(self, request: Request, prefix: Prefix) -> int:
+        """Returns with how many blocks a request can begin once some are read from the disk; 0 if
+        those are not more than `prefix` and the host have."""
+        if not self._store.has_disk or request.is_read:
+            return 0
+        hashes = request.block_hashes[: self._prefixes.longest_hit(request) // self._block_size]
+        length = self._prefixes.hit_length(hashes, [group.any_tier for group in self._store.groups])
+        if (length - 1) * self._block_size < prefix.num_tokens:
+            return 0
+        return length if length > self._prefixes.hit_length(hashes, self._store.groups) else 0
+
+    def begin_read(self, request: Request, length: int) -> bool:
+        """Has what is on the disk of the first `length` blocks of a request read into memory of the
+        host. False, and nothing is changed, if that is too much."""
+        request.is_read = True
+        hashes = request.block_hashes
+        self.use(hashes[:length])
+        wanted = [
+            (number, hashes[entry])
+            for number, first in self._prefixes.needed(length)
+            for entry in range(first, length)
+            if not self._pools[number].has(hashes[entry])
+            and hashes[entry] not in self._store.groups[number]
+        ]
+        num_tokens = len({block_hash for _, block_hash in wanted}) * self._block_size
+        return self._store.read(request, wanted, num_tokens)
+
+    def is_arriving(self, request: Request, length: int) -> bool:
+        """Whether a load of another request is on its way that brings any of the first `length`
+        blocks of a request, which can share them then."""
+        return any(map(self._store.brings, request.block_hashes[:length]))
+
+    def begin(self, request: Request, length: int, num_tokens: int) -> bool:
+        """Gives a request its first `length` blocks, of which the store brings those that are not
+        on the device, and spares computing `num_tokens` tokens. False, and nothing is changed,
+        unless all tokens of the request find room."""
+        tables = [[NULL_BLOCK] * length for _ in self._pools]
+        missing: list[list[int]] = [[] for _ in self._pools]
+        for number, first in self._prefixes.needed(length):
+            for entry in range(first, length):
+                block = self._pools[number].find(request.block_hashes[entry])
+                if block is None:
+                    missing[number].append(entry)
+                else:
+                    tables[number][entry] = block
+        fresh = -(-request.total // self._block_size) - length
+        peaks = self._peaks(request.total)
+        for pool, table, entries, peak in zip(self._pools, tables, missing, peaks, strict=True):
+            shared = pool.count_free(_owned(table))
+            if max(min(peak, fresh + len(entries)), len(entries)) + shared > pool.num_free:
+                return False
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.share(_owned(table))
+        wanted: list[tuple[int, int, bytes]] = []
+        for number, entries in enumerate(missing):
+            for entry, block in zip(
+                entries, self._pools[number].allocate(len(entries)), strict=True
+            ):
+                tables[number][entry] = block
+                wanted.append((number, block, request.block_hashes[entry]))
+        request.blocks, request.num_blocks = tables, length
+        request.states = [length - 1] if self._prefixes.has_states else []
+        request.num_computed = request.num_settled = length * self._block_size
+        self._store.load(request, wanted, num_tokens)
+        return True
+
+    def end(self, request: Request) -> None:
+        """Enters the blocks of a request, which have been loaded, into the prefix index, where the
+        request finds them when it is admitted. It has none where files were read for it."""
+        is_spoiled = self._store.take_spoiled(request)
+        if not request.blocks:
+            return
+        for kind in self._kinds if not is_spoiled else ():
+            kind.commit_loaded(request)
+        if not is_spoiled:
+            self._prefixes.note_tokens(request, 0, request.num_blocks)
+        self._free(request)
+        request.num_computed = request.num_settled = 0
+
+    def drop(self, request: Request) -> None:
+        """Takes the blocks of a request away that has ended while they were loaded."""
+        self._store.abandon(request)
+        self._free(request)
+        request.num_computed = request.num_settled = 0
+
+
+def _owned(table: Sequence[int]) -> Iterable[int]:
+    """Returns the blocks of a table."""
+    return (block for block in table if block != NULL_BLOCK)
