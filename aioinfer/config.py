@@ -97,9 +97,7 @@ class Config:
         """The maximum of draft tokens in a step, of all requests together; 0 without
         speculation."""
         speculation = self.speculation
-        # the drafts of a model are known to the last stage of a pipeline alone
-        is_staged = self.parallel.pipeline_parallel_size > 1 and speculation.has_drafter
-        if speculation.method == "none" or is_staged:
+        if speculation.method == "none":
             return 0
         return min(MAX_LOOKAHEAD, speculation.max_draft_tokens * self.scheduler.max_num_seqs)
 

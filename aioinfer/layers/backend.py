@@ -62,6 +62,8 @@ class Backend:
         cascade: whether attention reads the keys of a prefix that decodes share once for all.
         adapters: the adapters on the device; None where there are none.
         wants_mtp: whether the model is to have its head that predicts further tokens.
+        wants_embedding: whether the last stage of a pipeline has the embedding, too, since a
+            drafter reads it.
         all_reduce: the sum over the ranks in symmetric memory; None for one rank, or without
             kernels. The worker sets it when it knows how many tokens a step may have.
         stage, num_stages: which part of the layers the rank has, and of how many.
@@ -83,6 +85,7 @@ class Backend:
     cascade: bool = False
     adapters: AdapterSlots | None = None
     wants_mtp: bool = False
+    wants_embedding: bool = False
     all_reduce: AllReduce | None = None
     stage: int = 0
     num_stages: int = 1

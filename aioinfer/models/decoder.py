@@ -365,7 +365,7 @@ class DecoderModel(BuiltModel):
             if self._positions is not None:
                 parts.append(self._positions)
                 self._positions = None
-            if not (self._is_last and (tied or self.backend.wants_mtp)):
+            if not (self._is_last and (tied or self.backend.wants_embedding)):
                 parts.append(self.embedding)
                 self.embedding = None
         if not self._is_last:

@@ -64,13 +64,16 @@ class Peers:
         memory = self.tp.symmetric_buffer(layout.nbytes)
         backend.all_reduce = AllReduce(memory, layout, hidden_size, backend.dtype)
 
-    def link_stages(self, stream_size: int, dtype: torch.dtype) -> StageLinks | None:
+    def link_stages(
+        self, stream_size: int, tap_size: int, num_drafts: int, dtype: torch.dtype
+    ) -> StageLinks | None:
         """Returns the links to the other stages, with nothing on its way; None for one stage.
-        `stream_size` and `dtype`: of the residual stream."""
+        Arguments as in `StageLinks`."""
         if self.pp.size > 1 and self._links is None:
             self._links = StageLinks(
-                self.groups, stream_size, dtype, self._device, self._max_tokens
-            )
+                self.groups, stream_size, dtype, self._device, self._max_tokens,
+                tap_size=tap_size, num_drafts=num_drafts,
+            )  # fmt: skip
         self.drain_stages()
         return self._links
 

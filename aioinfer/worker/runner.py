@@ -160,7 +160,7 @@ class ModelRunner:
         if links.is_first:
             links.enter_tokens(plan, self.slots)
         elif plan.num_tokens:
-            self.device.hold(links.receive(plan.num_tokens))
+            self.device.hold(links.receive(plan, self.device.taps))
         return self.device.record_time()
 
     def _send(
@@ -170,9 +170,9 @@ class ModelRunner:
         or `count` sampled tokens to the first, which will receive them."""
         if links.is_last:
             if count:
-                links.return_tokens(self.device.tokens(count))
+                links.return_tokens(plan, self.device.tokens(count), self.slots)
         elif hidden is not None:
-            links.send(hidden)
+            links.send(plan, hidden, self.device.taps)
         if links.is_first:
             links.expect_tokens(plan)
         self.works.pass_on(plan.step_id)

@@ -2,6 +2,9 @@
 last stage back to the first, where the next step embeds them. Now and then counts of the experts'
 tokens follow hidden states (`features.expert_load`).
 
+A drafter is on the last stage. In steps with lookahead the streams that it reads before layers of
+earlier stages go beside the hidden states, and what it drafts behind the sampled tokens.
+
 Everything goes point to point between ranks of the same tensor-parallel number, over two channels,
 each of which keeps the order of its messages: GPUs of one host write into each other's memory
 (`MemoryChannel`), others use NCCL, CPUs gloo (`GroupChannel`). Both sides know every plan, so
@@ -32,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
 from aioinfer.layers.parallel import ParallelGroup, ProcessGroups
@@ -144,12 +148,16 @@ class MemoryChannel:
 class _ExpectedTokens:
     """The tokens of a step that the last stage samples: `receive` returns them, int32 [S].
 
-    `is_wanted` (bool [S]) becomes false where slot and position belong to another token by now.
+    With drafts it returns int32 [S, 1 + drafts], the drafts behind each token.
+
+    `is_wanted` and `wants_drafts` (bool [S]) become false where slot and position belong to another
+    token by now, and where the engine has given the slot tokens in the place of the drafts.
     """
 
     slots: I32
     positions: I32
     is_wanted: npt.NDArray[np.bool_]
+    wants_drafts: npt.NDArray[np.bool_]
     receive: Receive
 
 
@@ -158,6 +166,7 @@ class StageLinks:
 
     Attributes:
         is_first, is_last: which stage the rank belongs to.
+        num_drafts: of each request, behind each step with lookahead; 0 without a drafter.
     """
 
     def __init__(
@@ -167,10 +176,15 @@ class StageLinks:
         dtype: torch.dtype,
         device: torch.device,
         max_tokens: int,
+        *,
+        tap_size: int = 0,
+        num_drafts: int = 0,
     ):
-        """`stream_size` and `dtype`: of the residual stream. `max_tokens`: of a step."""
+        """`stream_size` and `dtype`: of the residual stream. `max_tokens`: of a step. `tap_size`:
+        channels of a token that a drafter reads before layers, which go beside the stream."""
         stage, size = groups.pp.rank, groups.pp.size
         self.is_first, self.is_last = stage == 0, stage == size - 1
+        self.num_drafts, self._tap_size = num_drafts, tap_size
         self._stream_size, self._dtype, self._device = stream_size, dtype, device
         # the steps in flight, and one to spare
         self._depth = size + 2
@@ -201,10 +215,11 @@ class StageLinks:
     ) -> tuple[StageChannel, StageChannel]:
         from aioinfer.kernels.peer_messages import ChannelLayout, PeerChannel
 
-        row = self._stream_size * self._dtype.itemsize
+        row = (self._stream_size + self._tap_size) * self._dtype.itemsize
         hidden = ChannelLayout.of(0, _HIDDEN_SLOTS, max(max_tokens * row, _MIN_SLOT_BYTES))
         # the first stage takes tokens when it needs them, and `_depth` steps later at the latest
-        tokens = ChannelLayout.of(hidden.end, self._depth + 2, max_tokens * 4)
+        row = (1 + self.num_drafts) * 4
+        tokens = ChannelLayout.of(hidden.end, self._depth + 2, max_tokens * row)
         memory = groups.pp.symmetric_buffer(tokens.end)
         ends = (hidden, before, after), (tokens, groups.pp.size - 1, 0)
         channels = [
@@ -227,7 +242,7 @@ class StageLinks:
         if not self.is_last:
             self.send_counts(nothing)
         if self.is_last:
-            self.return_tokens(nothing)
+            self._tokens.send(nothing)
         if self.is_first:
             self._tokens.expect((1,), torch.int32)()
 
@@ -238,13 +253,28 @@ class StageLinks:
 
     # ---------------------------------------------------------------- hidden states
 
-    def receive(self, num_tokens: int) -> torch.Tensor:
-        """Returns the hidden states [T, stream_size] of the stage before."""
-        return self._hidden.expect((num_tokens, self._stream_size), self._dtype)()
+    def receive(self, plan: StepPlan, taps: torch.Tensor | None) -> torch.Tensor:
+        """Returns the hidden states [T, stream_size] of the stage before.
 
-    def send(self, hidden: torch.Tensor) -> None:
-        """Sends the hidden states [T, stream_size] to the next stage; they may be written to as
-        soon as this returns."""
+        Args:
+            plan: of the step.
+            taps: [tokens, taps, hidden_size], gets the streams that a drafter reads in the step, as
+                far as stages before have their layers; None where none does.
+        """
+        has_taps, count = taps is not None and _looks_ahead(plan), plan.num_tokens
+        size = self._stream_size + (self._tap_size if has_taps else 0)
+        received = self._hidden.expect((count, size), self._dtype)()
+        if not has_taps:
+            return received
+        assert taps is not None
+        taps[:count].flatten(1).copy_(received[:, self._stream_size :])
+        return received[:, : self._stream_size]
+
+    def send(self, plan: StepPlan, hidden: torch.Tensor, taps: torch.Tensor | None) -> None:
+        """Sends the hidden states [T, stream_size] to the next stage, and `taps` as for `receive`;
+        both may be written to as soon as this returns."""
+        if taps is not None and _looks_ahead(plan):
+            hidden = torch.cat((hidden, taps[: len(hidden)].flatten(1)), dim=1)
         self._hidden.send(hidden)
 
     # ---------------------------------------------------------------- tokens of experts
@@ -259,20 +289,45 @@ class StageLinks:
 
     # ---------------------------------------------------------------- tokens
 
-    def return_tokens(self, tokens: torch.Tensor) -> None:
-        """Sends the tokens that the last stage has sampled in a step, int32 [S] with S > 0, to the
-        first."""
+    def return_tokens(self, plan: StepPlan, tokens: torch.Tensor, slots: Slots) -> None:
+        """Sends the tokens that the last stage has sampled for a plan, int32 [S] with S > 0, to the
+        first; behind steps with lookahead those in the slots, with the drafts that follow. A row
+        that was skipped has drafts in the place of its token."""
+        if self.num_drafts and _looks_ahead(plan):
+            rows = np.flatnonzero(plan.samples)
+            slot, places = self._followed(plan.slots[rows], _ends(plan)[rows], slots)
+            tokens = slots.tokens[slot, places]
         self._tokens.send(tokens)
+
+    def _followed(
+        self, slot_ids: I32, positions: I32, slots: Slots
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns slots and positions, int64 [n, 1 + num_drafts] each on the device, of n tokens
+        and of the drafts behind each."""
+        behind = positions[:, None] + np.arange(1 + self.num_drafts)
+        behind = np.minimum(behind, slots.tokens.shape[1] - 1)
+        both = np.stack(np.broadcast_arrays(slot_ids[:, None], behind)).astype(np.int64)
+        slot, places = self._upload(both)
+        return slot, places
+
+    def _upload(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        uploaded = torch.from_numpy(array)
+        if self._device.type == "cuda":
+            uploaded = uploaded.pin_memory()
+        return uploaded.to(self._device, non_blocking=True)
 
     def expect_tokens(self, plan: StepPlan) -> None:
         """Makes the first stage receive the tokens that the last one will sample for a plan."""
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return
-        receive = self._tokens.expect((len(rows),), torch.int32)
-        positions = (plan.starts + plan.lengths)[rows]
-        is_wanted = np.ones(len(rows), np.bool_)
-        self._expected.append(_ExpectedTokens(plan.slots[rows], positions, is_wanted, receive))
+        has_drafts = self.num_drafts > 0 and _looks_ahead(plan)
+        shape = (len(rows), 1 + self.num_drafts) if has_drafts else (len(rows),)
+        receive = self._tokens.expect(shape, torch.int32)
+        is_wanted, wants_drafts = np.ones(len(rows), np.bool_), np.full(len(rows), has_drafts)
+        self._expected.append(
+            _ExpectedTokens(plan.slots[rows], _ends(plan)[rows], is_wanted, wants_drafts, receive)
+        )
 
     def enter_tokens(self, plan: StepPlan, slots: Slots) -> None:
         """Enters in the slots of the first stage the tokens that a plan's rows begin with, and the
@@ -291,17 +346,19 @@ class StageLinks:
 
     def _enter(self, expected: _ExpectedTokens, slots: Slots) -> None:
         tokens = expected.receive()
+        firsts = tokens if tokens.dim() == 1 else tokens[:, 0]
         rows = np.flatnonzero(expected.is_wanted)
-        if not len(rows):
-            return
-        where = np.stack([rows, expected.slots[rows], expected.positions[rows]]).astype(np.int64)
-        uploaded = torch.from_numpy(where)
-        if self._device.type == "cuda":
-            uploaded = uploaded.pin_memory()
-        row, slot, position = uploaded.to(self._device, non_blocking=True)
-        # a row that failed must still leave an id that can be embedded; one that was skipped is
-        # behind the last known token, where the next drafts are written
-        slots.tokens[slot, position] = tokens[row].clamp(min=0)
+        if len(rows):
+            where = np.stack([rows, expected.slots[rows], expected.positions[rows]])
+            row, slot, position = self._upload(where.astype(np.int64))
+            # a row that failed must still leave an id that can be embedded; one that was skipped
+            # is behind the last known token, where the next drafts are written
+            slots.tokens[slot, position] = firsts[row].clamp(min=0)
+        rows = np.flatnonzero(expected.is_wanted & expected.wants_drafts)
+        if len(rows):
+            row = self._upload(rows)
+            places = self._followed(expected.slots[rows], expected.positions[rows], slots)
+            slots.tokens[places] = tokens[row]
 
     def _drop_replaced(self, plan: StepPlan) -> None:
         """Drops tokens of slots that the plan gives to other requests, and tokens that the plan
@@ -311,6 +368,7 @@ class StageLinks:
             expected.is_wanted[np.isin(expected.slots, admitted)] = False
             if appended is not None:
                 same = expected.slots[:, None] == appended.slots
+                expected.wants_drafts[same.any(1)] = False
                 same &= expected.positions[:, None] == appended.positions
                 expected.is_wanted[same.any(1)] = False
 
@@ -319,3 +377,13 @@ class StageLinks:
         scratch."""
         while self._expected:
             self._expected.popleft().receive()
+
+
+def _looks_ahead(plan: StepPlan) -> bool:
+    return plan.section(LookaheadRows) is not None
+
+
+def _ends(plan: StepPlan) -> I32:
+    """Returns the positions behind the rows of a plan. In a pipeline the plan has them, since no
+    request is in a step before the result of its last one with lookahead rows has come."""
+    return plan.starts + plan.lengths

@@ -177,8 +177,8 @@ class DummySteps:
     def _features(self, lengths: Sequence[int]) -> list[Section]:
         """Returns the sections of all features, for prompts of these lengths in the first slots."""
         works, none = self.runner.works, np.zeros(len(lengths), np.int32)
-        sections = works.dummy_sections(range(len(lengths)), lengths)
-        if works.follow_steps:
+        sections, links = works.dummy_sections(range(len(lengths)), lengths), self.runner.links
+        if works.follow_steps or (links is not None and links.num_drafts):
             sections.append(LookaheadRows(none, none + 1, none + self.runner.slots.max_model_len))
         return sections
 

@@ -19,7 +19,7 @@ import torch
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.expert_placement import ExpertPlacement
-from aioinfer.ipc.kv_spec import KVGroup, StateSpec, group_layers, groups_of_stage
+from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
 from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
@@ -175,16 +175,17 @@ class Worker:
         )
         self._backend.cascade = config.cache.cascade_attention
         self._backend.state_dtype = config.cache.state_dtype
-        self._backend.wants_mtp = config.speculation.method == "mtp"
+        method = config.speculation.method
+        self._backend.wants_mtp = method == "mtp"
+        self._backend.wants_embedding = method in ("mtp", "eagle3")
         served_len = config.model.max_model_len or model_config.max_len
         self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
         cache = select_cache_dtype(config, self._folder, self._model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
         peers.connect_experts(self._model)
-        specs, layers = [*self._model.kv_specs], self._model.layer_numbers
+        specs, layers = [*self._model.kv_specs, *self._drafter_specs], self._model.layer_numbers
         if self._drafter is not None:
-            specs += self._drafter.kv_specs
-            layers = range(len(specs))
+            layers = range(layers.start, len(specs))
         self._groups = group_layers(specs)
         self._own_groups = groups_of_stage(self._groups, layers)
         available = available_bytes(
@@ -231,15 +232,19 @@ class Worker:
             self._backend.adapters = None  # a drafter has none
             drafter = build_drafter(config, self._model, served_len)
         self._drafter: Drafter | None = None
+        self._drafter_specs: Sequence[Sequence[KVSpec]] = ()
         if drafter is not None:
-            self._drafter, folder = drafter
-            self._model.tapped_layers = self._drafter.tapped_layers
+            made, folder = drafter
+            self._model.tapped_layers = made.tapped_layers
+            self._drafter = made if self._backend.is_last_stage else None
         if self.device.type == "cpu":
             check_weights(config, self._weights_bytes, dtype, self._peers.groups.spec)
         self._model.load(self._folder, form, seed, on_progress)
-        if self._drafter is not None:
-            self._drafter.load(folder, form, seed, on_progress)
-            if any(isinstance(spec, StateSpec) for of in self._drafter.kv_specs for spec in of):
+        if drafter is not None:
+            if self._drafter is not None:
+                made.load(folder, form, seed, on_progress)
+            self._drafter_specs = made.kv_specs
+            if any(isinstance(spec, StateSpec) for of in made.kv_specs for spec in of):
                 raise ConfigError(
                     "speculation.model: a model whose layers keep states cannot draft"
                 )
@@ -419,7 +424,11 @@ class Worker:
         rows, tokens = max_num_seqs + max_lookahead, self._max_tokens
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         self._bind(kv, rows, tokens)
-        links = self._peers.link_stages(model.stream_size, self._backend.dtype)
+        num_drafts = config.speculation.max_draft_tokens if config.speculation.has_drafter else 0
+        links = self._peers.link_stages(
+            model.stream_size, len(model.tapped_layers) * model.hidden_size,
+            num_drafts if max_lookahead else 0, self._backend.dtype,
+        )  # fmt: skip
         rank = Rank(model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv)
         works = StepWorks.load(rank, config.model.features)
         device: Device
@@ -478,11 +487,8 @@ class Worker:
     @property
     def _max_lookahead(self) -> int:
         """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead. A pipeline
-        looks ahead on CPUs alone, and not where layers keep states: a stage before the last one
-        does not know how many rows were kept."""
-        is_staged = self._config.parallel.pipeline_parallel_size > 1
-        keeps_states = any(group.keeps_states for group in self._groups)
-        if is_staged and (keeps_states or self.device.type != "cpu"):
+        looks ahead on CPUs alone."""
+        if self._config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
             return 0
         return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
 

@@ -17,9 +17,11 @@ from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
 from aioinfer.llm import CompletionOutput
 from tests.eagle_models import eagle_head
 from tests.functional.test_speculation import (
+    PROMPTS,
     VOCAB_SIZE,
     abort_some,
     check,
+    params_of,
     requests,
     run_with_loss,
     running,
@@ -31,6 +33,7 @@ from tests.functional.test_speculation import folder as folder
 from tests.functional.test_speculation import plain as plain
 from tests.functional.test_speculation import rows_cost_nothing as rows_cost_nothing
 from tests.functional.test_speculation import stop as stop
+from tests.mtp_models import mtp_model
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
@@ -65,6 +68,7 @@ def drafting(folder: Path, **settings: Any) -> Iterator[LLM]:
 
 
 TWO_RANKS = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
+TWO_STAGES = {"parallel__executor": "multiprocess", "parallel__pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +82,10 @@ TWO_RANKS = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_si
         ("the target", {"speculation__max_draft_tokens": 15, "cache__block_size": 2}),
         ("small", TWO_RANKS),
         ("head", TWO_RANKS),
+        ("the target", TWO_STAGES),
+        ("small", TWO_STAGES | {"scheduler__max_num_batched_tokens": 9}),
+        ("head", TWO_STAGES | {"parallel__tensor_parallel_size": 2}),
+        ("head", TWO_STAGES | {"scheduler__plan_ahead": False}),
     ],
     ids=str,
 )
@@ -112,6 +120,27 @@ def test_aborts_and_lost_workers(
             assert text == expected[index][0].text
         found = llm.run(run_with_loss(llm, stop))
         assert found == [completions[0].token_ids for completions in expected]
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mimo"])
+def test_stages_with_states_and_with_the_head_of_the_model(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    """Each stage replays the inputs of the rows that were kept; the last one has the head. Prompts
+    repeat themselves, and so do texts of few tokens."""
+    mtp_model(name, tmp_path, max_position_embeddings=256, vocab_size=40, eos_token_id=None)
+    prompts = [[token % 40 for token in prompt] for prompt in PROMPTS]
+    params = [params_of(case) for case in ("greedy", "seed", "filters", "repetition")]
+    pairs = [(prompt, each) for prompt in prompts for each in params]
+    texts = []
+    for settings in ({"speculation__method": "none"}, {"speculation__method": method} | TWO_STAGES):
+        with running(tmp_path, **settings, model__skip_tokenizer=True) as llm:
+            outputs = llm.generate(*map(list, zip(*pairs, strict=True)))
+            texts.append([output.token_ids for output in outputs])
+            counts = llm.frontend.engines[0].metrics.counts
+    assert texts[0] == texts[1]
+    assert counts[DRAFT_TOKENS] > counts[ACCEPTED] > 20
 
 
 def test_wrong_settings_are_refused(folder: Path, drafters: Any, tmp_path: Path) -> None:

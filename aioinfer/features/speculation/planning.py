@@ -104,7 +104,8 @@ class Planning(StepFeature):
         self._drafts_behind = speculation.has_drafter
         # a feature of another package may propose others than n-grams
         self._finds_drafts = not (self._drafts_behind or host.config.model.features)
-        self._looked_ahead = False
+        # steps in a row that drafted; a request is in every so many steps, with its drafts of then
+        self._num_drafting, self._num_stages = 0, host.config.parallel.pipeline_parallel_size
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
         for position in range(self._max_drafts if self.looks_ahead else 0):
@@ -151,9 +152,9 @@ class Planning(StepFeature):
         if not self._drafts_behind:
             return self._plan(decodes)
         if not decodes:  # prompts, whose keys the drafter needs, unless drafts do not pay
-            return {} if self._looked_ahead or not self._step else None
-        had_drafts, ahead = self._looked_ahead, self._plan(decodes)
-        self._looked_ahead = ahead is not None
+            return {} if self._num_drafting or not self._step else None
+        had_drafts, ahead = self._num_drafting >= self._num_stages, self._plan(decodes)
+        self._num_drafting = 0 if ahead is None else self._num_drafting + 1
         if had_drafts or ahead is None:
             return ahead
         self._next_probe = self._step  # there are no drafts yet: the next step has them
@@ -176,7 +177,9 @@ class Planning(StepFeature):
             if self._chosen is None:
                 self._choose_at = self._step + _STEPS_OF_NONE
             else:
-                self._choose_at = self._step + (_STEPS_OF_CHOICE if len(decodes) > _MANY else 1)
+                # steps of a pipeline take turns with other requests
+                holds = len(decodes) > _MANY and self._num_stages == 1
+                self._choose_at = self._step + (_STEPS_OF_CHOICE if holds else 1)
         if self._chosen is None and self._step >= self._next_probe:
             return self._probe(decodes, self.costs)
         return self._chosen

@@ -158,7 +158,7 @@ class Eagle3Drafter(LayerDrafter):
     ):
         super().__init__(make)
         own, size, backend = config.layer, make.hidden_size, make.backend
-        self.tapped_layers = config.taps_of(len(target.layers))
+        self.tapped_layers = config.taps_of(len(target.kv_specs))
         self.vocabulary = target.vocabulary
         name = "layers.0" if any(each.startswith("layers.0.") for each in tensors) else "midlayer"
         if "embed_tokens.weight" in tensors:

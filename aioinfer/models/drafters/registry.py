@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from aioinfer.config import Config, ModelConfig
 from aioinfer.config_sections import DraftMethod
 from aioinfer.errors import ConfigError
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.config import DecoderConfig, read_json
 from aioinfer.models.decoder import CausalLM, DecoderModel
 from aioinfer.models.drafters.draft_model import DraftModel
@@ -29,8 +32,7 @@ def select_method(config: Config, folder: Path) -> DraftMethod:
     model = load_model_config(folder, config.model)
     may_have_head = isinstance(model, DecoderConfig) and model.has_mtp
     is_random = config.model.load_format.startswith("dummy")
-    is_staged = parallel.pipeline_parallel_size > 1
-    if not may_have_head or is_random or is_staged:
+    if not may_have_head or is_random:
         return "ngram"
     # other quantized checkpoints mostly lack the head, or have it unquantized without saying so
     quantized = (read_json(folder).get("quantization_config") or {}).get("quant_method")
@@ -69,7 +71,9 @@ def check_drafter(config: Config, folder: Path) -> None:
 
 def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Drafter, Path] | None:
     """Returns this rank's part of the drafter, its weights unset, and the folder of its checkpoint;
-    None if the method has none.
+    None if the method has none. The stages of a pipeline before the last one have it without
+    memory, since they have to know what it keeps (`kv_specs`) and reads (`tapped_layers`); the head
+    of the model is the last stage's alone.
 
     Args:
         config: the whole configuration; `speculation.model` is a folder.
@@ -83,12 +87,17 @@ def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Dr
     if not config.speculation.has_drafter:
         return None
     # the sums over the ranks have buffers as wide as the stream of one model
-    backend = replace(target.backend, all_reduce=None)
+    backend = replace(target.backend, all_reduce=None, stage=0, num_stages=1)
+    is_here = target.backend.is_last_stage
+    if not is_here:
+        backend.device, backend.group = torch.device("meta"), ParallelGroup(0, backend.group.size)
     if backend.expert_group is not None:
         raise ConfigError(
             "speculation: engines that share their experts cannot have a model that drafts"
         )
     if method == "mtp":
+        if not is_here:
+            return None
         if not isinstance(target, DecoderModel) or target.mtp is None:
             raise ConfigError("speculation.method = 'mtp' needs a model with such a head")
         return MtpDrafter(target), Path(config.model.path)
@@ -103,6 +112,8 @@ def build_drafter(config: Config, target: CausalLM, served_len: int) -> tuple[Dr
             f"that, not {served_len}"
         )
     model = build_model(folder, backend, options)
+    if not (is_here or isinstance(model, DecoderModel)):
+        raise ConfigError("speculation.model: pipelines need a family of models that has a file")
     return DraftModel(model, target.vocabulary.vocab_size), folder
 
 
@@ -112,7 +123,7 @@ def _build_eagle3(
     if not isinstance(target, DecoderModel):
         raise ConfigError("speculation.method = 'eagle3' needs a family of models that has a file")
     config = Eagle3Config.load(folder).layer
-    if config.hidden_size == target.hidden_size:
+    if config.hidden_size == target.hidden_size and target.backend.is_last_stage:
         backend = target.backend
     max_len = max(config.max_len, served_len)
     make = LayerMaker(backend, config.hidden_size, max_len, config.norm_eps, served_len)
