@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from aioinfer.engine.pictures import PicturePrompt
+from aioinfer.engine.sources import PromptSource, SourcePrompt
 from aioinfer.errors import RequestError
 from aioinfer.features.pictures.prompt import PromptPictures
 from aioinfer.scheduler.block_pool import extend_hashes, root_hash
@@ -76,6 +77,8 @@ class PreparedPrompt:
         root: the parent of the first one.
         adapter: what the feature of adapters knows of its adapter; None for none.
         pictures: in the prompt; None for none.
+        source: what the encoder reads, of a model that has one before its decoder, whose tokens
+            `tokens` are; None for none.
     """
 
     token_ids: list[int]
@@ -84,6 +87,7 @@ class PreparedPrompt:
     root: bytes
     adapter: Any = None
     pictures: PromptPictures | None = None
+    source: PromptSource | None = None
 
 
 class PromptEncoder:
@@ -268,6 +272,10 @@ class PromptEncoder:
             )
         hashes: list[bytes] = []
         root = root_hash(cache_salt.encode("utf-8", "surrogatepass"))
+        source = None
+        if isinstance(token_ids, SourcePrompt):
+            source = PromptSource(token_ids.data.key(root), token_ids.data)
+            root, token_ids = root_hash(source.key), token_ids.shown_ids
         pictures = token_ids.pictures if isinstance(token_ids, PicturePrompt) else None
         spans = () if pictures is None else pictures.spans
         if virtual:
@@ -278,7 +286,7 @@ class PromptEncoder:
         if self._hash_block_size is not None:
             extend_hashes(hashes, tokens, self._hash_block_size, root, spans)
         ids = token_ids if isinstance(token_ids, list) else list(token_ids)
-        return PreparedPrompt(ids, tokens, hashes, root, pictures=pictures)
+        return PreparedPrompt(ids, tokens, hashes, root, pictures=pictures, source=source)
 
 
 def _is_longer(value: Any, limit: int) -> bool:

@@ -39,6 +39,7 @@ from aioinfer.engine.served_model import (
     find_model,
     with_speculation,
 )
+from aioinfer.engine.sources import SourcePrompt, text_prompt
 from aioinfer.errors import EngineDeadError, FieldError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
@@ -49,6 +50,7 @@ from aioinfer.features.adapters.registry import Adapter, AdapterRegistry
 from aioinfer.features.masks.planning import Planning as Masks
 from aioinfer.features.token_states.planning import check_states
 from aioinfer.ipc.anonymous_file import RendezvousFiles
+from aioinfer.models.source import SourceFormat
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
@@ -485,6 +487,8 @@ class Frontend:
         """
         if isinstance(prompt, str):
             self.require_tokenizer("prompt")
+        if self._model.source is not None and not isinstance(prompt, SourcePrompt):
+            prompt = await self._text_source(prompt, self._model.source, add_special_tokens)
         if adapter is None:
             return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
         found = self.adapters.get(adapter)
@@ -492,6 +496,18 @@ class Frontend:
         virtual = found.prompt_tokens
         prepared = await self._encoder.prepare(prompt, add_special_tokens, salt, virtual=virtual)
         return replace(prepared, adapter=found)
+
+    async def _text_source(
+        self, prompt: str | Sequence[int], format: SourceFormat, add_special_tokens: bool
+    ) -> SourcePrompt:
+        """Returns the prompt whose source is a text, or token ids. Raises `RequestError`."""
+        if format.kind != "text":
+            raise RequestError(
+                "this model writes down what it hears: use /v1/audio/transcriptions", param="prompt"
+            )
+        if isinstance(prompt, str):
+            prompt = await self.encode(prompt, add_special_tokens, max_tokens=format.max_values)
+        return text_prompt(prompt, format, self.vocab_size)
 
     def admit(
         self,

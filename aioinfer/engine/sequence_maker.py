@@ -18,6 +18,7 @@ from aioinfer.engine.output import OutputSequence, RequestOutput
 from aioinfer.engine.served_model import ServedModel
 from aioinfer.errors import RequestError
 from aioinfer.features.logprobs.planning import TokenLogprobs
+from aioinfer.features.sources.planning import SourceUse
 from aioinfer.sampling_params import (
     MAX_BEAM_CANDIDATES,
     MAX_LOGPROBS,
@@ -183,6 +184,15 @@ class RequestLimits:
                 )
 
 
+def _check_source(params: SamplingParams) -> None:
+    """Raises `RequestError` for what a model with an encoder before its decoder cannot return."""
+    for name in ("prompt_logprobs", "pooling"):
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"{name} is not supported for models with an encoder before the decoder", param=name
+            )
+
+
 class SequenceMaker:
     """Makes sequences for one model."""
 
@@ -219,6 +229,8 @@ class SequenceMaker:
         end_tokens = self._model.defaults.end_tokens(params)
         if params.prompt_only or params.beam_search is not None:
             end_tokens = frozenset()  # a search finds them
+        if prompt.source is not None:
+            _check_source(params)
         group = ForkGroup() if params.num_sequences > 1 else None
         if unknown := params.extra_args.keys() - self._extra_args:
             known = ", ".join(sorted(self._extra_args)) or "none"
@@ -230,9 +242,12 @@ class SequenceMaker:
             params, tokens, constraint, self._model.vocab_size, self._model.hidden_size,
             self._config.max_num_batched_tokens, output.report_progress, prompt.adapter,
             is_whole=self._model.is_encoder, pictures=prompt.pictures,
+            source=prompt.source,
         )  # fmt: skip
-        make_detokenizer = self._detokenizers(output)
+        before = output.prompt_token_ids if prompt.source is None else prompt.tokens.tolist()
+        make_detokenizer = self._detokenizers(output, before)
         for index in range(params.num_sequences):
+            uses = self._uses(submitted, index)
             request = Request(
                 output.request_id,
                 tokens[:],
@@ -245,11 +260,12 @@ class SequenceMaker:
                 prompt.hashes[:],
                 prompt.root,
                 group=group,
-                uses=self._uses(submitted, index),
+                uses=uses,
                 flow=flow,
                 num_expected=len(tokens) - 1 if index else 0,  # the first computes the prompt
                 spans=() if pictures is None else pictures.spans,
                 rotary_offset=0 if pictures is None else pictures.rotary_offset,
+                source=next((use.source for use in uses if isinstance(use, SourceUse)), None),
             )
             detokenizer = None if make_detokenizer is None else make_detokenizer()
             output.sequences.append(OutputSequence(index, request, output, detokenizer))
@@ -262,14 +278,17 @@ class SequenceMaker:
         found = (feature.use_of(submitted, index) for feature in self._features)
         return tuple(use for use in found if use is not None)
 
-    def _detokenizers(self, output: RequestOutput) -> Callable[[], Detokenizer] | None:
-        """Returns what makes a detokenizer of a request's output; None if it has no text."""
+    def _detokenizers(
+        self, output: RequestOutput, before: list[int]
+    ) -> Callable[[], Detokenizer] | None:
+        """Returns what makes a detokenizer of a request's output; None if it has no text.
+        `before`: the token ids that the text goes on from."""
         params, tokenizer = output.params, self._model.tokenizer
         if tokenizer is None or params.prompt_only:
             return None
         return partial(
             tokenizer.detokenizer,
-            output.prompt_token_ids,
+            before,
             params.skip_special_tokens,
             params.shown_token_ids,
         )

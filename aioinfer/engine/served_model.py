@@ -40,7 +40,9 @@ from aioinfer.models.drafters.registry import (
     drafter_options,
     select_method,
 )
+from aioinfer.models.encoder_decoder import check_cache, read_source
 from aioinfer.models.registry import load_model_config
+from aioinfer.models.source import SourceFormat
 from aioinfer.models.vision.format import PictureFormat
 from aioinfer.models.vision.registry import read_vision
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
@@ -239,6 +241,7 @@ class ServedModel:
         is_encoder: whether it keeps nothing of a prompt, computes it in one step, and has no head
             that scores tokens.
         pictures: how it reads pictures; None if it reads none.
+        source: how the encoder before its decoder reads what it reads; None without one.
     """
 
     tokenizer: Tokenizer | None
@@ -249,6 +252,7 @@ class ServedModel:
     pooling: Pooling
     is_encoder: bool = False
     pictures: PictureFormat | None = None
+    source: SourceFormat | None = None
 
     @property
     def generates(self) -> bool:
@@ -287,6 +291,7 @@ class ServedModel:
             pooling=Pooling.load(folder, config.pooling, "last" if model.generates else "mean"),
             is_encoder=not model.generates,
             pictures=_picture_format(folder, config),
+            source=read_source(folder, model, config.model),
         )
 
 
@@ -322,6 +327,7 @@ def find_model(config: Config) -> Path:
         parallel.tensor_parallel_size, expert_parallel=parallel.expert_parallel
     )
     model.check_pipeline_parallel(parallel.pipeline_parallel_size)
+    check_cache(model, config.cache)
     return folder
 
 

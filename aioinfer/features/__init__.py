@@ -31,6 +31,7 @@ FEATURES = (
     "adapters",
     "soft_prompts",
     "pictures",
+    "sources",
     "kv_store",
     "masks",
 )

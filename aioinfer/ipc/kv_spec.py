@@ -21,6 +21,11 @@ in the block that it lies in. A step that computes the tokens [start, end) of a 
 
 So a decode that begins a block reads one block and writes another, and the block that it leaves is
 a snapshot at its end, made without a copy.
+
+A decoder that attends to the output of an encoder keeps keys and values of that **source**, which
+are written in the step that first computes a token of the request and then only read
+(`SourceSpec`). A block of such a group holds one whole source, whatever its length: entry 0 of a
+block table is that block, and all other entries are `NULL_BLOCK`.
 """
 
 from __future__ import annotations
@@ -127,11 +132,53 @@ class StateSpec:
         return f"states of {' x '.join(map(str, self.shape))} in {self.dtype}"
 
 
+#: Tokens of a source that are stored together: a page of the attention kernels.
+SOURCE_PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """Keys and values of a request's source, for cross attention.
+
+    Attributes:
+        num_kv_heads: of this rank.
+        head_size: channels of a head, the same for keys and values.
+        max_len: the maximum of a source's tokens.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    max_len: int
+
+    @property
+    def window(self) -> int:
+        """0: no token's entries are needed, but entry 0 of each table."""
+        return 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of `SOURCE_PAGE` tokens that a block has."""
+        return -(-self.max_len // SOURCE_PAGE)
+
+    @property
+    def token_shape(self) -> tuple[int, int, int]:
+        """The shape that a layer keeps of a token; see `AttentionSpec.token_shape`."""
+        return 2, self.num_kv_heads, self.head_size
+
+    def bytes_per_block(self, block_size: int, itemsize: int) -> int:
+        """Returns the bytes of a layer's block: one source, whatever `block_size` is."""
+        return self.num_pages * SOURCE_PAGE * math.prod(self.token_shape) * itemsize
+
+    def __str__(self) -> str:
+        heads = f"{self.num_kv_heads} head{'s' if self.num_kv_heads > 1 else ''}"
+        return f"keys and values of {heads} of size {self.head_size} of a source"
+
+
 #: Attention kernels read tiles of up to so many tokens whole, from a multiple of it on, and mask
 #: the tokens behind the window.
 MAX_ATTENTION_TILE = 64
 
-KVSpec = AttentionSpec | LatentSpec | StateSpec
+KVSpec = AttentionSpec | LatentSpec | StateSpec | SourceSpec
 #: Stands in a block table where a sequence has no block: no step reads the entry any more, or no
 #: state is kept there.
 NULL_BLOCK = -1
@@ -160,12 +207,18 @@ class KVGroup:
         """Whether a block holds a state, in the place of what is kept of each token."""
         return isinstance(self.spec, StateSpec)
 
+    @property
+    def keeps_source(self) -> bool:
+        """Whether a block holds keys and values of a whole source."""
+        return isinstance(self.spec, SourceSpec)
+
     def max_blocks(self, num_tokens: int, block_size: int, max_chunk: int) -> int:
         """Returns the most blocks that a request of `num_tokens` tokens owns at once.
 
         With a window these are the blocks that hold the tokens of a step and the `window - 1`
-        before them, wherever in a block the first of them lies. Of states they are two: one that a
-        step reads, and one that it writes. Snapshots beside these are made where blocks are free.
+        before them, wherever in a block the first of them lies. Of a source it is one. Of states
+        they are two: one that a step reads, and one that it writes. Snapshots beside these are made
+        where blocks are free.
 
         Args:
             num_tokens: prompt and output together, at least 1.
@@ -177,6 +230,8 @@ class KVGroup:
             return blocks
         if self.keeps_states:
             return min(blocks, 2)
+        if self.keeps_source:
+            return 1
         return min(blocks, (self.window + max_chunk - 3 + block_size) // block_size + 1)
 
     def max_tokens(self, num_blocks: int, block_size: int, max_chunk: int) -> int | None:
@@ -194,14 +249,14 @@ class KVGroup:
 
 def group_layers(specs: Sequence[Sequence[KVSpec]]) -> tuple[KVGroup, ...]:
     """Returns the groups of a model in which layer i keeps `specs[i]`, ordered by their first
-    layers, groups of states behind the others. A layer that keeps several things is in several
-    groups."""
+    layers, groups of states behind the others and of sources behind these. A layer that keeps
+    several things is in several groups."""
     layers: dict[KVSpec, list[int]] = {}
     for number, of_layer in enumerate(specs):
         for spec in of_layer:
             layers.setdefault(spec, []).append(number)
     groups = (KVGroup(spec, tuple(numbers)) for spec, numbers in layers.items())
-    return tuple(sorted(groups, key=lambda group: group.keeps_states))
+    return tuple(sorted(groups, key=lambda group: (group.keeps_source, group.keeps_states)))
 
 
 def groups_of_stage(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:

@@ -8,7 +8,7 @@ With kernels, queries and keys are normed, rotated and cached by the attention k
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -419,7 +419,7 @@ def make_attention(
     soft_cap: float = 0.0, sinks: bool = False, alibi: float = 0.0,
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     merged: str | None = None, merged_by_group: bool = False, gated: bool = False,
-    value_norm: bool = False, input_size: int | None = None,
+    value_norm: bool = False, input_size: int | None = None, key_bias: bool = True,
 ) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -427,7 +427,8 @@ def make_attention(
         num_heads, num_kv_heads, head_size: of all ranks together.
         rope: of this layer; None for queries and keys that are not rotated.
         norm, post_norm, residual_scale: as in `Attention`.
-        bias: of queries, keys and values. output_bias: of the output projection.
+        bias: of queries and values, and with `key_bias` of keys.
+        output_bias: of the output projection.
         qk_norms: of queries and keys.
         window: the sliding window in tokens, or None.
         scale: of the scores; by default head_size ** -0.5.
@@ -450,6 +451,9 @@ def make_attention(
     sources = _qkv_sources(
         name, projections[:3], (heads, kv_heads, kv_heads), head_size, merged, merged_by_group
     )
+    if not key_bias:
+        assert merged is None
+        sources[1] = replace(sources[1], has_bias=False)
     if gated:
         assert merged is None
         sources[0] = Source(f"{name}.{projections[0]}", heads.times(2 * head_size))

@@ -51,6 +51,8 @@ class ColumnParallelLinear:
             if self.bias is not None:
                 part = self.bias[first : first + source.rows.size]
                 first += source.rows.size
+                if not source.has_bias:
+                    continue
                 rows, store = source.rows, source.scaling(part)
                 yield f"{source.name}.bias", WeightShard(part, 0, rows.start, rows.total, store)
 

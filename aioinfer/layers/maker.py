@@ -24,6 +24,7 @@ from aioinfer.layers.bidirectional_attention import (
     make_distance_bias,
 )
 from aioinfer.layers.convolution import make_short_convolution
+from aioinfer.layers.cross_attention import make_cross_attention
 from aioinfer.layers.delta_net import make_gated_delta_net, make_kimi_delta_attention
 from aioinfer.layers.expert_adapters import ExpertAdapters, ExpertProduct
 from aioinfer.layers.experts import (
@@ -406,6 +407,7 @@ class LayerMaker(PartMaker):
     # functions, which take the maker as their first parameter
     attention = make_attention
     bidirectional_attention = make_bidirectional_attention
+    cross_attention = make_cross_attention
     distance_bias = make_distance_bias
     shared_attention = make_shared_attention
     per_layer_embedding = make_per_layer_embedding

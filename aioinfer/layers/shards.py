@@ -75,6 +75,7 @@ class Source:
             gpt-oss, or [modules, out, in].
         is_transposed: whether the checkpoint has the weight as [in, out].
         scale: multiplied with weight and bias when they are loaded.
+        has_bias: whether the module has a bias, in a layer in which others have one.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Source:
     stack: StackIndex | None = None
     is_transposed: bool = False
     scale: float = 1.0
+    has_bias: bool = True
 
     def scaling(self, destination: torch.Tensor) -> Callable[[torch.Tensor], None] | None:
         """Returns what stores a loaded part times `scale` in a destination; None for a part that is

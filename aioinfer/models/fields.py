@@ -98,6 +98,11 @@ _COUNTS = {
     "vocab_size_per_layer_input": _Number(1, _INT32_MAX),
     "top_k_experts": _Number(1, _MAX_EXPERTS),
     "laurel_rank": _Number(1, _INT32_MAX),
+    "encoder_layers": _Number(1, _MAX_LAYERS),
+    "encoder_attention_heads": _Number(1, _MAX_HEADS),
+    "encoder_ffn_dim": _Number(1, _INT32_MAX),
+    "max_source_positions": _Number(1, 2**20),
+    "num_mel_bins": _Number(1, 1024),
     "altup_num_inputs": _Number(1, 64),
     "altup_active_idx": _Number(0, 63),
 }

@@ -58,6 +58,7 @@ MODULES = [
     "qwen_moe",
     "seed_oss",
     "stablelm",
+    "whisper",
 ]
 
 _DEFAULTS = ModelConfig(path="")

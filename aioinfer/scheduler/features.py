@@ -40,6 +40,7 @@ class SubmittedRequest:
         adapter: what the feature of adapters knows of the request's adapter; None for none.
         is_whole: whether one step computes the whole prompt.
         pictures: what the feature of pictures knows of the prompt's pictures; None for none.
+        source: what the feature of sources knows of what the encoder reads; None for none.
     """
 
     params: SamplingParams
@@ -52,6 +53,7 @@ class SubmittedRequest:
     adapter: Any = None
     is_whole: bool = False
     pictures: Any = None
+    source: Any = None
 
 
 class StepFeature:

@@ -31,6 +31,12 @@ class WholeBlocks:
         self._pools = [(number, pool) for number, _, pool in groups]
         self._block_size = block_size
 
+    @property
+    def copied(self) -> Sequence[tuple[int, BlockPool]]:
+        """The groups, and their pools, whose blocks are copied where a sequence goes on within a
+        block of another one."""
+        return self._pools
+
     def can_grow(self, request: Request, count: int) -> bool:
         """Whether the block tables of a request can get `count` more entries."""
         return all(pool.num_free >= count for _, pool in self._pools)

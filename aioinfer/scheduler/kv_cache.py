@@ -35,6 +35,7 @@ from aioinfer.scheduler.prefix_loads import PrefixLoads
 from aioinfer.scheduler.prefix_search import Prefix, PrefixSearch
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.snapshots import SnapshotPool, StateBlocks
+from aioinfer.scheduler.source_blocks import SourceBlocks
 
 
 class KVCacheManager:
@@ -47,6 +48,7 @@ class KVCacheManager:
         prefixes: finds prefix hits.
         store: has blocks beyond those of the pools; None without one.
         loads: bring prefixes that the store has; None without one.
+        sources: the blocks of sources; None in a model without them.
     """
 
     def __init__(
@@ -83,12 +85,17 @@ class KVCacheManager:
         numbered = list(zip(range(len(groups)), groups, self.pools, strict=True))
         whole = [group for group in numbered if group[1].window is None]
         states = [group for group in numbered if group[1].keeps_states]
-        windows = [group for group in numbered if group not in whole and group not in states]
+        sources = [group for group in numbered if group[1].keeps_source]
+        windows = [group for group in numbered if group not in [*whole, *states, *sources]]
         self._windows = WindowBlocks(windows, block_size) if windows else None
         self._states: StateBlocks | None = None
         if states:
             self._states = StateBlocks(states, block_size, prefix_caching=prefix_caching)
-        kinds = (WholeBlocks(whole, block_size) if whole else None, self._windows, self._states)
+        self.sources: SourceBlocks | None = None
+        if sources:
+            self.sources = SourceBlocks(sources, block_size, is_shared=prefix_caching)
+        of_tokens = WholeBlocks(whole, block_size) if whole else None
+        kinds = (of_tokens, self._windows, self._states, self.sources)
         self._kinds: list[WholeBlocks] = [kind for kind in kinds if kind is not None]
         self.prefixes = PrefixSearch(
             self.pools, self._kinds, self._states, self.leading_pool, block_size,
@@ -313,7 +320,11 @@ class KVCacheManager:
                 tables[number] = table
         prefix = Prefix(num_tokens, full, tables, [])
         if num_tokens % self._block_size:
-            prefix.copied = [(group, table[full]) for group, table in enumerate(leader.blocks)]
+            prefix.copied = [
+                (number, leader.blocks[number][full])
+                for kind in self._kinds
+                for number, _ in kind.copied
+            ]
         return prefix
 
     def replace(self, request: Request, prefix: Prefix) -> int:
@@ -364,6 +375,8 @@ class KVCacheManager:
         """Takes a request's blocks out of the prefix index: their contents cannot be trusted."""
         for pool in self.pools:
             pool.forget(request.block_hashes)
+        if self.sources is not None:
+            self.sources.forget(request)
         for stored in self.store.groups if self.store else ():
             stored.drop(request.block_hashes)
         if self.store is not None:

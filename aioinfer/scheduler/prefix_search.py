@@ -3,6 +3,8 @@
 The blocks of all groups carry the same hashes. A hit of h blocks needs, where all tokens are
 attended to, all of them; with a window only the last ones, which hold the `window - 1` tokens
 before the hit's end; of states the last one. The hit is the longest that every group can serve.
+The block of a source is no part of it: it is found by itself, or computed once more
+(`source_blocks.py`).
 
 Behind the hit, a cached block that begins with the next tokens of the prompt is copied
 (`partial_blocks`), in models without states. Workers copy before a step computes anything: the
@@ -140,10 +142,10 @@ class PrefixSearch:
         found, count = self._partial.find(parent, request.tokens[start : start + room].tobytes())
         if not found or found in self._computing:  # one group may have it, and another compute it
             return [], 0
-        if not all(pool.has(found) for pool in self._pools):
+        copied = [each for kind in self._kinds for each in kind.copied]
+        if not all(pool.has(found) for _, pool in copied):
             return [], 0
-        blocks = (pool.lookup([found])[0] for pool in self._pools)
-        return list(enumerate(blocks)), count
+        return [(number, pool.lookup([found])[0]) for number, pool in copied], count
 
     def want_shared(self, request: Request, waiting: Iterable[Request]) -> None:
         """Has a request that computes its prompt keep the states behind the tokens that `waiting`

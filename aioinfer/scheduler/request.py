@@ -94,6 +94,24 @@ class Use:
 
 
 @dataclass(slots=True, eq=False)
+class Source:
+    """What the tokens of a request attend to beside each other: the output of an encoder. Each
+    request has its own object.
+
+    Attributes:
+        key: equal for sources that may share keys and values.
+        data: what the workers encode.
+        is_held: whether the request owns the block of its keys and values.
+        is_unwritten: whether it was the first to take the block, which no posted step has written.
+    """
+
+    key: bytes
+    data: Any
+    is_held: bool = False
+    is_unwritten: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class ForkGroup:
     """The n sequences of one prompt.
 
@@ -128,6 +146,8 @@ class Request:
         spans: the tokens of the prompt that are not known by their ids alone, ascending.
         rotary_offset: added to the positions of tokens behind the pictures of the prompt where RoPE
             is applied, in models that have three positions a token.
+        source: what its tokens attend to beside each other, in models with an encoder before the
+            decoder; None in others.
         plan_limit: the `total` up to which its tokens are planned: `max_len`, or less where
             `Scheduler.fork` decides on each token.
 
@@ -184,6 +204,7 @@ class Request:
     flow: Flow = ONE_FLOW
     spans: Sequence[KeyedSpan] = ()
     rotary_offset: int = 0
+    source: Source | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)
@@ -297,6 +318,8 @@ class Request:
         self.num_blocks = self.num_committed = 0
         self.slot = self.prefill_step = -1
         self.is_read = False
+        if self.source is not None:
+            self.source.is_held = self.source.is_unwritten = False
 
     def __lt__(self, other: Request) -> bool:
         return self.key < other.key

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from aioinfer.ipc.kv_spec import KVGroup, StateSpec
+from aioinfer.ipc.kv_spec import SOURCE_PAGE, KVGroup, SourceSpec, StateSpec
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
@@ -136,4 +136,6 @@ def _make_tensor(
     if isinstance(spec, StateSpec):
         return make_kv((layers, num_blocks, *spec.shape), getattr(torch, spec.dtype), device)
     parts, heads, channels = spec.token_shape
+    if isinstance(spec, SourceSpec):
+        block_size = spec.num_pages * SOURCE_PAGE
     return make_kv((parts, layers, num_blocks, block_size, heads, channels), dtype, device)

@@ -25,7 +25,8 @@ the prefix cache.
 
 Groups of states (`StateSpec`) have a block for each running request, where memory is plenty two,
 and snapshots for the prefix cache beside them: `SNAPSHOT_SHARE` of the memory, which is set aside
-before the rest is divided, and in a model that keeps nothing else all that is left.
+before the rest is divided, and in a model that keeps nothing else all that is left. Groups of
+sources (`SourceSpec`) have a block for each running request.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class CacheDemand:
         for group in self.groups:
             if group.window is None:
                 enough.append(None)
-            elif group.keeps_states:
+            elif group.keeps_states or group.keeps_source:
                 enough.append(seqs * group.max_blocks(num_tokens, size, self.max_chunk))
             else:
                 tokens = seqs * (group.window + 2 * size - 2) + self.max_chunk

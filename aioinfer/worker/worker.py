@@ -512,10 +512,9 @@ class Worker:
         num_blocks = -(-max_len // self.block_size)
         # the slots are as long as the real runner's: they are part of the peak
         longest = self._config.model.max_model_len or model_max_len
-        runner = self._make_runner(
-            [num_blocks] * len(self._groups), rows, max(max_len, min(longest, model_max_len))
-        )
-        steps = self._dummy_steps(runner, num_blocks)
+        blocks = [1 if group.keeps_source else num_blocks for group in self._groups]
+        runner = self._make_runner(blocks, rows, max(max_len, min(longest, model_max_len)))
+        steps = self._dummy_steps(runner, min(blocks, default=num_blocks))
         plan = steps.largest_plan(lengths)
         if self.device.type != "cpu":
             with compile_only():

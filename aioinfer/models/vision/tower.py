@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.backend import Backend
-from aioinfer.layers.shards import NamedShards, WeightShard
+from aioinfer.models.replicated import ReplicatedModule
 from aioinfer.models.vision.format import PictureFormat
 
 #: Activations of towers by the names that configurations have.
@@ -35,19 +33,16 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return ACTIVATIONS[name]
 
 
-class Tower(torch.nn.Module):
-    """Base class of towers. A subclass makes its modules on the device "meta"; `Tower.place` gives
-    them memory.
+class Tower(ReplicatedModule):
+    """Base class of towers. Their `prefix` is without the "model." that may stand before.
 
     Attributes:
-        prefix: of its tensors' names in checkpoints, without the "model." that may stand before.
         format: how pictures come.
         width: channels of an embedding: the text model's hidden size, times 1 + `num_deep`.
         num_deep: how many further vectors an embedding has, which are added to the stream behind
             the first layers of the text model (DeepStack, Meng et al. 2024).
     """
 
-    prefix: ClassVar[str] = ""
     num_deep = 0
 
     def __init__(self, format: PictureFormat, hidden_size: int):
@@ -59,28 +54,6 @@ class Tower(torch.nn.Module):
     def width(self) -> int:
         """See the class."""
         return self._hidden_size * (1 + self.num_deep)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the arithmetic."""
-        return next(self.parameters()).dtype
-
-    def place(self, backend: Backend) -> None:
-        """Gives the parameters memory on a rank's device, in the dtype of its arithmetic; norms are
-        1 and biases 0 until they are loaded."""
-        self.requires_grad_(False)
-        self.to(backend.dtype).to_empty(device=backend.device)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(float(name.endswith("weight")))
-
-    def weight_shards(self) -> NamedShards:
-        """Yields where the tensors of the checkpoint go: each whole."""
-        for name, parameter in self.named_parameters():
-            yield f"{self.prefix}{name}", WeightShard(parameter.data, 0, 0, None)
-
-    def finalize(self) -> None:
-        """See `part_maker.Loadable`: nothing is left to be done."""
 
     def normalised(self, pixels: torch.Tensor) -> torch.Tensor:
         """Returns pixels uint8 [..., 3] as the tower was trained for them, in its dtype."""

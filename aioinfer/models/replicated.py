@@ -1,0 +1,44 @@
+"""A module in plain torch that every tensor-parallel rank has whole, with parameters under the
+names of the checkpoint's tensors: the tower of a model that reads pictures, or an encoder before a
+decoder."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.shards import NamedShards, WeightShard
+
+
+class ReplicatedModule(torch.nn.Module):
+    """Base class. A subclass makes its modules on the device "meta"; `place` gives them memory.
+
+    Attributes:
+        prefix: of its tensors' names in checkpoints.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the arithmetic."""
+        return next(self.parameters()).dtype
+
+    def place(self, backend: Backend) -> None:
+        """Gives the parameters memory on a rank's device, in the dtype of its arithmetic; norms are
+        1 and biases 0 until they are loaded."""
+        self.requires_grad_(False)
+        self.to(backend.dtype).to_empty(device=backend.device)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(float(name.endswith("weight")))
+
+    def weight_shards(self) -> NamedShards:
+        """Yields where the tensors of the checkpoint go: each whole."""
+        for name, parameter in self.named_parameters():
+            yield f"{self.prefix}{name}", WeightShard(parameter.data, 0, 0, None)
+
+    def finalize(self) -> None:
+        """See `part_maker.Loadable`: nothing is left to be done."""

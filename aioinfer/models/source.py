@@ -1,0 +1,89 @@
+"""The source of a request to a model with an encoder before its decoder: what the encoder reads,
+and how a family reads it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.errors import ConfigError
+
+_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SourceData:
+    """A source as the encoder takes it.
+
+    Attributes:
+        values: int32 [n], token ids; or float32 [n], samples of sound.
+        num_tokens: of the encoder's output, at most; what a step's budget counts.
+    """
+
+    values: npt.NDArray[np.int32] | npt.NDArray[np.float32]
+    num_tokens: int
+
+    def key(self, salt: bytes = b"") -> bytes:
+        """Returns a key that is equal for equal sources under the same salt."""
+        hashed = blake2b(salt, digest_size=_KEY_BYTES, person=b"source")
+        hashed.update(self.values.dtype.str.encode())
+        hashed.update(np.ascontiguousarray(self.values).data)
+        return hashed.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFormat:
+    """How a model reads sources.
+
+    Attributes:
+        kind: "text" for token ids, "sound" for samples.
+        max_values: the maximum of a source's token ids or samples.
+        max_tokens: the maximum of tokens of the encoder's output.
+        start: the tokens with which the decoder begins, where a request names no others.
+        rate: samples a second, of sound.
+    """
+
+    kind: Literal["text", "sound"]
+    max_values: int
+    max_tokens: int
+    start: tuple[int, ...]
+    rate: int = 0
+
+    def source(self, values: npt.NDArray[Any]) -> SourceData:
+        """Returns a source of values, which are no more than `max_values`."""
+        if self.kind == "sound":
+            return SourceData(np.ascontiguousarray(values, np.float32), self.max_tokens)
+        return SourceData(np.ascontiguousarray(values, np.int32), len(values))
+
+
+def read_start(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the tokens with which a model's decoder begins: of `generation_config.json`, or of
+    `config.json`, the decoder's start token and the one that must follow it.
+
+    Raises `ConfigError` if they are missing or no token ids.
+    """
+    file = folder / "generation_config.json"
+    try:
+        generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+    def read(name: str) -> Any:
+        found = generation.get(name)
+        return config.get(name) if found is None else found
+
+    first, forced = read("decoder_start_token_id"), read("forced_bos_token_id")
+    first = read("bos_token_id") if first is None else first
+    start = [token for token in (first, forced) if token is not None]
+    if not start or not all(isinstance(token, int) for token in start):
+        raise ConfigError(
+            f"decoder_start_token_id and forced_bos_token_id must be token ids, not {start!r}"
+        )
+    return tuple(start)

@@ -1,0 +1,197 @@
+"""Every family with an encoder before its decoder against transformers, greedily in float32:
+sources however they are batched, cut, cached and preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from aioinfer.engine.sources import SourcePrompt
+from aioinfer.executor.inline import InlineExecutor
+from aioinfer.llm import LLM, Output
+from aioinfer.models.mel import log_mel, mel_filters
+from aioinfer.sampling_params import BeamSearchParams, SamplingParams
+from tests.source_models import (
+    ID,
+    MODELS,
+    RATE,
+    Reference,
+    encoder_inputs,
+    reference_output,
+    save_model,
+    sound,
+)
+
+TOKENS = 24
+PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)
+#: Of each request: the decoder's first tokens, and its source.
+Turn = tuple[list[int], Any]
+_START = [ID[f"<|{name}|>"] for name in ("startoftranscript", "de", "transcribe", "notimestamps")]
+_LONG = [ID["<|startofprev|>"], *range(65, 95), *_START]
+SOUNDS = [sound(0.7, 1), sound(2.0, 2), sound(1.3, 3)]
+TURNS: dict[str, list[Turn]] = {
+    "whisper": [(_START, SOUNDS[0]), (_LONG, SOUNDS[1]), (_START, SOUNDS[1]), (_LONG, SOUNDS[2])],
+}
+
+
+class Saved(NamedTuple):
+    folder: Path
+    name: str
+    model: Any
+    expected: dict[int, Reference]
+
+    @property
+    def turns(self) -> list[Turn]:
+        return TURNS[self.name]
+
+
+#: All but one are tested beside `make test` where it takes processes.
+EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in MODELS if name != "whisper"]
+EVERY = pytest.mark.parametrize("saved", MODELS, indirect=True)
+
+
+@pytest.fixture(scope="module")
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Saved(folder, request.param, save_model(request.param, folder), {})
+
+
+@contextmanager
+def opened(saved: Saved, **settings: Any) -> Iterator[LLM]:
+    given = {
+        "model.dtype": "float32", "cache.block_size": 16, "parallel.executor": "inline",
+        "scheduler.max_num_seqs": 8, "cache.cpu_memory_gib": 0.1, **settings,
+    }  # fmt: skip
+    llm = LLM(str(saved.folder), progress=False, settings=given)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def generate(llm: LLM, turns: Sequence[Turn], params: SamplingParams = PARAMS) -> list[Output]:
+    prompts: list[Any] = [as_prompt(llm, turn) for turn in turns]
+    return llm.run(llm._generate(prompts, [params] * len(prompts), [0] * len(prompts)))
+
+
+def as_prompt(llm: LLM, turn: Turn) -> Any:
+    start, source = turn
+    if not isinstance(source, np.ndarray):
+        return list(source)
+    format = llm.frontend._model.source
+    assert format is not None
+    return SourcePrompt(start, format.source(source))
+
+
+def check(saved: Saved, turns: Sequence[Turn], outputs: Sequence[Output]) -> None:
+    for turn, output in zip(turns, outputs, strict=True):
+        number = next(i for i, each in enumerate(saved.turns) if each is turn)
+        if number not in saved.expected:
+            start, source = turn
+            saved.expected[number] = reference_output(
+                saved.model, saved.name, start, source, TOKENS
+            )
+        expected = saved.expected[number]
+        assert output.token_ids == expected.tokens, number
+        found = [each.logprob for each in output.completions[0].logprobs or ()]
+        assert found == pytest.approx(expected.logprobs, abs=2e-4), number
+
+
+def test_spectrograms_are_transformers_s() -> None:
+    for mels, samples in ((80, sound(1.7, 4)), (128, sound(0.3, 5)), (80, np.zeros(9000))):
+        extract = transformers.WhisperFeatureExtractor(feature_size=mels, chunk_length=2)
+        expected = extract(samples, sampling_rate=RATE, return_tensors="pt").input_features
+        padded = torch.zeros(1, 2 * RATE)
+        padded[0, : len(samples)] = torch.from_numpy(samples)
+        found = log_mel(padded, mel_filters(mels, padded.device))
+        assert torch.allclose(found, expected, atol=3e-5)
+
+
+@EVERY
+def test_all_together(saved: Saved) -> None:
+    with opened(saved) as llm:
+        outputs = generate(llm, saved.turns)
+        check(saved, saved.turns, outputs)
+        assert len({tuple(output.token_ids) for output in outputs}) == len(saved.turns)
+
+
+@EVERY
+def test_chunks_and_one_source_a_step(saved: Saved) -> None:
+    settings = {
+        "scheduler.max_num_batched_tokens": 7, "scheduler.max_num_seqs": 4,
+        "media.encoder_budget": 1, "cache.enable_prefix_caching": False,
+    }  # fmt: skip
+    with opened(saved, **settings) as llm:
+        check(saved, saved.turns, generate(llm, saved.turns))
+
+
+@EVERY
+def test_preempted_requests_begin_again_with_their_source(saved: Saved) -> None:
+    with opened(saved, **{"cache.num_blocks": 5}) as llm:
+        outputs = generate(llm, [*saved.turns, *saved.turns])
+        check(saved, [*saved.turns, *saved.turns], outputs)
+        assert any(output.completions[0].num_preemptions for output in outputs)
+
+
+@EVERY
+def test_a_source_that_is_known_is_not_encoded_again(saved: Saved) -> None:
+    with opened(saved) as llm:
+        calls = encoder_calls(llm)
+        for _ in range(2):
+            for turn in saved.turns:
+                check(saved, [turn], generate(llm, [turn]))
+        assert sum(calls) == len({id(source) for _, source in saved.turns})
+        llm.run(reset(llm))
+        check(saved, saved.turns[:1], generate(llm, saved.turns[:1]))
+        assert sum(calls) == len({id(source) for _, source in saved.turns}) + 1
+
+
+async def reset(llm: LLM) -> None:
+    llm.frontend.reset_prefix_cache()
+
+
+def encoder_calls(llm: LLM) -> list[int]:
+    """Returns a list to which each call of the encoder adds how many sources it has."""
+    executor = llm.frontend.engines[0]._workers.executor
+    assert isinstance(executor, InlineExecutor)
+    encoder, calls = executor._worker.runner.model.encoder, []
+    encode = encoder.encode
+
+    def count(sources: Any) -> Any:
+        calls.append(len(sources))
+        return encode(sources)
+
+    encoder.encode = count
+    return calls
+
+
+@EVERY
+def test_sequences_and_beams_of_one_source(saved: Saved) -> None:
+    start, source = saved.turns[0]
+    with opened(saved) as llm:
+        calls = encoder_calls(llm)
+        (output,) = generate(llm, saved.turns[:1], SamplingParams(n=3, max_tokens=TOKENS, seed=1))
+        assert len({tuple(each.token_ids) for each in output.completions}) > 1
+        params = BeamSearchParams(beam_width=3, max_tokens=TOKENS, ignore_eos=True)
+        (found,) = generate(llm, saved.turns[:1], params.sampling_params())
+        assert calls == [1]
+    expected = saved.model.generate(
+        **encoder_inputs(saved.name, source, saved.model),
+        decoder_input_ids=torch.tensor([start]), num_beams=3, max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS, do_sample=False, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    assert found.token_ids == expected[0].tolist()[-TOKENS:]
+
+
+@pytest.mark.parametrize("saved", ["whisper", *EXTENDED], indirect=True)
+def test_two_tensor_parallel_ranks(saved: Saved) -> None:
+    settings = {"parallel.tensor_parallel_size": 2, "parallel.executor": "multiprocess"}
+    with opened(saved, **settings) as llm:
+        check(saved, saved.turns, generate(llm, saved.turns))
