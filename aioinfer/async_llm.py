@@ -29,6 +29,7 @@ from aioinfer.arguments import (
 )
 from aioinfer.engine.chat_turn import MessageBuilder, Turn, conversation_turn
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_control import Mode, Tag
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooled_prompts import cross_prompt, cut_text
 from aioinfer.engine.served_model import cosine_similarity
@@ -440,16 +441,29 @@ class AsyncLLM:
 
     def pause(self) -> None:
         """Lets all requests wait until `resume`; new ones are taken."""
-        self.frontend.pause()
+        self.frontend.control.pause_now()
 
     def resume(self) -> None:
         """Goes on with all requests."""
-        self.frontend.resume()
+        self.frontend.control.resume()
 
     @property
     def is_paused(self) -> bool:
         """Whether requests wait for `resume`."""
-        return self.frontend.is_paused
+        return self.frontend.control.is_paused
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
+        """See `LLM.sleep`."""
+        await self.frontend.control.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await self.frontend.control.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache have no memory on the device."""
+        return self.frontend.control.sleep_level > 0
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See `LLM.load_adapter`."""

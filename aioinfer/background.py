@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 from aioinfer.arguments import make_config
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_control import Mode, Tag
 from aioinfer.engine.served_model import find_model
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.torchrun import follow
@@ -94,6 +95,31 @@ class BackgroundModel:
         except BaseException:
             future.cancel()
             raise
+
+    def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
+        """Frees the device's memory of weights and KV cache until `wake_up`. Does nothing for a
+        model that sleeps.
+
+        Args:
+            level: 1 keeps the weights in memory of the host.
+            mode: what happens to requests that run: "keep" has them go on after waking, "wait"
+                finishes them first, "abort" ends them.
+
+        Raises:
+            WorkerCallError: a GPU's model was loaded without `model.sleep_mode`, or the host has
+                too little memory.
+        """
+        self.run(self.frontend.control.sleep(level, mode))
+
+    def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
+        """Takes memory again for "weights", "kv_cache" or, by default, both, and then goes on with
+        the requests. Raises `WorkerCallError` where the device has none."""
+        self.run(self.frontend.control.wake_up(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache have no memory on the device."""
+        return self.frontend.control.sleep_level > 0
 
     def close(self) -> None:
         """Ends the requests and the workers. Safe to call twice."""

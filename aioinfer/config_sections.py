@@ -64,6 +64,12 @@ class ModelConfig:
         None,
         minimum=1,
     )
+    sleep_mode: bool = key(
+        "On a GPU, hold weights and KV cache in memory that `/sleep` gives back and `/wake_up` "
+        "takes again (docs/training.md). The host then needs pinned memory for the weights. On a "
+        "CPU a model sleeps without it.",
+        False,
+    )
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
     features: list[str] = key(
         "Step features and logits processors of other installed packages, by the names of their "
@@ -492,7 +498,8 @@ class ServerConfig:
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
-        "`/abort`, `/reset_prefix_cache`, `/experts`, `/v1/load_lora_adapter`), and nothing else. "
+        "`/sleep`, `/abort`, `/reset_prefix_cache`, `/experts`, `/v1/load_lora_adapter`), and "
+        "nothing else. "
         "Tables of `api_key_file` with `admin = true` open them, too; without either they are "
         "answered 403.",
         None,

@@ -84,6 +84,12 @@ class EngineDeadError(AioinferError):
     status, code = 503, "engine_dead"  # of the reply
 
 
+class WorkerCallError(AioinferError):
+    """The workers refused a call, or it failed on one of them; they go on as before."""
+
+    status, code = 400, "worker_call_failed"  # of the reply
+
+
 class IntegrityError(AioinferError, AssertionError):
     """Records of the scheduler or the engine contradict each other: a fault of aioinfer itself."""
 

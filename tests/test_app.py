@@ -21,6 +21,7 @@ from aioinfer.api import app
 from aioinfer.api.server import create_app
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_control import ModelControl
 from aioinfer.errors import ConfigError
 from bench_loop import make_frontend
 from tests.waiting import until
@@ -84,7 +85,8 @@ class Loading:
     async def launch(self, *_: Any) -> Any:
         await self.may_end.wait()
         return SimpleNamespace(
-            config=self.config, tokenizer=None, engines=[], dead_reason=None, is_paused=False,
+            config=self.config, tokenizer=None, engines=[], dead_reason=None,
+            control=ModelControl([]),
             is_healthy=lambda: not self.dead.is_set(), is_ready=lambda: not self.dead.is_set(),
             max_model_len=8, wait_dead=self.dead.wait, close=self.close, generates=True,
         )  # fmt: skip

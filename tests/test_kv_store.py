@@ -172,6 +172,24 @@ def test_a_request_may_end_while_it_loads() -> None:
     assert_complete(decoding)
 
 
+def test_a_request_that_loads_begins_anew_when_the_device_is_emptied() -> None:
+    harness = make_harness()
+    decoding, loading = begin_load(harness, 20)
+    while harness.worker.results:
+        harness.update()
+    harness.scheduler.release_blocks()
+    assert (decoding.status, loading.status) == (RequestStatus.WAITING,) * 2
+    harness.scheduler.check_integrity()
+    assert harness.scheduler.kv_cache.prefixes.count_cached(loading.block_hashes) == 0
+    for cache in harness.worker.caches:
+        cache[:] = [[0] * len(block) for block in cache]
+    harness.worker.load_steps = lambda: 0
+    harness.run()
+    assert_complete(decoding)
+    assert_complete(loading)
+    assert loading.num_cached == 36, "the store has kept its blocks"
+
+
 def test_what_is_on_its_way_when_caches_are_cleared_is_not_found() -> None:
     harness = make_harness()
     decoding, loading = begin_load(harness, 6)

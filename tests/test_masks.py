@@ -111,7 +111,7 @@ class Inbox:
         spec: Any = SimpleNamespace(
             reader=0, plans=self.ring, masks=self.masks, control=control, config=config
         )
-        self.inbox = _Inbox(spec, VOCAB)
+        self.inbox = _Inbox(spec, SimpleNamespace(vocab_size=VOCAB))
 
     def close(self) -> None:
         for each in (self.ring, self.masks, self.parent, self.control):

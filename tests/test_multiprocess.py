@@ -305,8 +305,8 @@ async def test_ranks_load_side_by_side(tmp_path: Path) -> None:
     )
     async with asyncio.timeout(30):
         await stopped.wait()
-    await until(lambda: bool(executor._answers[1]))
-    assert not executor._answers[0]
+    await until(lambda: bool(executor.answers[1]))
+    assert not executor.answers[0]
     assert run.progress[-1][1] < run.progress[-1][2]
     executor._on_progress = lambda *progress: None
     workers()[0].resume()

@@ -19,6 +19,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import LoopLag
+from aioinfer.engine.model_control import ModelControl
 from aioinfer.errors import ConfigError
 from tests.waiting import until
 
@@ -37,7 +38,7 @@ def make_server(**settings: Any) -> HttpServer:
                 check_generates=lambda: None,
                 config=config,
                 engines=[],
-                is_paused=False,
+                control=ModelControl([]),
                 max_model_len=2**20,
                 is_healthy=lambda: True,
                 is_ready=lambda: True,

@@ -19,7 +19,9 @@ from aioinfer.api.admin.control import (
     AbortRequest,
     ExpertLoads,
     LoadAdapter,
+    Paused,
     Placement,
+    Sleeping,
     UnloadAdapter,
 )
 from aioinfer.api.admin.info import Load, Model, ModelList, ServerInfo, Status, Version
@@ -181,8 +183,12 @@ ROUTES: tuple[Route, ...] = (
     _post("/abort", control.abort, AbortRequest, AbortReply),
     _post("/v1/load_lora_adapter", control.load_adapter, LoadAdapter, Status),
     _post("/v1/unload_lora_adapter", control.unload_adapter, UnloadAdapter, Status),
-    _post("/pause", control.pause, None, Status),
+    _post("/pause", control.pause, None, Status, query=control.PAUSE_QUERY),
     _post("/resume", control.resume, None, Status),
+    _get("/is_paused", control.show_paused, Paused),
+    _post("/sleep", control.sleep, None, Status, query=control.SLEEP_QUERY),
+    _post("/wake_up", control.wake_up, None, Status, query=control.WAKE_QUERY),
+    _get("/is_sleeping", control.show_sleeping, Sleeping),
     _post("/reset_prefix_cache", control.reset_prefix_cache, None, Status),
     _get("/experts", control.show_experts, ExpertLoads),
     _get("/experts/placement", control.make_placement, Placement, query=_PLACEMENT),

@@ -276,9 +276,9 @@ class HttpServer:
         self._draining = True
         if self._application is not None:
             frontend = self._application.app[FRONTEND]
-            if frontend.is_paused:
+            if frontend.control.is_paused:
                 _log.warning("the pause ends: the server is shutting down, and answers what waits")
-                frontend.resume()
+                await frontend.control.end_pause()
             await page.end_live_streams(self._application.app)
             if (under_way := self._application.app[batches.BATCHES]) is not None:
                 await under_way.stop(self._application.app)
@@ -415,8 +415,8 @@ async def create_app(config: Config, frontend: Frontend | None = None) -> web.Ap
 
     async def end_pause(_: web.Application) -> None:
         # engines of a caller are the caller's to resume
-        if launched is not None and launched.is_paused:
-            launched.resume()
+        if launched is not None and launched.control.is_paused:
+            await launched.control.end_pause()
 
     async def end(_: web.Application) -> None:
         if launched is not None:

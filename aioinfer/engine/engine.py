@@ -50,7 +50,8 @@ class Engine:
         requests: its open requests.
         features: what requests may ask of a step beside tokens.
         scheduler: set once `start` has returned.
-        is_paused: whether no further step is planned until `resume`.
+        is_paused: whether no further step is planned until `resume`, but to save KV blocks.
+        turn: set by each turn of the step loop, and when workers are lost.
         lockstep: of the engines that share experts; None for others.
         emission, recovery: see there.
     """
@@ -86,6 +87,7 @@ class Engine:
         # a step for each stage, and one ahead
         self._pipeline_depth = config.parallel.pipeline_parallel_size + config.scheduler.plan_ahead
         self._planning_is_due = False
+        self.turn = asyncio.Event()
         list_files = self._list_kv_files if config.cache.disk_path else None
         self._workers = Workers(executor, self._step, self.handle_loss, list_files)
         self.requests = OpenRequests(self.metrics, self.plan_soon)
@@ -188,6 +190,11 @@ class Engine:
         path = self._config.cache.disk_path or ""
         return KVFiles.of(path, self.number).list(len(report.groups))
 
+    @property
+    def executor(self) -> Executor:
+        """What runs its workers; another one after a restart."""
+        return self._workers.executor
+
     def stage_times(self) -> Sequence[StageTime]:
         """Returns the busy and idle time of each pipeline stage since its workers started; empty if
         there is one stage."""
@@ -208,6 +215,7 @@ class Engine:
     async def shutdown(self) -> None:
         """Ends the workers, and waits until they are gone. Safe to call twice."""
         self._record_check.end()
+        self.turn.set()
         await self.recovery.end()
         for feature in self.features:
             feature.close()
@@ -216,6 +224,7 @@ class Engine:
     def handle_loss(self, error: Exception) -> None:
         """Restarts the workers, or gives up; see `Recovery.handle_loss`."""
         was_serving = self.state is EngineState.SERVING
+        self.turn.set()
         self.recovery.handle_loss(error)
         if self.lockstep is not None and was_serving:
             self.lockstep.lose(self.number, error)
@@ -231,6 +240,7 @@ class Engine:
     def resume(self) -> None:
         """Goes on with all requests, after `pause`."""
         self.is_paused = False
+        self.scheduler.set_admission(is_open=True)
         self.plan_soon()
 
     # ---------------------------------------------------------------- requests
@@ -289,6 +299,7 @@ class Engine:
     def _plan_and_post(self) -> None:
         """Plans steps and posts them until enough are in flight or nothing is left to compute."""
         self._planning_is_due = False
+        self.turn.set()
         timer, scheduler = self.metrics.timer, self.scheduler
         try:
             while (
@@ -300,15 +311,19 @@ class Engine:
                     plan = self._next_plan()
                 if plan is None:
                     return
-                with timer.post:
-                    self._workers.executor.post(plan)
-                if self.lockstep is not None:
-                    self.lockstep.record_post(self.number)
-                self.metrics.record_plan(plan, scheduler.running)
-                scheduler.confirm_post()
+                self.post(plan)
         # a step that cannot be posted would leave every request waiting without end
         except Exception as error:
             self.handle_loss(EngineDeadError(f"a step could not be planned or posted: {error!r}"))
+
+    def post(self, plan: StepPlan) -> None:
+        """Hands a plan of the scheduler to the workers."""
+        with self.metrics.timer.post:
+            self._workers.executor.post(plan)
+        if self.lockstep is not None:
+            self.lockstep.record_post(self.number)
+        self.metrics.record_plan(plan, self.scheduler.running)
+        self.scheduler.confirm_post()
 
     def _next_plan(self) -> StepPlan | None:
         """Returns the next step; None if there is nothing to compute, or the engine is paused, and

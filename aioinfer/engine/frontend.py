@@ -21,6 +21,7 @@ from aioinfer.config import Config
 from aioinfer.engine.encoding import EncodingThreads, PreparedPrompt, PromptEncoder
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import LoopLag
+from aioinfer.engine.model_control import ModelControl
 from aioinfer.engine.output import KnownDelta, RequestOutput
 from aioinfer.engine.pictures import (
     PictureReader,
@@ -75,6 +76,7 @@ class Frontend:
         max_model_len: the longest sequence, prompt included, that every engine can hold.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
+        control: pauses the model, and has it sleep.
     """
 
     tokenizer: Tokenizer | None
@@ -117,6 +119,7 @@ class Frontend:
             for engine in self.engines:
                 lockstep.join(engine.recovery, engine.plan_soon)
                 engine.lockstep = lockstep
+        self.control = ModelControl(self.engines)
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
         self._pictures: PictureReader | None = None
@@ -318,21 +321,6 @@ class Frontend:
         if self._restrictions is not None:
             self._restrictions.shutdown()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether no step is planned until `resume`."""
-        return any(engine.is_paused for engine in self.engines)
-
-    def pause(self) -> None:
-        """Lets all requests wait, running ones included, until `resume`. New ones are taken."""
-        for engine in self.engines:
-            engine.pause()
-
-    def resume(self) -> None:
-        """Goes on with all requests."""
-        for engine in self.engines:
-            engine.resume()
-
     def abort(self, is_meant: Callable[[str], bool]) -> int:
         """Aborts the requests with ids for which `is_meant` is true: their readers get the tokens
         generated so far, with "abort" as the finish reason. Returns how many there were."""
@@ -443,7 +431,7 @@ class Frontend:
             known: the part of the output that the client has already, from another server.
 
         Raises:
-            RequestError: the request is wrong or could never fit.
+            RequestError: the request is wrong or could never fit, or the model sleeps.
             GenerationError: `known` does not go with the request.
             EngineDeadError: the engine is gone.
         """
@@ -530,6 +518,7 @@ class Frontend:
             arrived: when the request did, of `time.perf_counter`.
         """
         self._require_alive()
+        self.control.check_admits()
         assert (constraint is not None) == params.is_restricted, "`compile` comes first"
         if priority and self.config.scheduler.policy != "priority":
             raise RequestError(

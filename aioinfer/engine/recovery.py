@@ -146,6 +146,7 @@ class Recovery:
         dead_reason: why it serves no more requests, or None.
         policy: how often and how soon the workers are restarted.
         new_executor: makes an executor of the engine's kind, or None: then there is no restart.
+        on_restart: called when new workers serve, before any step is planned for them.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class Recovery:
         self._metrics = requests.metrics
         self._limits_of = limits_of
         self._on_death = on_death
+        self.on_restart: Callable[[], None] = lambda: None
         self._task: asyncio.Future[None] | None = None
 
     def begin_service(self) -> None:
@@ -322,6 +324,7 @@ class Recovery:
         self._requests.scheduler.restart(self._limits_of(report), waiting)
         _log.warning("%sthe workers serve again; %d requests go on", self._name, len(waiting))
         self.begin_service()
+        self.on_restart()
         self._requests.plan_soon()
 
 
@@ -469,3 +472,4 @@ class Lockstep:
             if other != number and member.recovery.state is EngineState.SERVING:
                 message = f"it shares experts with engine {number}: {reason}"
                 member.recovery.handle_loss(EngineDeadError(message))
+                member.plan_soon()

@@ -8,9 +8,9 @@ posting: the scheduler's reuse of blocks and slots rests on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aioinfer.ipc.kv_spec import KVGroup
 from aioinfer.ipc.plan import I32, StepPlan, StepResult
@@ -115,6 +115,23 @@ class Executor(Protocol):
     def post_masks(self, step_id: int) -> None:
         """Tells every worker that the masks of a step are filled. It must come behind the step's
         plan and before the next one: until then the workers wait."""
+        ...
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Sequence[Any]:
+        """Calls a method of every worker (`Worker.call`), while no step is in flight. Returns the
+        results in the order of the ranks.
+
+        Args:
+            method: its name.
+            arguments: by name; of JSON's types, as results are.
+            timeout_s: workers that have not answered by then count as hung.
+
+        Raises:
+            WorkerCallError: it failed on a worker, and all have answered.
+            EngineDeadError: a worker has died or hung.
+        """
         ...
 
     def stage_times(self) -> Sequence[StageTime]:

@@ -125,6 +125,8 @@ class HostAgent:
         elif kind == "allocate":
             self._words = (message["vocab_size"] + 31) // 32
             self._ranks.allocate(**message)
+        elif kind == "call":
+            self._ranks.call(message["method"], message["arguments"])
         elif kind == "started":
             self._ranks.is_started = self._is_serving = True
         elif kind == "stacks":
@@ -169,6 +171,8 @@ class HostAgent:
         """See `RankEvents`."""
         if kind == "loaded":
             self._send(kind, rank=rank, report=plain_report(value))
+        elif kind == "answer":
+            self._send(kind, rank=rank, value=value)
         else:
             phases, graph_bytes, times = value
             self._send(kind, rank=rank, phases=phases, graph_bytes=graph_bytes, step_times=times)

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -68,7 +68,8 @@ class RankEvents(Protocol):
         ...
 
     def on_answer(self, rank: int, kind: str, value: Any) -> None:
-        """A rank has loaded (a `LoadReport`) or is ready (its phases and bytes of graphs)."""
+        """A rank has loaded (a `LoadReport`), is ready (its phases and bytes of graphs), or has
+        answered a call (the result of `Worker.call`)."""
         ...
 
     def on_result(self, message: memoryview) -> None:
@@ -237,6 +238,13 @@ class HostRanks:
 
     def _buffer_of(self, step_id: int) -> int:
         return buffer_of(step_id, self._masks.num_buffers)
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """Has every rank call a method; see `Executor.call`. Each answers by
+        `RankEvents.on_answer`."""
+        for control in self._controls:
+            with contextlib.suppress(OSError):  # the worker is dead; its pidfd reports that
+                control.send((method, dict(arguments)))
 
     def post_masks(self, step_id: int, masks: I32) -> None:
         """Tells the ranks that the masks of a step are in memory, and puts them there unless they

@@ -7,14 +7,15 @@ import asyncio
 import queue
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from aioinfer.config import Config
-from aioinfer.errors import AioinferError, EngineDeadError
+from aioinfer.errors import AioinferError, EngineDeadError, WorkerCallError
 from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
 from aioinfer.executor.capacity import settle_capacity
 from aioinfer.ipc.masks import NUM_MASK_BUFFERS, buffer_of, mask_words
@@ -116,6 +117,26 @@ class InlineExecutor:
     def post_masks(self, step_id: int) -> None:
         """See `Executor.post_masks`."""
         self._masked.put(step_id)
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Sequence[Any]:
+        """See `Executor.call`."""
+        if self._closed:
+            raise EngineDeadError("the worker has ended")
+        calling = self._loop.run_in_executor(
+            self._thread, lambda: self._worker.call(method, arguments)
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                is_done, result = await calling
+        except TimeoutError:
+            error = EngineDeadError(f"{method} did not end within {timeout_s:g} s")
+            self._fail(error)
+            raise error from None
+        if not is_done:
+            raise WorkerCallError(f"{method} failed: {result}")
+        return [result]
 
     def stage_times(self) -> Sequence[StageTime]:
         """See `Executor.stage_times`."""

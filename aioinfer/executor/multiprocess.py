@@ -29,12 +29,12 @@ class MultiprocessExecutor(WorkerExecutor):
         ranks = HostRanks(
             config, folder, engine, places, self.heartbeat, self, rendezvous=rendezvous
         )
-        self._hosts = [ranks]
+        self.hosts = [ranks]
 
     @property
     def ranks(self) -> HostRanks:
         """The processes, until the executor is shut down."""
-        (host,) = self._hosts
+        (host,) = self.hosts
         assert isinstance(host, HostRanks)
         return host
 

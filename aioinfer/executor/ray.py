@@ -153,10 +153,10 @@ class RayExecutor(WorkerExecutor):
         error = agent.exception()
         text = "its agent ended" if error is None else str(error).strip().partition("\n")[0]
         if isinstance(getattr(error, "cause", None), ConfigError):
-            self._fail(error.cause)  # type: ignore[union-attr]
+            self.fail(error.cause)  # type: ignore[union-attr]
             return
         self._loop.call_later(1.0, self.on_fault, f"{node.name} was lost: {text}")
-        if not self._hosts:
+        if not self.hosts:
             self._failure = self._failure or EngineDeadError(f"{node.name}: {text}")
 
     async def _release(self) -> None:

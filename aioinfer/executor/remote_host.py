@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioinfer.executor.host_messages import (
@@ -96,6 +96,10 @@ class RemoteHost:
         """Sends the masks of a step, int32 [rows, words]."""
         self._link.send(FrameKind.MASKS, step_id, [as_bytes(masks)])
 
+    def call(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """Has the ranks call a method; see `HostRanks.call`."""
+        self._send("call", method=method, arguments=dict(arguments))
+
     # ---------------------------------------------------------------- what comes back
 
     def _take(self, kind: FrameKind, number: int, payload: memoryview) -> None:
@@ -113,6 +117,8 @@ class RemoteHost:
             events.on_progress(**message)
         elif kind == "loaded":
             events.on_answer(message["rank"], kind, load_report(message["report"]))
+        elif kind == "answer":
+            events.on_answer(message["rank"], kind, tuple(message["value"]))
         elif kind == "ready":
             phases = [(name, seconds) for name, seconds in message["phases"]]
             times = [(rows, seconds, ahead) for rows, seconds, ahead in message["step_times"]]

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ import numpy as np
 from aioinfer.config import Config
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import ProgressCallback, StageTime, WorkerReport
+from aioinfer.executor.calls import WorkerCalls
 from aioinfer.executor.capacity import Capacity, settle_capacity
 from aioinfer.executor.host_ranks import HostRanks
 from aioinfer.ipc.anonymous_file import StackDump
@@ -82,6 +83,8 @@ class WorkerHost(Protocol):
 
     def post_masks(self, step_id: int, masks: I32) -> None: ...
 
+    def call(self, method: str, arguments: Mapping[str, Any]) -> None: ...
+
     def find_fault(self) -> str: ...
 
     def request_stacks(self) -> None: ...
@@ -100,6 +103,9 @@ class WorkerExecutor:
     Attributes:
         groups: the axes of the world, as in `RankSpec`.
         heartbeat: the last record of each rank of the world.
+        hosts: with the ranks.
+        names: of the ranks.
+        answers: of each rank, its messages that were not taken yet.
         check_every_s: how often the hosts are asked for faults while there is work.
     """
 
@@ -112,13 +118,15 @@ class WorkerExecutor:
         world_size = math.prod(size for _, size in self.groups)
         # their names and stages; on which hosts they are is up to `_make_hosts`
         self._ranks = place_on_hosts(self.groups, [0] * world_size)
+        self.names = [rank.name for rank in self._ranks]
         self._num_stages = config.parallel.pipeline_parallel_size
-        self.heartbeat = Heartbeat(world_size, [rank.name for rank in self._ranks])
+        self.heartbeat = Heartbeat(world_size, self.names)
         self.check_every_s = 1.0
         self._folder, self._engine, self._size = folder, engine, world_size
-        self._hosts: list[WorkerHost] = []
-        self._answers: list[deque[Any]] = [deque() for _ in range(world_size)]
-        self._news = asyncio.Event()  # an answer or a failure while starting
+        self.hosts: list[WorkerHost] = []
+        self.answers: list[deque[Any]] = [deque() for _ in range(world_size)]
+        self._news = asyncio.Event()  # an answer, or a failure
+        self._calls = WorkerCalls(self)
         self._posted: deque[tuple[int, float]] = deque()  # (step id, when) of unanswered plans
         # posted steps whose masks are not posted yet, and how many rows they have
         self._unmasked: dict[int, int] = {}
@@ -161,23 +169,23 @@ class WorkerExecutor:
             await self.shutdown()
             raise
         self._started = True
-        for host in self._hosts:
+        for host in self.hosts:
             host.is_started = True
         return report
 
     async def _start(self) -> WorkerReport:
         began = time.perf_counter()
-        self._hosts = await self._make_hosts()
-        await asyncio.gather(*(host.start() for host in self._hosts))
+        self.hosts = await self._make_hosts()
+        await asyncio.gather(*(host.start() for host in self.hosts))
         spawned = time.perf_counter()
         self._check()
-        reports = await self._gather("loaded")
+        reports = await self.gather("loaded")
         self._on_progress("allocate, warm up", 0, 0)
         capacity = settle_capacity(self.config, reports)
         self._vocab_size = reports[0].vocab_size
-        for host in self._hosts:
+        for host in self.hosts:
             host.allocate(capacity.num_blocks, capacity.max_model_len, self._vocab_size)
-        phases, graph_bytes, step_times = (await self._gather("ready"))[0]
+        phases, graph_bytes, step_times = (await self.gather("ready"))[0]
         phases = [(self._FIRST_PHASE, spawned - began), *phases]
         stages = self._describe_stages(reports)
         return _describe_workers(reports, capacity, phases, graph_bytes, stages, step_times)
@@ -195,17 +203,19 @@ class WorkerExecutor:
         """Returns the first rank of each pipeline stage."""
         return [rank for rank in self._ranks if rank.index_in("tp") == 0]
 
-    async def _gather(self, kind: str) -> list[Any]:
+    async def gather(self, kind: str) -> list[Any]:
         """Returns each rank's message of a kind, once all have sent one.
 
         Raises the error that ended one of them.
         """
-        while self._failure is None and not all(self._answers):
+        while self._failure is None and self._ending is None and not all(self.answers):
             self._news.clear()
             await self._news.wait()
         if self._failure is not None:
             raise self._failure
-        answers = [answers.popleft() for answers in self._answers]
+        if not all(self.answers):
+            raise EngineDeadError("the workers have ended")
+        answers = [answers.popleft() for answers in self.answers]
         assert all(answer[0] == kind for answer in answers), answers
         return [answer[1] for answer in answers]
 
@@ -216,7 +226,7 @@ class WorkerExecutor:
 
     def on_answer(self, rank: int, kind: str, value: Any) -> None:
         """See `RankEvents`."""
-        self._answers[rank].append((kind, value))
+        self.answers[rank].append((kind, value))
         self._news.set()
 
     # ---------------------------------------------------------------- steps
@@ -225,10 +235,10 @@ class WorkerExecutor:
         """See `Executor.post`."""
         message = plan.encode()
         try:
-            for host in self._hosts:
+            for host in self.hosts:
                 host.post(plan.step_id, message)
         except RingFullError as error:
-            self._fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
+            self.fail(EngineDeadError(f"step {plan.step_id} could not be posted: {error}"))
             return
         now = time.monotonic()
         if not self._posted:
@@ -241,7 +251,7 @@ class WorkerExecutor:
 
     def masks_of(self, step_id: int) -> I32:
         """See `Executor.masks_of`. The ranks of this host share this memory."""
-        for host in self._hosts:
+        for host in self.hosts:
             if isinstance(host, HostRanks):
                 return host.masks_of(step_id)
         if self._masks is None:
@@ -254,10 +264,16 @@ class WorkerExecutor:
         """See `Executor.post_masks`."""
         masks = self.masks_of(step_id)[: self._unmasked.pop(step_id, 0)]
         try:
-            for host in self._hosts:
+            for host in self.hosts:
                 host.post_masks(step_id, masks)
         except RingFullError as error:
-            self._fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
+            self.fail(EngineDeadError(f"the masks of step {step_id} could not be posted: {error}"))
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Sequence[Any]:
+        """See `Executor.call`."""
+        return await self._calls.call(method, arguments, timeout_s)
 
     def stage_times(self) -> Sequence[StageTime]:
         """See `Executor.stage_times`. Reports of other hosts are up to a second old."""
@@ -289,7 +305,7 @@ class WorkerExecutor:
         try:
             self._on_result(result)
         except Exception as error:
-            self._fail(
+            self.fail(
                 EngineDeadError(
                     f"the result of step {result.step_id} could not be handled: {error!r}"
                 )
@@ -311,15 +327,15 @@ class WorkerExecutor:
         if now - self._last_check > 3 * self._check_after_s:  # this process itself was stopped
             self._resumed_at = now
         self._last_check = now
-        faults = [fault for host in self._hosts if (fault := host.find_fault())]
+        faults = [fault for host in self.hosts if (fault := host.find_fault())]
         fault = "; ".join(faults) or self._describe_overdue()
         if fault and self._started:
             self._hang = EngineDeadError(fault)
-            for host in self._hosts:
+            for host in self.hosts:
                 host.request_stacks()
             self._watchdog = self._loop.call_later(_STACKS_S, self._fail_with_stacks, self._hang)
         elif fault:
-            self._fail(EngineDeadError(fault))
+            self.fail(EngineDeadError(fault))
         else:
             self._watchdog = self._loop.call_later(self._check_after_s, self._check)
 
@@ -348,9 +364,9 @@ class WorkerExecutor:
         own.write_own()
         parts = [f"stacks of the server (process {os.getpid()}):\n{own.read()}"]
         own.close()
-        parts += [host.read_stacks() for host in self._hosts]
+        parts += [host.read_stacks() for host in self.hosts]
         _log.error("engine %d: %s\n%s", self._engine, error, "\n".join(parts))
-        self._fail(error)
+        self.fail(error)
 
     # ---------------------------------------------------------------- the end
 
@@ -369,7 +385,7 @@ class WorkerExecutor:
         errors that did."""
         report = min(self._reports, key=lambda report: (report.in_collective, report.at_ns))
         name = self._ranks[report.rank].name
-        self._fail(report.error or EngineDeadError(f"worker {name} failed:\n{report.trace}"))
+        self.fail(report.error or EngineDeadError(f"worker {name} failed:\n{report.trace}"))
 
     def on_exit(self, rank: int, how: str) -> None:
         """See `RankEvents`. The rank is itself the cause of others' errors in collectives."""
@@ -377,23 +393,22 @@ class WorkerExecutor:
             self._fail_with_first()  # the error of another rank came before
             return
         name = self._ranks[rank].name
-        self._fail(EngineDeadError(f"worker {name} {how}: {self.heartbeat.describe(rank)}"))
+        self.fail(EngineDeadError(f"worker {name} {how}: {self.heartbeat.describe(rank)}"))
 
     def on_fault(self, fault: str) -> None:
         """See `RankEvents`."""
-        self._fail(EngineDeadError(fault))
+        self.fail(EngineDeadError(fault))
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Reports the first failure and ends all workers: none can go on without the others."""
         if self._failure is not None or self._ending is not None:
             return
         self._failure = error = self._hang or error  # errors of the stopped ranks come later
-        for host in self._hosts:
+        for host in self.hosts:
             host.kill()
+        self._news.set()
         if self._started:
             self._on_failure(error)
-        else:
-            self._news.set()
 
     async def shutdown(self) -> None:
         """See `Executor.shutdown`."""
@@ -402,17 +417,18 @@ class WorkerExecutor:
         await asyncio.shield(self._ending)
 
     async def _shut_down(self) -> None:
+        self._news.set()  # a call would wait for its answers
         for timer in (self._watchdog, self._report_timer):
             if timer is not None:
                 timer.cancel()
         try:
-            await asyncio.gather(*(host.end() for host in self._hosts))
+            await asyncio.gather(*(host.end() for host in self.hosts))
         finally:
             await self._release()
             self.heartbeat.close()
             # Hosts refer to this executor as well. The collector of such cycles seldom runs in a
             # server, and until then the memory that they shared with the ranks would be kept.
-            self._hosts = []
+            self.hosts = []
 
 
 def _describe_workers(

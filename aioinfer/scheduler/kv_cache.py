@@ -384,10 +384,14 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix index, and the store."""
-        for pool in self.pools:
-            pool.forget_all()
+        self.forget_device()
         if self.store is not None:
             self.store.clear()
+
+    def forget_device(self) -> None:
+        """Empties the prefix index; the store keeps its blocks."""
+        for pool in self.pools:
+            pool.forget_all()
 
     # ---------------------------------------------------------------- checks
 

@@ -77,6 +77,7 @@ class Scheduler:
         self._tickets = count()
         self._fair_queuing = FairQueuing()
         self._step_id = 0
+        self._is_open = True
         self._last_came = 0.0  # when the last result came; kept for a feature that looks ahead
         self._clear(limits)
         limits.check_plan_bytes(self.kv_cache.max_replacement_blocks)
@@ -101,6 +102,11 @@ class Scheduler:
             self.pacing,
             self.stats,
         )
+        self._planner.is_open = self._is_open
+
+    def set_admission(self, *, is_open: bool) -> None:
+        """Has requests that never ran wait, or be admitted again."""
+        self._is_open = self._planner.is_open = is_open
 
     @property
     def running(self) -> Sequence[Request]:
@@ -240,6 +246,18 @@ class Scheduler:
             request.detach()
             self._waiting.add(request)
 
+    def release_blocks(self) -> None:
+        """Takes all KV blocks of the device away, while no step is in flight: running requests wait
+        again, with all tokens known so far, and nothing is cached there. The store keeps its
+        blocks."""
+        for request in reversed([*self.running]):
+            self._running.preempt(request)
+        if self.kv_cache.loads is not None:
+            for request in [*self._waiting.loading]:
+                self.kv_cache.loads.drop(request)
+                self._waiting.end_load(request)
+        self.kv_cache.forget_device()
+
     def append(
         self, request: Request, tokens: Sequence[int], num_kept: int = 0
     ) -> tuple[int, Finish | None]:
@@ -327,6 +345,20 @@ class Scheduler:
         builder = PlanBuilder(self._step_id, 0, NO_PREFILL, self.limits.max_num_seqs)
         self._record(builder, {})
         return builder.to_plan()
+
+    def schedule_saves(self) -> StepPlan | None:
+        """Plans a step without rows that saves blocks to the store; None if all are saved. It must
+        be posted, like any other."""
+        store = self.kv_cache.store
+        if store is None:
+            return None
+        self.kv_cache.publish()
+        if not store.has_saves:
+            return None
+        builder = PlanBuilder(self._step_id, 0, NO_PREFILL, self.limits.max_num_seqs)
+        plan = builder.to_plan((), self.features.plan({}))
+        self._record(builder, {})
+        return plan
 
     def _record(self, builder: PlanBuilder, rows: Mapping[str, Sequence[Row]]) -> None:
         """Records a step that will be posted."""

@@ -41,7 +41,13 @@ class _Begun(enum.Enum):
 
 
 class StepPlanner:
-    """Divides the budget of each step among the requests of a scheduler."""
+    """Divides the budget of each step among the requests of a scheduler.
+
+    Attributes:
+        is_open: whether requests that never ran are admitted.
+    """
+
+    is_open = True
 
     def __init__(
         self,
@@ -97,7 +103,7 @@ class StepPlanner:
             builder, preempted = self._new_builder(step_id), False
         if not preempted:
             self._plan_waiting(builder)
-            while builder.is_empty and self._preempt_idle():
+            while builder.is_empty and self.is_open and self._preempt_idle():
                 self._plan_waiting(builder)
         return builder
 
@@ -264,7 +270,8 @@ class StepPlanner:
             request = waiting.first()
             if request is None:
                 break  # all that wait were set aside
-            waits = request.is_idle or self._awaits_leader(request, builder.step_id)
+            is_shut_out = not self.is_open and request.num_cached < 0
+            waits = is_shut_out or request.is_idle or self._awaits_leader(request, builder.step_id)
             if waits or (request.uses and self._features.hold(request)):
                 held_back.append(self._waiting.set_aside())
             elif self._loads is not None and (begun := self._begin_load(request, self._loads)):

@@ -84,7 +84,7 @@ class HostBlocks:
         """Raises `ConfigError` where memory is too short."""
         sizes = kv.block_bytes
         pinned_at: list[int] = []
-        weakref.finalize(self, _unpin, pinned_at, kv.device).atexit = False
+        weakref.finalize(self, unpin, pinned_at, kv.device).atexit = False
         with report_shortage("the KV blocks of the host", "lower cache.host_bytes"):
             self.groups = [
                 torch.empty(count if size else 0, size, dtype=torch.uint8)
@@ -92,7 +92,7 @@ class HostBlocks:
             ]
             for memory in self.groups:
                 if pinned and memory.nbytes:
-                    _pin(memory)
+                    pin(memory)
                     pinned_at.append(memory.data_ptr())
 
     def bytes_of(self, group: int, place: int) -> memoryview:
@@ -106,7 +106,7 @@ class HostBlocks:
         return memory[place].view(like.dtype).view(like.shape) if like.numel() else like
 
 
-def _pin(memory: torch.Tensor) -> None:
+def pin(memory: torch.Tensor) -> None:
     """Pins memory as it is. (torch's own allocator rounds up to a power of two.)"""
     memory.zero_()  # by several threads: else the driver touches the pages one by one
     runtime = torch.cuda.cudart()
@@ -115,7 +115,7 @@ def _pin(memory: torch.Tensor) -> None:
         raise RuntimeError(f"cannot allocate memory: pinning {memory.nbytes} bytes fails: {error}")
 
 
-def _unpin(addresses: Sequence[int], device: torch.device) -> None:
+def unpin(addresses: Sequence[int], device: torch.device) -> None:
     """Ends the pinning of memory that is about to be freed: else what the process allocates at
     these addresses later would count as pinned, and copies would read the pages before."""
     if addresses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,8 @@ from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.layers.kv_cache import as_bytes
 from aioinfer.worker.memory import make_kv
 
+#: Returns a tensor of zeros of a shape and a dtype on the rank's device.
+MakeTensor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 #: Copying blocks takes so much memory at most beside the cache, or what one layer of them takes.
 _MAX_COPY_BYTES = 256 << 20
 
@@ -35,10 +37,13 @@ class KVTensors:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        make: MakeTensor | None = None,
     ):
+        """`make` makes the tensors, if it is given."""
+        make = make or (lambda shape, kind: make_kv(shape, kind, device))
         self.groups = tuple(groups)
         self.tensors = [
-            _make_tensor(group, blocks, block_size, dtype, device)
+            _make_tensor(group, blocks, block_size, dtype, make)
             for group, blocks in zip(groups, num_blocks, strict=True)
         ]
         # the same, all as [parts, layers, num_blocks, ...]
@@ -129,13 +134,13 @@ def sort_copies(plan: StepPlan, num_groups: int) -> tuple[list[int], I32]:
 
 
 def _make_tensor(
-    group: KVGroup, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    group: KVGroup, num_blocks: int, block_size: int, dtype: torch.dtype, make: MakeTensor
 ) -> torch.Tensor:
     """Returns the tensor of a group."""
     layers, spec = len(group.layers), group.spec
     if isinstance(spec, StateSpec):
-        return make_kv((layers, num_blocks, *spec.shape), getattr(torch, spec.dtype), device)
+        return make((layers, num_blocks, *spec.shape), getattr(torch, spec.dtype))
     parts, heads, channels = spec.token_shape
     if isinstance(spec, SourceSpec):
         block_size = spec.num_pages * SOURCE_PAGE
-    return make_kv((parts, layers, num_blocks, block_size, heads, channels), dtype, device)
+    return make((parts, layers, num_blocks, block_size, heads, channels), dtype)

@@ -49,7 +49,8 @@ class WorkerSpec:
         plans, results: the rings of the host; one rank of the world (`RankSpec.sends_results`)
             writes results.
         heartbeat: where this rank records its progress.
-        control: messages while starting, in both directions.
+        control: messages while starting, in both directions, and later calls (`Worker.call`) and
+            their answers.
         lifeline: the reading end of a pipe that only the parent can write to; it ends with the
             parent.
         rendezvous: where the ranks of this host find each other.
@@ -201,7 +202,7 @@ def _serve(spec: WorkerSpec, worker: Worker) -> None:
     finish = _finish if worker.device.type == "cpu" else _FinishingThread(spec).put
     is_last = spec.place.stage == spec.place.size_of("pp") - 1
     runner, launches = worker.runner, worker.device.type != "cpu"
-    inbox = _Inbox(spec, worker.vocab_size, samples=is_last)
+    inbox = _Inbox(spec, worker, samples=is_last)
     with contextlib.suppress(_EndOfPlansError):
         while True:
             plan = inbox.next_plan()
@@ -221,10 +222,11 @@ class _Inbox:
     """The messages of a rank in the ring of the plans, one after the other. It sleeps in the kernel
     until one comes or the parent closes the control connection."""
 
-    def __init__(self, spec: WorkerSpec, vocab_size: int, *, samples: bool = True):
-        """`samples`: whether the rank samples, and needs masks therefore."""
+    def __init__(self, spec: WorkerSpec, worker: Worker, *, samples: bool = True):
+        """`worker` gets the calls; `samples`: whether the rank samples, and needs masks
+        therefore."""
         self._spec = spec
-        self._vocab_size = vocab_size
+        self._worker = worker
         self._num_announced = 0
         self._holds_plan = False  # whether the ring still has the last plan
         self._skips_masks = not samples
@@ -261,17 +263,28 @@ class _Inbox:
         if notice.step_id != plan.step_id:
             raise RuntimeError(f"step {plan.step_id} was given the masks of {notice.step_id}")
         rows = spec.config.max_sampled_rows
-        return spec.masks.buffers(rows, self._vocab_size)[notice.buffer, :count]
+        return spec.masks.buffers(rows, self._worker.vocab_size)[notice.buffer, :count]
 
     def _read(self) -> memoryview:
-        """Waits for the next message and returns it, a view into the ring."""
+        """Waits for the next message and returns it, a view into the ring. Calls that come
+        meanwhile are answered: the engine makes them while no step is in flight."""
         spec = self._spec
         while not self._num_announced:
             if any(fd == self._control for fd, _ in self._poll.poll()):
-                raise _EndOfPlansError
-            self._num_announced = spec.plans.announced(spec.reader)
+                self._take_call()
+            else:
+                self._num_announced = spec.plans.announced(spec.reader)
         self._num_announced -= 1
         return spec.plans.read(spec.reader)
+
+    def _take_call(self) -> None:
+        """Answers a call. Raises `_EndOfPlansError`."""
+        control = self._spec.control
+        try:
+            method, arguments = control.recv()
+        except (EOFError, OSError):
+            raise _EndOfPlansError from None
+        control.send(("answer", self._worker.call(method, arguments)))
 
 
 def _finish(spec: WorkerSpec, pending: PendingResult) -> None:

@@ -7,17 +7,17 @@ executes each plan, in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from aioinfer.config import Config
-from aioinfer.errors import ConfigError
+from aioinfer.errors import AioinferError, ConfigError, WorkerCallError
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
 from aioinfer.layers.adapters import AdapterSlots
@@ -30,7 +30,7 @@ from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.host_blocks import staging_bytes
 from aioinfer.worker.kv_calibration import CALIBRATION_TOKENS, calibrate
-from aioinfer.worker.kv_tensors import KVTensors
+from aioinfer.worker.kv_tensors import KVTensors, MakeTensor
 from aioinfer.worker.memory import (
     CacheDemand,
     available_bytes,
@@ -40,6 +40,7 @@ from aioinfer.worker.memory import (
     report_shortage,
 )
 from aioinfer.worker.peers import Peers
+from aioinfer.worker.rank_memory import RankMemory, make_rank_memory
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.selection import (
     select_cache_dtype,
@@ -111,6 +112,7 @@ class Worker:
         graph_bytes: GPU memory that CUDA graphs took.
         timed_choices: kernels that `warm_up` chose by timing, and did not read from a file.
         compilations: kernels that were compiled after `warm_up`, on a GPU.
+        memory: of weights and KV cache; None where it cannot sleep.
         on_stuck: called, in another thread, with the error when a start-up step that ranks of other
             engines take part in does not end.
         vocab_size: of the model's logits, once it is loaded.
@@ -139,6 +141,7 @@ class Worker:
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
         self._peers = Peers(config, groups, self.device)
+        self.memory = make_rank_memory(self.device, sleeps=config.model.sleep_mode)
         self.graph_bytes = 0
         self.step_times: list[tuple[int, float, bool]] = []
         self._fewest_blocks = 1
@@ -248,6 +251,9 @@ class Worker:
                 raise ConfigError(
                     "speculation.model: a model whose layers keep states cannot draft"
                 )
+        if self.memory is not None:
+            with report_shortage("the weights", "model.sleep_mode takes 256 MiB more at the start"):
+                self.memory.take_weights([self._model, self._drafter])
         if adapters is not None and adapters.products:
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
                 adapters.allocate(self._max_tokens)
@@ -316,8 +322,9 @@ class Worker:
         remedy = "lower scheduler.max_num_seqs, model.max_model_len or the KV cache's size"
         with report_shortage("the KV cache and the slots", remedy):
             self.runner = self._make_runner(
-                num_blocks, self._config.scheduler.max_num_seqs, max_model_len
-            )
+                num_blocks, self._config.scheduler.max_num_seqs, max_model_len,
+                None if self.memory is None else self.memory.make_kv,
+            )  # fmt: skip
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step, so that the first request is not slower; leaves no
@@ -334,8 +341,39 @@ class Worker:
         else:
             self._warm_up_kernels(steps)
         runner.works.begin_service()
+        if self.memory is not None:
+            self.memory.begin_service()
         if self.device.type != "cpu":
             self.compilations = CompilationWatch()
+
+    # ---------------------------------------------------------------- calls
+
+    @torch.inference_mode()
+    def call(self, method: str, arguments: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Calls one of the methods below, or of `parallel.worker_extension`, while no step is in
+        flight. Returns whether it succeeded, and its result or the error as text."""
+        try:
+            return True, getattr(self, method)(**arguments)
+        except AioinferError as error:
+            return False, str(error)
+        except Exception as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def sleep(self) -> None:
+        """Gives the memory of weights and KV cache back; weights are kept on the host. Raises
+        `WorkerCallError`."""
+        self._rank_memory().sleep()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Takes memory again for `rank_memory.TAGS`. Raises `WorkerCallError`."""
+        self._rank_memory().wake_up(tags)
+
+    def _rank_memory(self) -> RankMemory:
+        if self.memory is None:
+            raise WorkerCallError("on a GPU a model sleeps only with model.sleep_mode = true")
+        return self.memory
+
+    # ---------------------------------------------------------------- parts of the start
 
     def _warm_up_kernels(self, steps: DummySteps) -> None:
         """Does what `warm_up` does on a GPU."""
@@ -404,9 +442,11 @@ class Worker:
         return DummySteps(runner, len(self._groups), self.block_size, self.vocab_size, fewest)
 
     def _make_runner(
-        self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int
-    ) -> ModelRunner:
-        """Makes the slots, the KV cache and all that computes steps with them."""
+        self, num_blocks: Sequence[int], max_num_seqs: int, max_model_len: int,
+        make_kv: MakeTensor | None = None,
+    ) -> ModelRunner:  # fmt: skip
+        """Makes the slots, the KV cache (by `make_kv`, if it is given) and all that computes steps
+        with them."""
         groups, config, model = self._groups, self._config, self._model
         uses_kernels = self.device.type != "cpu"
         max_lookahead = self._max_lookahead
@@ -419,7 +459,7 @@ class Worker:
             has_state_lens=replays, has_token_types=model.has_token_types,
         )  # fmt: skip
         kv = KVTensors(
-            self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device
+            self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device, make_kv
         )
         rows, tokens = max_num_seqs + max_lookahead, self._max_tokens
         self._peers.connect_all_reduce(self._backend, model.hidden_size)

@@ -38,13 +38,15 @@ async def admin(served: Served, path: str, status: int = 200, **body: object) ->
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("path", ["/pause", "/resume", "/abort", "/reset_prefix_cache"])
+@pytest.mark.parametrize(
+    "path", ["/pause", "/resume", "/sleep", "/wake_up", "/abort", "/reset_prefix_cache"]
+)
 async def test_only_an_admin_key_opens_them(
     served: Served, administered: Served, path: str
 ) -> None:
     assert (await served.post(path, 403))["error"]["code"] == "no_admin_key"
     assert (await administered.post(path, 401))["error"]["code"] == "invalid_admin_key"
-    assert not administered.frontend.is_paused
+    assert not administered.frontend.control.is_paused
 
 
 async def test_a_stream_pauses_and_goes_on_with_the_text_that_it_would_have_had(

@@ -1,6 +1,7 @@
-"""Endpoints behind an admin key: what acts on the whole server (`POST /pause`, `/resume`, `/abort`
-and `/reset_prefix_cache`), and the load of a mixture's experts (`GET /experts`, and `GET
-/experts/placement`, which makes a file for `parallel.expert_placement` of it).
+"""Endpoints behind an admin key: what acts on the whole server (`POST /pause`, `/resume`, `/sleep`,
+`/wake_up`, `/abort` and `/reset_prefix_cache`), and the load of a mixture's experts (`GET
+/experts`, and `GET /experts/placement`, which makes a file for `parallel.expert_placement` of
+it).
 
 `limits` checks the key before a handler sees the request.
 """
@@ -8,7 +9,7 @@ and `/reset_prefix_cache`), and the load of a mixture's experts (`GET /experts`,
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from aiohttp import web
@@ -19,6 +20,7 @@ from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.engine.engine import Engine
+from aioinfer.engine.model_control import TAGS, Mode
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
@@ -38,6 +40,18 @@ class AbortReply(Struct, kw_only=True):
 
     status: Literal["aborted"] = "aborted"
     count: int
+
+
+class Paused(Struct, kw_only=True):
+    """`GET /is_paused`."""
+
+    is_paused: bool
+
+
+class Sleeping(Struct, kw_only=True):
+    """`GET /is_sleeping`."""
+
+    is_sleeping: bool
 
 
 class ExpertLayer(Struct, kw_only=True):
@@ -103,17 +117,71 @@ async def unload_adapter(request: web.Request) -> web.Response:
     return json_response(Status(status="unloaded"))
 
 
+#: Parameters of the query, for `/openapi.json`.
+_MODE = {"mode": {"type": "string", "enum": list(get_args(Mode))}}
+PAUSE_QUERY: dict[str, Any] = _MODE | {"clear_cache": {"type": "boolean"}}
+SLEEP_QUERY: dict[str, Any] = {"level": {"type": "integer", "enum": [1]}} | _MODE
+WAKE_QUERY: dict[str, Any] = {"tags": {"type": "array", "items": {"enum": list(TAGS)}}}
+
+
 async def pause(request: web.Request) -> web.Response:
-    """Lets all requests wait until `/resume`: no further step is planned. New requests are taken,
-    and `/health/ready` is 503 meanwhile."""
-    request.app[FRONTEND].pause()
+    """Lets requests wait until `/resume`: no further step is planned. What happens to requests that
+    run says `mode`: they stop where they are ("keep", the default), are finished first ("wait"), or
+    end with what they have ("abort"). With `clear_cache` all KV blocks are forgotten. New requests
+    are taken, and `/health/ready` is 503 meanwhile."""
+    clears = _flag(request, "clear_cache")
+    await request.app[FRONTEND].control.pause(_mode(request), clear_cache=clears)
     return json_response(Status(status="paused"))
 
 
 async def resume(request: web.Request) -> web.Response:
-    """Goes on with all requests after `/pause`."""
-    request.app[FRONTEND].resume()
+    """Goes on with all requests after `/pause`. 409 while the model sleeps."""
+    request.app[FRONTEND].control.resume()
     return json_response(Status(status="running"))
+
+
+async def show_paused(request: web.Request) -> web.Response:
+    """Returns whether requests wait for `/resume` or `/wake_up`."""
+    return json_response(Paused(is_paused=request.app[FRONTEND].control.is_paused))
+
+
+async def sleep(request: web.Request) -> web.Response:
+    """Frees the device's memory of weights and KV cache until `/wake_up`; `level` 1 keeps the
+    weights in memory of the host. `mode` is that of `/pause`. New requests wait; after "abort" they
+    are answered 503. Does nothing for a model that sleeps."""
+    level = _number(request, "level", 1, 1, 1)
+    await request.app[FRONTEND].control.sleep(level, _mode(request))
+    return json_response(Status(status="sleeping"))
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    """Takes memory again for what `tags` name, "weights" or "kv_cache", by default for both; then
+    requests go on, unless `/pause` was called. Does nothing for a model that is awake."""
+    tags = [tag for value in request.query.getall("tags", []) for tag in value.split(",") if tag]
+    control = request.app[FRONTEND].control
+    await control.wake_up(tags or None)  # type: ignore[arg-type]  # it checks them
+    return json_response(Status(status="sleeping" if control.sleep_level else "awake"))
+
+
+async def show_sleeping(request: web.Request) -> web.Response:
+    """Returns whether weights or KV cache have no memory on the device."""
+    return json_response(Sleeping(is_sleeping=request.app[FRONTEND].control.sleep_level > 0))
+
+
+def _mode(request: web.Request) -> Mode:
+    mode = request.query.get("mode", "keep")
+    if mode not in get_args(Mode):
+        names = ", ".join(get_args(Mode))
+        raise RequestError(f"mode must be one of {names}", param="mode")
+    return mode  # type: ignore[return-value]
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    """Returns a truth value of the query. Raises `RequestError`."""
+    text = request.query.get(name, "false").lower()
+    if text not in ("true", "false", "1", "0"):
+        raise RequestError(f"{name} must be true or false", param=name)
+    return text in ("true", "1")
 
 
 async def abort(request: web.Request) -> web.Response:

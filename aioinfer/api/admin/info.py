@@ -202,7 +202,9 @@ async def ready(request: web.Request) -> web.Response:
     frontend = request.app[FRONTEND]
     if (obstacle := request.app[READINESS].obstacle) is not None:
         raise NotReadyError(obstacle)
-    if frontend.is_paused:
+    if frontend.control.sleep_level:
+        raise NotReadyError("the model sleeps")
+    if frontend.control.is_paused:
         raise NotReadyError("the server is paused")
     if frontend.is_healthy() and not frontend.is_ready():
         raise NotReadyError("the workers of all engines are being restarted")
@@ -225,7 +227,7 @@ async def show_load(request: web.Request) -> web.Response:
             running=running,
             waiting=queued,
             kv_cache_usage=stats["kv_cache_usage"],
-            paused=request.app[FRONTEND].is_paused,
+            paused=request.app[FRONTEND].control.is_paused,
         )
     )
 

@@ -58,8 +58,9 @@ MONITORING_PATHS = frozenset(
 #: Paths that act on the whole server: they need an admin key.
 ADMIN_PATHS = frozenset(
     (
-        "/abort", "/experts", "/experts/placement", "/pause", "/reset_prefix_cache", "/resume",
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+        "/abort", "/experts", "/experts/placement", "/is_paused", "/is_sleeping", "/pause",
+        "/reset_prefix_cache", "/resume", "/sleep", "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter", "/wake_up",
     )
 )  # fmt: skip
 _PERIOD_S = 60.0

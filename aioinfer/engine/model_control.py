@@ -1,0 +1,282 @@
+"""Control of the model that is served: pause, sleep and waking, on all engines together.
+
+`Frontend` owns one, and the admin endpoints and `LLM` call it. Calls are carried out one after the
+other. What happens to requests at a pause or before sleep is the caller's to say (`Mode`):
+
+- "keep": running requests stop where they are, and go on later with the text that they would have
+  had; where their KV blocks are gone, their tokens are computed again, or the store of KV has them;
+- "wait": requests that have begun are finished first, others wait;
+- "abort": requests end with the tokens that they have, and "abort" as the finish reason.
+
+New requests wait until the model goes on; while a model sleeps that was sent to sleep with "abort",
+they are answered 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+from aioinfer.engine.engine import Engine
+from aioinfer.engine.recovery import EngineState
+from aioinfer.errors import EngineDeadError, NotReadyError, RequestError
+
+Mode = Literal["keep", "wait", "abort"]
+Tag = Literal["weights", "kv_cache"]
+TAGS: tuple[Tag, ...] = get_args(Tag)
+#: Copying the weights of a large model takes less, also where the host's memory is slow.
+_CALL_TIMEOUT_S = 300.0
+#: When a client should try again that was rejected because the model sleeps.
+_RETRY_S = 5
+_log = logging.getLogger(__name__)
+
+
+class HeldEngine:
+    """An engine that is about to stop, or has stopped.
+
+    Args:
+        engine: of which no other caller plans steps by itself.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    async def finish_running(self) -> None:
+        """Returns when the requests that have begun have ended; others wait until
+        `Engine.resume`."""
+        scheduler = self._engine.scheduler
+        scheduler.set_admission(is_open=False)
+        self._engine.plan_soon()
+        await self._await_turn(
+            lambda: all(request.num_cached < 0 for request in scheduler.requests())
+        )
+
+    async def settle(self) -> None:
+        """Returns when no step is in flight, after `Engine.pause`, and all tokens are emitted."""
+        self._engine.plan_soon()
+        await self._await_turn(lambda: not self._engine.scheduler.num_in_flight)
+        self._engine.emission.emit_rest()
+
+    async def _await_turn(self, is_reached: Callable[[], bool]) -> None:
+        """Returns when a state is reached, or the workers are lost."""
+        engine = self._engine
+        while engine.state is EngineState.SERVING and not is_reached():
+            engine.turn.clear()
+            await engine.turn.wait()
+
+    async def release_blocks(self) -> None:
+        """Takes all KV blocks of the device away, after `settle`. What a store of KV can keep is
+        saved before; requests that have begun go on later with their tokens."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        while (
+            engine.state is EngineState.SERVING and (plan := scheduler.schedule_saves()) is not None
+        ):
+            engine.post(plan)
+            await self._await_turn(lambda: not scheduler.num_in_flight)
+        scheduler.release_blocks()
+
+    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+        """Calls a method of every worker, after `settle`; see `Executor.call`. Raises
+        `EngineDeadError` while there are no workers."""
+        engine = self._engine
+        if engine.state is not EngineState.SERVING:
+            raise EngineDeadError(engine.dead_reason or "the workers are being restarted")
+        return await engine.executor.call(method, arguments, _CALL_TIMEOUT_S)
+
+
+class ModelControl:
+    """All methods are called on the event loop.
+
+    Attributes:
+        is_paused: whether no step is planned until `resume`, or `wake_up`.
+        sleep_level: 0 for a model that is awake; see `sleep`.
+        asleep: what has no memory on the device.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self._engines = engines
+        self._lock = asyncio.Lock()
+        self._is_held = False  # whether `pause` was called, and not `resume`
+        self._rejects = False
+        self._resleeping: set[asyncio.Task[None]] = set()
+        self.sleep_level = 0
+        self.asleep: set[Tag] = set()
+        for engine in engines:
+            engine.recovery.on_restart = partial(self._send_to_sleep_again, engine)
+
+    @property
+    def is_paused(self) -> bool:
+        """See above."""
+        return any(engine.is_paused for engine in self._engines)
+
+    def check_admits(self) -> None:
+        """Raises `NotReadyError` while new requests are not taken."""
+        if self._rejects:
+            raise NotReadyError("the model sleeps", retry_after_s=_RETRY_S)
+
+    # ---------------------------------------------------------------- pause
+
+    def pause_now(self) -> None:
+        """Has no further step be planned until `resume`; steps that are in flight end."""
+        self._is_held = True
+        for engine in self._engines:
+            engine.pause()
+
+    async def pause(self, mode: Mode = "keep", *, clear_cache: bool = False) -> None:
+        """Has no further step be planned until `resume`, and returns when none is in flight.
+
+        Args:
+            mode: what happens to requests.
+            clear_cache: whether all KV blocks are forgotten: requests that go on compute their
+                tokens again.
+        """
+        async with self._lock:
+            self._is_held = True
+            await self._stop(mode)
+            if clear_cache and not self.sleep_level:
+                for engine in self._living:
+                    engine.scheduler.release_blocks()
+                    engine.scheduler.kv_cache.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Goes on with all requests. Raises `RequestError` while the model sleeps."""
+        if self.sleep_level:
+            raise RequestError(
+                "the model sleeps: wake it up first", status=409, code="model_sleeps"
+            )
+        self._is_held = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._rejects = False
+        for engine in self._engines:
+            engine.resume()
+
+    async def _stop(self, mode: Mode) -> None:
+        """Deals with the requests, and returns when no step is planned or in flight."""
+        living = self._living
+        if mode == "abort":
+            for engine in living:
+                for output in engine.requests.outputs():
+                    engine.cut_short(output)
+        elif mode == "wait" and not self.is_paused:
+            await asyncio.gather(*(HeldEngine(engine).finish_running() for engine in living))
+        for engine in self._engines:
+            engine.pause()
+        while any(engine.scheduler.num_in_flight for engine in living):
+            await asyncio.gather(*(HeldEngine(engine).settle() for engine in living))
+            living = self._living
+        for engine in living:
+            engine.emission.emit_rest()
+
+    @property
+    def _living(self) -> list[Engine]:
+        """The engines that serve. Engines whose workers are being restarted take no part: they
+        begin with what the others have when their workers are there."""
+        return [engine for engine in self._engines if engine.state is EngineState.SERVING]
+
+    # ---------------------------------------------------------------- sleep
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
+        """Frees the memory of weights and KV cache. Does nothing for a model that sleeps.
+
+        Args:
+            level: 1 keeps the weights in memory of the host.
+            mode: what happens to requests.
+
+        Raises:
+            WorkerCallError: the workers cannot sleep; requests go on.
+            EngineDeadError: workers died meanwhile.
+        """
+        if level != 1:
+            raise RequestError("level must be 1", param="level")
+        async with self._lock:
+            if self.sleep_level:
+                return
+            await self._stop(mode)
+            try:
+                for engine in self._living:
+                    await HeldEngine(engine).release_blocks()
+                await self._call("sleep")
+            except Exception:
+                await self._wake_all()
+                raise
+            self.sleep_level, self.asleep = level, set(TAGS)
+            self._rejects = mode == "abort"
+
+    async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
+        """Takes memory again for `tags`, by default for all; when nothing sleeps any more, requests
+        go on, unless `pause` was called. Does nothing for what is awake.
+
+        Raises:
+            RequestError: an unknown tag.
+            WorkerCallError: there is no memory, and what had none still has none.
+            EngineDeadError: workers died meanwhile.
+        """
+        for tag in tags or ():
+            if tag not in TAGS:
+                raise RequestError(f"tags are {' and '.join(TAGS)}, not {tag!r}", param="tags")
+        async with self._lock:
+            if not self.sleep_level:
+                return
+            await self._call("wake_up", tags=list(tags or TAGS))
+            self.asleep.difference_update(tags or TAGS)
+            if not self.asleep:
+                self.sleep_level = 0
+                if not self._is_held:
+                    self._go_on()
+
+    async def end_pause(self) -> None:
+        """Wakes the model up, and goes on with all requests."""
+        try:
+            await self.wake_up()
+        finally:
+            self._is_held = False
+            if not self.sleep_level:
+                self._go_on()
+
+    async def _wake_all(self) -> None:
+        """Wakes up what has gone to sleep, after an error, and goes on."""
+        try:
+            await self._call("wake_up", tags=list(TAGS))
+        except Exception as error:
+            _log.error("after an error the workers could not wake up: %s", error)
+            for engine in self._living:
+                engine.handle_loss(EngineDeadError(f"the workers could not wake up: {error}"))
+        if not self._is_held:
+            self._go_on()
+
+    def _send_to_sleep_again(self, engine: Engine) -> None:
+        """Has new workers sleep if the others do. New workers are awake."""
+        if self.sleep_level:
+            task = asyncio.ensure_future(self._sleep_again(engine))
+            self._resleeping.add(task)
+            task.add_done_callback(self._resleeping.discard)
+
+    async def _sleep_again(self, engine: Engine) -> None:
+        async with self._lock:
+            if self.sleep_level and engine.state is EngineState.SERVING:
+                try:
+                    await HeldEngine(engine).call_workers("sleep")
+                    if awake := [tag for tag in TAGS if tag not in self.asleep]:
+                        await HeldEngine(engine).call_workers("wake_up", tags=awake)
+                except Exception as error:
+                    _log.error("restarted workers could not be sent to sleep: %s", error)
+
+    # ---------------------------------------------------------------- the workers
+
+    async def _call(self, method: str, **arguments: Any) -> list[Any]:
+        """Calls a method of the workers of all engines, and returns their results, engine by
+        engine. Raises the first error once all have answered."""
+        calls = [HeldEngine(engine).call_workers(method, **arguments) for engine in self._living]
+        if not calls:
+            raise EngineDeadError("no engine serves")
+        results: list[Any] = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            results += answer
+        return results

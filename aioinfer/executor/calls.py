@@ -1,0 +1,47 @@
+"""Calls of the workers' methods while no step is in flight; see `Executor.call`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.errors import EngineDeadError, WorkerCallError
+
+if TYPE_CHECKING:
+    from aioinfer.executor.worker_executor import WorkerExecutor
+
+
+class WorkerCalls:
+    """The calls of the ranks of a `WorkerExecutor`, one after the other."""
+
+    def __init__(self, executor: WorkerExecutor):
+        self._executor = executor
+        self._lock = asyncio.Lock()
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Sequence[Any]:
+        """See `Executor.call`. If the caller is cancelled, the next call waits for the answers."""
+        return await asyncio.shield(self._call(method, arguments, timeout_s))
+
+    async def _call(
+        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+    ) -> Sequence[Any]:
+        executor = self._executor
+        async with self._lock:
+            for host in executor.hosts:
+                host.call(method, arguments)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answers = await executor.gather("answer")
+            except TimeoutError:
+                late = zip(executor.names, executor.answers, strict=True)
+                names = ", ".join(name for name, answers in late if not answers)
+                error = EngineDeadError(f"{method} did not end on {names} in {timeout_s:g} s")
+                executor.fail(error)
+                raise error from None
+        for name, (is_done, result) in zip(executor.names, answers, strict=True):
+            if not is_done:
+                raise WorkerCallError(f"{method} failed on worker {name}: {result}")
+        return [result for _, result in answers]

@@ -1,0 +1,182 @@
+"""A model pauses, sleeps and wakes up: requests that run and requests that come meanwhile have the
+text that they would have had, on one worker and on two tensor-parallel ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.model_control import Mode
+from aioinfer.engine.output import Delta, RequestOutput
+from aioinfer.engine.recovery import EngineState
+from aioinfer.errors import NotReadyError, RequestError, WorkerCallError
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.worker.worker import Worker
+from tests.executor_runs import tiny_config, tiny_llama
+from tests.waiting import until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+PROMPTS = [[5, 9, 13, 2, 7], [11, 4, 8], [3] * 9]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@asynccontextmanager
+async def launched(
+    folder: Path, executor: str = "inline", **settings: Any
+) -> AsyncIterator[Frontend]:
+    frontend = await Frontend.launch(
+        tiny_config(folder, executor=executor, **{"model.skip_tokenizer": True} | settings)
+    )
+    yield frontend
+    await frontend.close()
+
+
+async def submit_all(frontend: Frontend) -> list[RequestOutput]:
+    return [
+        await frontend.submit(prompt, params)
+        for prompt, params in zip(PROMPTS, (GREEDY, SEEDED, GREEDY), strict=True)
+    ]
+
+
+async def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    collected = [(await output.collect())[0] for output in outputs]
+    return [list(delta.token_ids) for delta in collected]
+
+
+async def until_running(frontend: Frontend, tokens: int = 5) -> None:
+    scheduler = frontend.engines[0].scheduler
+    await until(lambda: sum(request.num_output for request in scheduler.running) > tokens)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_requests_go_on_after_sleep_with_the_text_that_they_would_have_had(
+    folder: Path, mode: Mode
+) -> None:
+    async with launched(folder) as frontend:
+        control, scheduler = frontend.control, frontend.engines[0].scheduler
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        await control.sleep(mode=mode)
+        assert control.sleep_level == 1
+        assert not scheduler.running
+        assert scheduler.num_waiting == (3 if mode == "keep" else 0)
+        late = await submit_all(frontend)
+        await asyncio.sleep(0.05)
+        assert scheduler.num_in_flight == 0
+        await control.sleep()  # does nothing
+        with pytest.raises(RequestError, match="wake it up first"):
+            control.resume()
+        await control.wake_up(["weights"])
+        assert (control.sleep_level, control.asleep) == (1, {"kv_cache"})
+        await control.wake_up()
+        await control.wake_up()  # does nothing
+        assert await tokens_of(outputs) == expected
+        assert await tokens_of(late) == expected
+        scheduler.check_integrity()
+
+
+async def test_after_abort_new_requests_are_rejected_until_the_model_is_awake(folder: Path) -> None:
+    async with launched(folder) as frontend:
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        await frontend.control.sleep(mode="abort")
+        deltas: list[Delta] = [(await output.collect())[0] for output in outputs]
+        assert {delta.finish_reason for delta in deltas} == {"abort"}
+        with pytest.raises(NotReadyError, match="sleeps"):
+            await frontend.submit(PROMPTS[0], GREEDY)
+        await frontend.control.wake_up()
+        assert await tokens_of(await submit_all(frontend))
+
+
+async def test_a_pause_outlasts_sleep(folder: Path) -> None:
+    async with launched(folder) as frontend:
+        control = frontend.control
+        await control.pause()
+        (output,) = (await submit_all(frontend))[:1]
+        await control.sleep()
+        await control.wake_up()
+        assert control.is_paused
+        await asyncio.sleep(0.05)
+        assert frontend.engines[0].scheduler.num_waiting == 3
+        control.resume()
+        assert len((await output.collect())[0].token_ids) == 40
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_modes_of_a_pause(folder: Path, mode: Mode) -> None:
+    async with launched(folder) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        scheduler = frontend.engines[0].scheduler
+        await until_running(frontend)
+        waiting = [await frontend.submit(prompt, GREEDY) for prompt in PROMPTS]
+        await frontend.control.pause(mode, clear_cache=True)
+        assert scheduler.num_in_flight == 0
+        assert not scheduler.running
+        frontend.control.resume()
+        reasons = [(await output.collect())[0] for output in outputs]
+        if mode == "abort":
+            assert [delta.finish_reason for delta in reasons] == ["abort"] * 3
+        else:
+            assert [list(delta.token_ids) for delta in reasons] == expected
+        await tokens_of(waiting)
+        scheduler.check_integrity()
+
+
+async def test_workers_that_cannot_sleep_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Worker) -> None:
+        raise WorkerCallError("there is no room")
+
+    monkeypatch.setattr(Worker, "sleep", refuse)
+    async with launched(folder) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        with pytest.raises(WorkerCallError, match="there is no room"):
+            await frontend.control.sleep()
+        assert frontend.control.sleep_level == 0
+        assert await tokens_of(outputs) == expected
+
+
+async def test_with_a_store_of_kv_blocks_come_back(folder: Path) -> None:
+    async with launched(folder, **{"cache.host_bytes": 2**20}) as frontend:
+        scheduler = frontend.engines[0].scheduler
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend, 40)
+        await frontend.control.sleep()
+        await frontend.control.wake_up()
+        assert await tokens_of(outputs) == expected
+        assert scheduler.stats.loaded_tokens > 0
+        scheduler.check_integrity()
+
+
+@pytest.mark.extended
+async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path) -> None:
+    settings = {"parallel.tensor_parallel_size": 2, "parallel.restart_workers": 3}
+    async with launched(folder, "auto", **settings) as frontend:
+        (engine,), control = frontend.engines, frontend.control
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        await control.sleep()
+        engine.executor.hosts[0]._processes[1].kill()  # type: ignore[attr-defined]
+        await until(lambda: engine.state is EngineState.RESTARTING)
+        await until(lambda: engine.state is EngineState.SERVING, 60)
+        assert control.sleep_level == 1
+        await control.wake_up()
+        assert await tokens_of(outputs) == expected
