@@ -1,0 +1,97 @@
+"""Measures sleep and waking of a model with random weights, in one process of its own:
+
+    python scripts/bench_sleep.py                       # the shape of Qwen3-8B, on a GPU
+    python scripts/bench_sleep.py --model FOLDER --set parallel.device=cpu
+
+A folder contains config.json. Prints, for each of `--rounds` rounds, the seconds of `sleep`, of
+`wake_up`, and of the first eight tokens behind it, and the memory of the first GPU that is free
+while the model is awake and while it sleeps. The first sleep waits for the pinned memory of the
+host, which a thread takes after the start, and copies the weights there; later ones copy nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from time import perf_counter, sleep
+
+from rich.console import Console
+from rich.table import Table
+
+from aioinfer import LLM, SamplingParams
+from aioinfer.config import parse_override
+from benchlib.shapes import QWEN3_8B
+
+
+def free_gib() -> float:
+    """Returns the free memory of the first GPU; NaN where there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return int(subprocess.run(query, capture_output=True, check=True).stdout) / 1024
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return float("nan")
+
+
+def measure(llm: LLM, rounds: int, mode: str) -> list[dict[str, float]]:
+    """Returns the figures of each round."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(5, 60))}
+    expected = llm.generate([prompt], params)[0].token_ids
+    found = []
+    for _ in range(rounds):
+        awake, began = free_gib(), perf_counter()
+        llm.sleep(mode=mode)  # type: ignore[arg-type]
+        slept = perf_counter()
+        asleep, begun = free_gib(), perf_counter()
+        llm.wake_up()
+        woken = perf_counter()
+        tokens = llm.generate([prompt], params)[0].token_ids
+        found.append(
+            {
+                "sleep s": slept - began,
+                "wake s": woken - begun,
+                "8 tokens s": perf_counter() - woken,
+                "free GiB awake": awake,
+                "free GiB asleep": asleep,
+                "same text": float(tokens == expected),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="default: the shape of Qwen3-8B")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--mode", default="keep", choices=("keep", "wait", "abort"))
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds before the first sleep")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--json", type=Path, help="writes the figures there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.model or Path(made)
+        if options.model is None:
+            (folder / "config.json").write_text(json.dumps(QWEN3_8B), "utf-8")
+        settings = {
+            "model.load_format": "dummy",
+            "model.skip_tokenizer": True,
+            "model.sleep_mode": True,
+            **dict(map(parse_override, options.set)),
+        }
+        with LLM(str(folder), settings=settings, progress=False) as llm:
+            sleep(options.wait)
+            figures = measure(llm, options.rounds, options.mode)
+    table = Table("round", *figures[0])
+    for number, row in enumerate(figures):
+        table.add_row(str(number), *(f"{value:.3f}" for value in row.values()))
+    Console().print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
