@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def full_float32() -> None:
-    """Switches TF32 off: references are computed in float64, but some inputs are prepared in
-    float32."""
+    """Seeds random inputs, and switches TF32 off: references are computed in float64, but some
+    inputs are prepared in float32."""
+    torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

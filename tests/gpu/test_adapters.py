@@ -15,13 +15,12 @@ from aioinfer.kernels.adapters import AdapterOperand, expand, shrink
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import gated_product, interleave
 from aioinfer.kernels.split_product import SplitConfig, split_product
-from engine_settings import engine_settings
+from engine_settings import inline_llm, worker_of
 from random_models import greedy_outputs, random_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from aioinfer import LLM, SamplingParams
-from aioinfer.executor.inline import InlineExecutor
+from aioinfer import SamplingParams
 from aioinfer.worker.gpu_device import GpuDevice
 from tests.adapter_files import write_adapter
 
@@ -131,18 +130,14 @@ def test_texts_are_those_of_merged_weights(tmp_path: Path) -> None:
     for name, prompt in zip(names, prompts, strict=True):
         reference.load_state_dict(adapters[name][1], strict=False)  # tied weights
         expected += greedy_outputs(reference, [prompt], 12)
-    settings = engine_settings(
-        parallel__executor="inline", model__skip_tokenizer=True, model__max_model_len=128,
-        scheduler__max_num_seqs=4, scheduler__max_num_batched_tokens=128, cache__num_blocks=40,
-    )  # fmt: skip
-    settings["lora.adapters"] = {name: path for name, (path, _) in adapters.items() if name}
-    settings["lora.max_adapters"] = 2
     params = [SamplingParams(temperature=0, max_tokens=12, adapter=name) for name in names]
-    with LLM(str(model), settings=settings, progress=False) as llm:
+    with inline_llm(
+        model, model__skip_tokenizer=True, model__max_model_len=128, scheduler__max_num_seqs=4,
+        scheduler__max_num_batched_tokens=128, cache__num_blocks=40, lora__max_adapters=2,
+        lora__adapters={name: path for name, (path, _) in adapters.items() if name},
+    ) as llm:  # fmt: skip
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        executor = llm.frontend.engines[0]._workers.executor
-        assert isinstance(executor, InlineExecutor)
-        device = executor._worker.runner.device
+        device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)
         assert device.graphs.adapted.graphs
     found = [list(output.token_ids) for output in outputs]

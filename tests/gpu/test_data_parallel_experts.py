@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
+from engine_settings import NEEDS_TWO, engine_settings, tokens_of
 from random_models import random_model, random_prompts
 from safetensors.torch import load_file, save_file
 
@@ -32,7 +32,7 @@ from tests.disturbance import disturbed, worker_pids
 
 pytestmark = [
     pytest.mark.timeout(420),  # kernels are compiled, and engines started
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+    NEEDS_TWO,
 ]
 
 DEVICE, VOCAB = "cuda", 512
@@ -81,10 +81,6 @@ def running(folder: Path, **options: Any) -> Iterator[LLM]:
 def posted(engine: Any) -> int:
     """Returns how many steps an engine has posted."""
     return int(engine.scheduler._step_id)
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +33,17 @@ ROWS = [
 ]  # fmt: skip
 
 
+#: One decay a head on one rank and on more of them, and decays by channel.
+CASES = [
+    *(replace(REAL, key_heads=heads) for heads in (1, 8, 16)),
+    *(replace(KIMI, key_heads=heads) for heads in (16, 32)),
+]
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("key_heads", [1, 8, 16])
-def test_decodes(key_heads: int, state_dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    case = replace(REAL, key_heads=key_heads, state_dtype=state_dtype)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decodes(case: DeltaCase, state_dtype: torch.dtype) -> None:
+    case = replace(case, state_dtype=state_dtype)
     output, windows, matrices = decode(case, [Row(1, length) for length in LENGTHS])
     assert output < 4e-3
     assert windows == 0
@@ -45,7 +52,6 @@ def test_decodes(key_heads: int, state_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("config", [DeltaDecodeConfig(4, None), DeltaDecodeConfig(16, None)])
 def test_decodes_in_other_configurations(config: DeltaDecodeConfig) -> None:
-    torch.manual_seed(0)
     output, windows, matrices = decode(REAL, [Row(1, n) for n in LENGTHS], config=config)
     assert output < 4e-3
     assert windows == 0
@@ -96,98 +102,58 @@ def test_decodes_in_a_graph() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+def check_prefill(case: DeltaCase, limit: float = 1e-2, **options: Any) -> None:
+    output, windows, matrices = prefill(case, ROWS, **options)
+    assert max(output, matrices) < limit
+    assert windows == 0
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("key_heads", [8, 16])
-def test_prefill(key_heads: int, block_size: int) -> None:
-    torch.manual_seed(0)
-    case = replace(REAL, key_heads=key_heads, block_size=block_size)
-    output, windows, matrices = prefill(case, ROWS)
-    assert max(output, matrices) < 1e-2
-    assert windows == 0
+@pytest.mark.parametrize("case", CASES[1:], ids=str)
+def test_prefill(case: DeltaCase, block_size: int) -> None:
+    check_prefill(replace(case, block_size=block_size))
 
 
 @pytest.mark.parametrize(
-    "config", [DeltaPrefillConfig(32, 4, 2, 8), DeltaPrefillConfig(128, 8, 1, 4)]
-)
-def test_prefill_in_other_configurations(config: DeltaPrefillConfig) -> None:
-    """The gated norm follows the scan, or is part of it."""
-    torch.manual_seed(0)
-    output, windows, matrices = prefill(REAL, ROWS, config=config)
-    assert max(output, matrices) < 1e-2
-    assert windows == 0
-
-
-@pytest.mark.parametrize(("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0)])
-def test_prefill_with_decays_near_one_and_zero(a_log: tuple[float, float], shift: float) -> None:
-    torch.manual_seed(0)
-    output, windows, matrices = prefill(replace(REAL, a_log=a_log, shift=shift), ROWS)
-    assert max(output, matrices) < 2e-2
-    assert windows == 0
-
-
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [16, 32])
-def test_decodes_with_decays_by_channel(heads: int, state_dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    case = replace(KIMI, key_heads=heads, state_dtype=state_dtype)
-    output, windows, matrices = decode(case, [Row(1, length) for length in LENGTHS])
-    assert output < 4e-3
-    assert windows == 0
-    assert matrices < (1e-5 if state_dtype == torch.float32 else 4e-3)
-
-
-@pytest.mark.parametrize("block_size", [16, 64, 128])
-@pytest.mark.parametrize("heads", [16, 32])
-def test_prefill_with_decays_by_channel(heads: int, block_size: int) -> None:
-    torch.manual_seed(0)
-    output, windows, matrices = prefill(replace(KIMI, key_heads=heads, block_size=block_size), ROWS)
-    assert max(output, matrices) < 1e-2
-    assert windows == 0
-
-
-@pytest.mark.parametrize(
-    "config",
+    ("case", "config"),
     [
-        pytest.param(
-            DeltaPrefillConfig(32, 4, 1, 4),
-            marks=pytest.mark.xfail(reason="wrong on Hopper, and used by no layer", run=False),
+        # the gated norm follows the scan, or is part of it
+        (REAL, DeltaPrefillConfig(32, 4, 2, 8)),
+        (REAL, DeltaPrefillConfig(128, 8, 1, 4)),
+        *((case, DeltaPrefillConfig(128, 8, 1, 8)) for case in (REAL, KIMI)),
+        *(
+            pytest.param(
+                case, DeltaPrefillConfig(32, 4, 1, 4),
+                marks=pytest.mark.xfail(reason="wrong on Hopper, and used by no layer", run=False),
+            )
+            for case in (REAL, KIMI)
         ),
-        DeltaPrefillConfig(128, 8, 1, 8),
     ],
-)
-@pytest.mark.parametrize("case", [REAL, KIMI], ids=["one decay", "by channel"])
-def test_prefill_in_configurations_of_one_stage(
-    case: DeltaCase, config: DeltaPrefillConfig
-) -> None:
-    torch.manual_seed(0)
-    output, windows, matrices = prefill(case, ROWS, config=config)
-    assert max(output, matrices) < 1e-2
-    assert windows == 0
+    ids=str,
+)  # fmt: skip
+def test_prefill_in_other_configurations(case: DeltaCase, config: DeltaPrefillConfig) -> None:
+    check_prefill(case, config=config)
 
 
 @pytest.mark.parametrize(
-    ("a_log", "shift"), [((-9.0, -8.0), -4.0), ((2.0, 2.8), 30.0), ((-3.0, 3.0), 2.0)]
+    ("case", "a_log", "shift"),
+    [
+        *((case, (-9.0, -8.0), -4.0) for case in (REAL, KIMI)),
+        *((case, (2.0, 2.8), 30.0) for case in (REAL, KIMI)),
+        (KIMI, (-3.0, 3.0), 2.0),
+    ],
+    ids=str,
 )
-def test_prefill_by_channel_with_decays_near_one_and_zero(
-    a_log: tuple[float, float], shift: float
+def test_prefill_with_decays_near_one_and_zero(
+    case: DeltaCase, a_log: tuple[float, float], shift: float
 ) -> None:
-    torch.manual_seed(0)
-    output, windows, matrices = prefill(replace(KIMI, a_log=a_log, shift=shift), ROWS)
-    assert max(output, matrices) < 2e-2
-    assert windows == 0
-
-
-@pytest.mark.timeout(600)
-def test_prefill_by_channel_in_float32() -> None:
-    torch.manual_seed(0)
-    assert max(prefill(replace(KIMI, dtype=torch.float32, key_heads=2), ROWS)) < 1e-5
+    check_prefill(replace(case, a_log=a_log, shift=shift), 2e-2)
 
 
 @pytest.mark.timeout(600)  # products in float32 at this size are compiled slowly
-def test_prefill_in_float32() -> None:
-    torch.manual_seed(0)
-    case = replace(REAL, dtype=torch.float32, key_heads=2)
-    assert max(prefill(case, ROWS)) < 1e-5
+@pytest.mark.parametrize("case", [REAL, KIMI], ids=["one decay", "by channel"])
+def test_prefill_in_float32(case: DeltaCase) -> None:
+    check_prefill(replace(case, dtype=torch.float32, key_heads=2), 1e-5)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -228,7 +194,6 @@ def test_mamba_in_float32() -> None:
 @pytest.mark.parametrize(("channels", "groups"), [(4096, 8), (8192, 1), (3072, 1)])
 @pytest.mark.parametrize("gates_first", [True, False])
 def test_gates_and_norms_of_mamba(gates_first: bool, channels: int, groups: int) -> None:
-    torch.manual_seed(0)
     x = torch.randn(33, channels, device="cuda")
     gates = torch.randn(33, channels + 64, device="cuda").bfloat16()[:, 64:]
     weight, out = torch.randn(channels, device="cuda").bfloat16(), torch.empty_like(gates)

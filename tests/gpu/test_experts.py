@@ -21,10 +21,17 @@ from aioinfer.kernels.expert_product import expert_product, sum_pairs
 from aioinfer.kernels.expert_routing import RoutingRule, route
 from aioinfer.kernels.expert_sum import CONFIG
 from cases import error
-from engine_settings import engine_settings
+from engine_settings import (
+    NEEDS_TWO,
+    TWO_RANKS,
+    check_nothing_was_compiled,
+    inline_llm,
+    tokens_of,
+    worker_of,
+)
 from expert_cases import ExpertCase, check_routing, mixture, one_token, whole
 from random_models import random_model
-from test_families import Case, check_greedy, make_case, running
+from test_families import NO_END, Case, check_greedy, check_two_ranks, make_case
 
 from aioinfer import SamplingParams
 from aioinfer.api.admin.control import expert_load
@@ -195,28 +202,19 @@ def test_greedy_tokens_are_those_of_transformers(model: Case, graphs: bool) -> N
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@NEEDS_TWO
 @pytest.mark.parametrize("by_expert", [False, True])
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen2_moe", "qwen3_moe"])
 def test_two_ranks_give_the_tokens_of_transformers(
     name: str, by_expert: bool, tmp_path: Path
 ) -> None:
     """With some channels of every expert each, and with whole experts."""
-    one = make_case(name, tmp_path, DEVICE, FAMILIES)
-    no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
-    ranks = {
-        "parallel__tensor_parallel_size": 2,
-        "parallel__executor": "multiprocess",
-        "parallel__expert_parallel": by_expert,
-    }
-    with running(one.folder, DEVICE, **ranks) as llm:
-        assert llm.frontend.engines[0].report.graph_bytes != 0  # of a card that others use, too
-        outputs = llm.generate(one.prompts, no_end)
-    assert [output.token_ids for output in outputs] == one.expected
+    case = make_case(name, tmp_path, DEVICE, FAMILIES)
+    check_two_ranks(case, parallel__expert_parallel=by_expert)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@NEEDS_TWO
 def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> None:
     """In graphs and without, and all tokens but the padding of graphs are counted."""
     one = make_case("qwen3_moe", tmp_path, DEVICE, FAMILIES)
@@ -225,21 +223,14 @@ def test_copies_of_experts_give_the_tokens_of_transformers(tmp_path: Path) -> No
     by_rank = (*range(20), 31), (*range(20, 32), 0, 1, 2)
     placement = ExpertPlacement(dict.fromkeys(range(count), LayerPlacement(by_rank)))
     file.write_text(json.dumps(placement.to_json()))
-    no_end = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logit_bias={2: -100.0})
-    ranks = {
-        "parallel__tensor_parallel_size": 2,
-        "parallel__executor": "multiprocess",
-        "parallel__expert_parallel": True,
-        "parallel__expert_placement": str(file),
-        "cache__enable_prefix_caching": False,
-    }
-    with running(one.folder, DEVICE, **ranks) as llm:
-        outputs = llm.generate(one.prompts, no_end)
+    placed = {"parallel__expert_parallel": True, "parallel__expert_placement": str(file)}
+    with inline_llm(one.folder, **TWO_RANKS, **placed) as llm:
+        outputs = llm.generate(one.prompts, NO_END)
         time.sleep(1.1)
         llm.generate([[5]], SamplingParams(max_tokens=1))
         load = expert_load(llm.frontend.engines[0])
         counted = load.totals.sum(axis=1).tolist()
-    assert [output.token_ids for output in outputs] == one.expected
+    assert tokens_of(outputs) == one.expected
     computed = sum(len(prompt) + 31 for prompt in one.prompts) + 1
     # the last layer computes the sampled tokens alone
     assert counted == [8 * computed] * (count - 1) + [8 * (32 * len(one.prompts) + 1)]
@@ -258,14 +249,11 @@ def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> 
     settings = {"model__dtype": "bfloat16", "model__load_format": load_format}
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     rng = random.Random(0)
-    assert engine_settings()["parallel.device"] == DEVICE
-    with running(tmp_path, DEVICE, **settings) as llm:
-        executor: Any = llm.frontend.engines[0]._workers.executor
-        watch, model = executor._worker.compilations, executor._worker._model
+    with inline_llm(tmp_path, **settings) as llm:
+        model: Any = worker_of(llm)._model
         assert isinstance(model.layers[0].parts[1], KernelMixtureMLP)
         for length in (1, 2, 8, 9, 16, 17, 64, 65, 300, 900):
             llm.generate([[5] * length], greedy)
         many = [[rng.randrange(3, 4096) for _ in range(rng.randint(1, 900))] for _ in range(50)]
         llm.generate(many, greedy)
-        assert watch.names == [], watch.names
-        watch.stop()
+        check_nothing_was_compiled(llm)

@@ -6,25 +6,25 @@ The models are random, with heads of the size that the family's published models
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_settings import engine_settings
+from engine_settings import NEEDS_TWO, TWO_RANKS, inline_llm, tokens_of
 from random_models import greedy_outputs, random_model, random_prompts
 from transformers import AutoModelForCausalLM
 
-from aioinfer import LLM, SamplingParams
+from aioinfer import SamplingParams
 
 VOCAB = 4096
 NEW_TOKENS = 32
 TOP = 20
 LENGTHS = (1, 2, 17, 60, 129, 200)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+NO_END = replace(GREEDY, logit_bias={2: -100.0})
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1024,
@@ -161,30 +161,15 @@ def reference(folder: Path, dtype: torch.dtype, device: str) -> Any:
     return model.eval().to(device)
 
 
-@contextmanager
-def running(folder: Path, device: str, **settings: Any) -> Iterator[LLM]:
-    """An engine in this process; its scheduler is checked when it is idle."""
-    merged = engine_settings(
-        **{"parallel__device": device, "parallel__executor": "inline"} | settings
-    )
-    with LLM(str(folder), settings=merged, progress=False) as llm:
-        yield llm
-        llm.frontend.engines[0].scheduler.check_integrity()
-    gc.collect()
-
-
 def check_greedy(case: Case, device: str, graphs: bool) -> None:
     """In one batch, with prompts in chunks, and one after the other. `min_new_tokens` of
     transformers keeps it from the end token, as a bias does here."""
-    no_end = SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logit_bias={2: -100.0}
-    )
     settings = {"parallel__cuda_graphs": graphs, "scheduler__max_num_batched_tokens": 128}
-    with running(case.folder, device, **settings) as llm:
+    with inline_llm(case.folder, parallel__device=device, **settings) as llm:
         if device == "cuda":
             assert (llm.frontend.engines[0].report.graph_bytes != 0) == graphs
-        together = [output.token_ids for output in llm.generate(case.prompts, no_end)]
-        alone = [llm.generate([prompt], no_end)[0].token_ids for prompt in case.prompts]
+        together = tokens_of(llm.generate(case.prompts, NO_END))
+        alone = [llm.generate([prompt], NO_END)[0].token_ids for prompt in case.prompts]
     assert together == case.expected
     assert alone == case.expected
     assert len({tuple(tokens) for tokens in case.expected}) == len(case.expected)
@@ -197,19 +182,17 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, graphs: bool) -> No
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@NEEDS_TWO
 @pytest.mark.parametrize("name", ["gemma2", "olmo2", "phi3"])
 def test_two_ranks_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     """With norms after the all-reduce, norms over whole projections, and merged projections."""
-    case = make_case(name, tmp_path, "cuda")
-    no_end = SamplingParams(
-        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logit_bias={2: -100.0}
-    )
-    ranks = {"parallel__tensor_parallel_size": 2, "parallel__executor": "multiprocess"}
-    with running(case.folder, "cuda", **ranks) as llm:
+    check_two_ranks(make_case(name, tmp_path, "cuda"))
+
+
+def check_two_ranks(case: Case, **settings: Any) -> None:
+    with inline_llm(case.folder, **TWO_RANKS, **settings) as llm:
         assert llm.frontend.engines[0].report.graph_bytes != 0  # of a card that others use, too
-        outputs = llm.generate(case.prompts, no_end)
-    assert [output.token_ids for output in outputs] == case.expected
+        assert tokens_of(llm.generate(case.prompts, NO_END)) == case.expected
 
 
 def logprobs_of(
@@ -229,9 +212,9 @@ def logprobs_of(
 def check_rounding(case: Case, device: str) -> None:
     """Of the log-probabilities of the tokens that the engine found likeliest: the first come from
     prefill, the others from decodes."""
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=TOP)
-    with running(case.folder, device, model__dtype="bfloat16") as llm:
-        outputs = llm.generate(case.prompts, params)
+    settings = {"parallel__device": device, "model__dtype": "bfloat16"}
+    with inline_llm(case.folder, **settings) as llm:
+        outputs = llm.generate(case.prompts, replace(GREEDY, logprobs=TOP))
     tops = [[entry.top for entry in output.completions[0].logprobs or []] for output in outputs]
     pairs = torch.tensor(tops, dtype=torch.float64, device=device)
     tokens, ours = pairs[..., 0].long(), pairs[..., 1]

@@ -48,11 +48,6 @@ CONFIGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def few_rows(weight: PackedGroups, rows: int, dtype: torch.dtype, **given: Any) -> Pair:
     """Runs the kernel and its reference in float64."""
     return grouped(weight, rows, dtype, multiply=few_rows_grouped, **given)

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from aioinfer.kernels.quantize import InputFormat
 from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, ProductConfig
 from cases import error
-from engine_settings import engine_settings
+from engine_settings import check_nothing_was_compiled, engine_settings, inline_llm
 from random_models import random_model
 from scaled_cases import (
     FP8,
@@ -187,16 +187,12 @@ def test_models_that_are_quantized_while_they_are_loaded(kind: str, tmp_path: Pa
 def test_nothing_is_compiled_while_serving(layout: str, tmp_path: Path) -> None:
     random_model(tmp_path, **SIZES)
     write(tmp_path, layouts((128, 128))[layout])
-    settings = engine_settings(model__dtype="bfloat16", parallel__executor="inline")
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with LLM(str(tmp_path), settings=settings, progress=False) as llm:
-        executor: Any = llm.frontend.engines[0]._workers.executor
-        watch = executor._worker.compilations
+    with inline_llm(tmp_path, model__dtype="bfloat16") as llm:
         for length in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 300):
             llm.generate([[5] * length], greedy)
         llm.generate(prompts(50, 100), greedy)
-        assert watch.names == [], watch.names
-        watch.stop()
+        check_nothing_was_compiled(llm)
 
 
 def test_unaligned_blocks_are_read(tmp_path: Path) -> None:

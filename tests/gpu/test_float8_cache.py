@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
+from engine_settings import inline_llm, tokens_of
 from random_models import random_model
 from safetensors.torch import load_file, save_file
 from test_families import GREEDY, MODELS, NEW_TOKENS, SIZES, VOCAB
 
-from aioinfer import LLM
 from tests.rounded_attention import generate, rounding_model
 
 LENGTHS = (1, 2, 17, 129, 200)
@@ -52,10 +51,9 @@ def test_tokens_are_those_of_rounded_keys_and_values(name: str, tmp_path: Path) 
             "cache__dtype": "fp8",
             "parallel__cuda_graphs": graphs,
             "scheduler__max_num_batched_tokens": 128,
-            "parallel__executor": "inline",
         }
-        with LLM(str(tmp_path), settings=engine_settings(**settings), progress=False) as llm:
-            outputs = [output.token_ids for output in llm.generate(prompts, GREEDY)]
+        with inline_llm(tmp_path, **settings) as llm:
+            outputs = tokens_of(llm.generate(prompts, GREEDY))
         # what lies between two numbers of float8 may round to the other one, and a token change
         assert sum(a == b for a, b in zip(outputs, expected, strict=True)) >= len(prompts) - 1
 
@@ -65,13 +63,10 @@ def test_half_the_bytes(tmp_path: Path) -> None:
     random_model(tmp_path, family="qwen3", vocab_size=VOCAB, **{**SIZES, **MODELS["qwen3"]})
     sizes = {}
     for dtype in ("model", "fp8"):
-        settings = engine_settings(
-            model__dtype="bfloat16", cache__dtype=dtype, parallel__executor="inline"
-        )
-        with LLM(str(tmp_path), settings=settings, progress=False) as llm:
+        with inline_llm(tmp_path, model__dtype="bfloat16", cache__dtype=dtype) as llm:
             report = llm.frontend.engines[0].report
             sizes[dtype] = report.kv_cache_bytes / report.num_blocks[0]
-            texts = [output.token_ids for output in llm.generate([[5, 6, 7]] * 3, GREEDY)]
+            texts = tokens_of(llm.generate([[5, 6, 7]] * 3, GREEDY))
             assert texts[0] == texts[1] == texts[2]
             if dtype == "fp8":
                 assert report.cache_dtype == "float8 (e4m3; scales: calibrated)"

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine_settings import engine_settings
+from engine_settings import (
+    NEEDS_TWO,
+    TWO_RANKS,
+    check_nothing_was_compiled,
+    inline_llm,
+    worker_of,
+)
 from test_families import Case as Prompts
 from test_families import check_rounding
 
-from aioinfer import LLM, SamplingParams
+from aioinfer import SamplingParams
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
 from tests.functional.test_gpt_oss import Case, check_greedy, make_case
 
@@ -43,10 +48,9 @@ def test_greedy_tokens_are_those_of_transformers(case: Case, block_size: int) ->
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@NEEDS_TWO
 def test_two_ranks(case: Case) -> None:
-    settings = {"parallel__executor": "multiprocess", "parallel__tensor_parallel_size": 2}
-    check_greedy(case, **settings)
+    check_greedy(case, **TWO_RANKS)
 
 
 @pytest.mark.timeout(300)
@@ -63,16 +67,12 @@ def test_rounding_errors_in_bfloat16(tmp_path: Path) -> None:
 def test_experts_run_in_kernels_and_graphs(case: Case) -> None:
     """In bfloat16, with the experts of the checkpoint as they are, and with nothing compiled while
     serving."""
-    settings = engine_settings(model__dtype="bfloat16", parallel__executor="inline")
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with LLM(str(case.folder), settings=settings, progress=False) as llm:
-        engine: Any = llm.frontend.engines[0]
-        worker = engine._workers.executor._worker
-        mixture = worker._model.layers[0].parts[1]
-        assert isinstance(mixture, KernelMixtureMLP)
-        assert engine.report.graph_bytes != 0  # of a card that others use, too
+    with inline_llm(case.folder, model__dtype="bfloat16") as llm:
+        model: Any = worker_of(llm)._model
+        assert isinstance(model.layers[0].parts[1], KernelMixtureMLP)
+        assert llm.frontend.engines[0].report.graph_bytes != 0  # of a card that others use, too
         for length in (1, 2, 9, 17, 70, 300):
             llm.generate([[5] * length], greedy)
         llm.generate([[5 + i] * (1 + 13 * i) for i in range(40)], greedy)
-        assert worker.compilations.names == []
-        worker.compilations.stop()
+        check_nothing_was_compiled(llm)

@@ -35,11 +35,6 @@ SHAPES = {
 ROWS = (1, 17, 64, 129, 256, 513)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def product(
     weight: PackedGroups,
     rows: int,

@@ -10,12 +10,12 @@ import torch
 from aioinfer.kernels.grouped_product import MAX_FUSED_ROWS, GroupedConfig, grouped_config
 from aioinfer.kernels.grouped_weight import dequantize
 from cases import error, poisoned
-from engine_settings import engine_settings
+from engine_settings import inline_llm, tokens_of
 from grouped_cases import grouped, random_groups
 from random_models import random_model
 from references import dequantized
 
-from aioinfer import LLM, SamplingParams
+from aioinfer import SamplingParams
 from benchlib.quantized_folder import Groups, awq, gptq, packed, quantize_folder
 
 DEVICE = "cuda"
@@ -29,11 +29,6 @@ SHAPES = {
     "nothing divides": (1000, 1000, False),
 }
 ROWS = (1, 2, 8, 9, 16, 32, 33, 64, 100, 256)
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -133,8 +128,8 @@ def test_a_model_gives_the_tokens_that_it_gives_on_a_cpu(name: str, tmp_path: Pa
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     tokens = {}
     for device in ("cuda", "cpu"):
-        settings = engine_settings(parallel__device=device, parallel__executor="inline")
-        with LLM(str(folder), settings=settings, progress=False) as llm:
-            outputs = [*llm.generate(prompts, greedy), *llm.generate(prompts[:1], greedy)]
-            tokens[device] = [output.token_ids for output in outputs]
+        with inline_llm(folder, parallel__device=device) as llm:
+            tokens[device] = tokens_of(
+                [g for p in (prompts, prompts[:1]) for g in llm.generate(p, greedy)]
+            )
     assert tokens["cuda"] == tokens["cpu"]

@@ -13,13 +13,13 @@ import torch
 import triton
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.executor.inline import InlineExecutor
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue, epilogue_of
 from aioinfer.layers.kernel_choices import ProductChoices
 from aioinfer.worker import kernel_timing
 from aioinfer.worker.worker import Worker
 from benchlib.quantized_folder import awq, quantize_folder
+from tests.gpu.engine_settings import check_nothing_was_compiled, tokens_of, worker_of
 from tests.gpu.random_models import random_model, random_prompts
 
 VOCAB_SIZE = 4096
@@ -58,15 +58,11 @@ def serve(folder: Path, prompts: list[list[int]], **settings: Any) -> tuple[list
         "cache.num_blocks": 200,
     } | {name.replace("__", "."): value for name, value in settings.items()}
     with LLM(str(folder), settings=given, progress=False) as llm:
-        executor = llm.frontend.engines[0]._workers.executor
-        assert isinstance(executor, InlineExecutor)
-        worker = executor._worker
+        worker = worker_of(llm)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         outputs = llm.generate(prompts[:1], params) + llm.generate(prompts, params)
-        assert worker.compilations is not None
-        assert worker.compilations.names == []
-        worker.compilations.stop()
-    return [output.token_ids for output in outputs], worker
+        check_nothing_was_compiled(llm)
+    return tokens_of(outputs), worker
 
 
 def make_model(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import error
 from latent_cases import LatentCase, cache_write, decode, prefill
-from test_families import MODELS, check_greedy, check_rounding, make_case
+from test_families import check_greedy, check_rounding, make_case
 
 #: V2-Lite's heads.
 REAL = LatentCase(
@@ -77,24 +77,17 @@ def test_cache_write() -> None:
 @pytest.mark.timeout(600)  # kernels are compiled
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_greedy_tokens_are_those_of_transformers(
-    name: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(MODELS, name, CASES[name])
-    check_greedy(make_case(name, tmp_path, "cuda"), "cuda", graphs)
+def test_greedy_tokens_are_those_of_transformers(name: str, graphs: bool, tmp_path: Path) -> None:
+    check_greedy(make_case(name, tmp_path, "cuda", CASES), "cuda", graphs)
 
 
 @pytest.mark.timeout(600)
-def test_greedy_tokens_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "deepseek_v3 with experts"
-    monkeypatch.setitem(MODELS, name, CASES[name])
-    check_greedy(make_case(name, tmp_path, "cuda"), "cuda", graphs=False)
+def test_greedy_tokens_with_experts(tmp_path: Path) -> None:
+    case = make_case("deepseek_v3 with experts", tmp_path, "cuda", CASES)
+    check_greedy(case, "cuda", graphs=False)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_rounding_errors_in_bfloat16(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(MODELS, name, CASES[name])
-    check_rounding(make_case(name, tmp_path, "cuda"), "cuda")
+def test_rounding_errors_in_bfloat16(name: str, tmp_path: Path) -> None:
+    check_rounding(make_case(name, tmp_path, "cuda", CASES), "cuda")

@@ -1,6 +1,5 @@
-"""Step features of another package (tests/feature_package) on a GPU: graphs, late rows and logits
-processors give the tokens of the CPU, two ranks those of one, and nothing is compiled while
-serving."""
+"""Step features of another package (tests/feature_package) on a GPU: graphs, late rows, logits
+processors and ranks give the tokens of the CPU, and nothing is compiled while serving."""
 
 from __future__ import annotations
 
@@ -11,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from engine_settings import inline_llm
+from engine_settings import WAYS, check_nothing_was_compiled, inline_llm
 from random_models import odd_vocabulary_model
 
 from aioinfer import LLM, SamplingParams
-from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import Output
 
 VOCAB_SIZE = 4001  # no number of ranks divides it
@@ -78,31 +75,11 @@ def check(outputs: list[Output], expected: list[Output]) -> None:
             assert np.allclose(one.features["watch_token"], wanted, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"parallel__cuda_graphs": False},
-        {"parallel__executor": "multiprocess"},
-        {"cache__num_blocks": 12},
-        {"scheduler__max_num_seqs": 1},
-    ],
-    ids=["graphs", "no graphs", "a process", "preempted", "one at a time"],
-)
+@pytest.mark.parametrize("settings", WAYS)
 def test_outputs_are_those_of_the_cpu(
     folder: Path, expected: list[Output], settings: dict[str, Any]
 ) -> None:
     with running(folder, **settings) as llm:
-        check(llm.generate(PROMPTS, PARAMS), expected)
-
-
-@pytest.mark.timeout(300)
-def test_two_ranks_give_what_one_does(folder: Path, expected: list[Output]) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    with running(
-        folder, parallel__executor="multiprocess", parallel__tensor_parallel_size=2
-    ) as llm:  # fmt: skip
         check(llm.generate(PROMPTS, PARAMS), expected)
 
 
@@ -121,9 +98,4 @@ def test_nothing_is_compiled_while_serving(folder: Path) -> None:
     with running(folder, model__dtype="bfloat16") as llm:
         llm.generate(PROMPTS, PARAMS)
         llm.generate(PROMPTS[:1], PARAMS[6:7])
-        inline = llm.frontend.engines[0]._workers.executor
-        assert isinstance(inline, InlineExecutor)
-        watch = inline._worker.compilations
-        assert watch is not None
-        assert watch.names == [], watch.names
-        watch.stop()
+        check_nothing_was_compiled(llm)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from aioinfer import LLM
-from aioinfer.executor.inline import InlineExecutor
-from tests.gpu.engine_settings import engine_settings
+from tests.gpu.engine_settings import check_nothing_was_compiled, engine_settings, inline_llm
 from tests.gpu.random_models import random_model
 from tests.prompt_rows import VOCAB_SIZE, Reference, check_all
 
@@ -37,19 +36,12 @@ def reference(
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("budget", [256, 8192])
 def test_one_gpu(reference: Reference, cuda_graphs: bool, budget: int) -> None:
-    settings = engine_settings(
-        parallel__executor="inline",
-        parallel__cuda_graphs=cuda_graphs,
-        scheduler__max_num_batched_tokens=budget,
-    )
-    with LLM(str(reference.folder), settings=settings, progress=False) as llm:
-        executor = llm.frontend.engines[0]._workers.executor
-        assert isinstance(executor, InlineExecutor)
-        watch = executor._worker.compilations
-        assert watch is not None
+    settings = {
+        "parallel__cuda_graphs": cuda_graphs, "scheduler__max_num_batched_tokens": budget
+    }  # fmt: skip
+    with inline_llm(reference.folder, **settings) as llm:
         check_all(llm, reference)
-        assert watch.names == [], watch.names
-        watch.stop()
+        check_nothing_was_compiled(llm)
 
 
 def test_two_gpus(reference: Reference) -> None:

@@ -20,10 +20,10 @@ from aioinfer.kernels.expert_selection import FewTokensConfig
 from aioinfer.kernels.expert_weights import PackedExperts, format_name, pack_floats
 from aioinfer.kernels.quantize import quantize
 from cases import error
+from engine_settings import check_nothing_was_compiled, inline_llm, tokens_of, worker_of
 from expert_cases import ExpertCase, check_routing, mixture, packed_weight, whole
 from random_models import random_model
 from references import dequantized
-from test_families import running
 
 from aioinfer import SamplingParams
 from aioinfer.layers.kernel_experts import KernelMixtureMLP
@@ -221,16 +221,15 @@ def test_nothing_is_compiled_while_serving(name: str, tmp_path: Path) -> None:
     prompts = [[rng.randrange(3, 4096) for _ in range(rng.randint(1, 700))] for _ in range(40)]
     for graphs in (True, False):
         settings = {"model__dtype": "bfloat16", "parallel__cuda_graphs": graphs}
-        with running(folder, DEVICE, **settings) as llm:
-            executor: Any = llm.frontend.engines[0]._workers.executor
-            mixture = executor._worker._model.layers[0].parts[1]
+        with inline_llm(folder, **settings) as llm:
+            model: Any = worker_of(llm)._model
+            mixture = model.layers[0].parts[1]
             assert isinstance(mixture, KernelMixtureMLP)
             assert format_name(mixture.stacked.gate_up) == kernel
             for length in (1, 2, SCANNED_TOKENS, SCANNED_TOKENS + 1, 65, 300):
                 llm.generate([[5] * length], greedy)
             llm.generate(prompts, greedy)
-            assert executor._worker.compilations.names == []
-            executor._worker.compilations.stop()
+            check_nothing_was_compiled(llm)
 
 
 @pytest.mark.timeout(300)
@@ -243,6 +242,6 @@ def test_a_model_in_four_bits_gives_the_tokens_of_a_cpu(name: str, tmp_path: Pat
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     tokens = {}
     for device in (DEVICE, "cpu"):
-        with running(folder, device) as llm:
-            tokens[device] = [output.token_ids for output in llm.generate(prompts, greedy)]
+        with inline_llm(folder, parallel__device=device) as llm:
+            tokens[device] = tokens_of(llm.generate(prompts, greedy))
     assert tokens[DEVICE] == tokens["cpu"]

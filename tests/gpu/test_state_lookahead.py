@@ -11,31 +11,29 @@ from typing import Any
 
 import pytest
 import torch
-from delta_cases import DeltaCase
+from aioinfer.kernels.delta_decode import delta_decode, make_tickets
+from aioinfer.kernels.delta_lookahead import delta_lookahead
+from delta_cases import DeltaCase, DeltaProblem, Row
+from engine_settings import worker_of
 from lookahead_cases import MOST, Ahead, lookahead
 from random_models import random_model
+from test_delta import KIMI, REAL
 from test_speculation import (
     PARAMS,
     PROMPTS,
     TOKENS,
     VOCAB_SIZE,
-    KnownDrafts,
+    count_kept_drafts,
     equal_texts,
     look_always_ahead,
+    propose_known_drafts,
     running,
-    worker_of,
 )
+from triton.testing import do_bench
 
 from aioinfer import SamplingParams
 from aioinfer.worker.gpu_device import GpuDevice
 
-REAL = DeltaCase(
-    torch.bfloat16, "cuda", key_heads=16, group=2, key=128, value=128, block_size=64
-)  # fmt: skip
-KIMI = DeltaCase(
-    torch.bfloat16, "cuda", key_heads=32, group=1, key=128, value=128, block_size=64,
-    by_channel=True,
-)  # fmt: skip
 #: Sizes that the kernels have, of small models.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "initializer_range": 0.05, "eos_token_id": None,
@@ -101,29 +99,12 @@ def test_text_is_that_of_a_plain_run(
     shared = {key: value for key, value in settings.items() if key.startswith("cache")}
     with running(tmp_path, **shared) as llm:
         expected = llm.generate(PROMPTS, PARAMS)
-    texts = [[*prompt, *output.token_ids] for prompt, output in zip(PROMPTS, expected, strict=True)]
-    from aioinfer.worker import worker as module
-
-    load = module.StepWorks.load
-
-    def with_known_drafts(rank: Any, names: Any = ()) -> Any:
-        return module.StepWorks([*load(rank, names).all, KnownDrafts(rank, texts)])
-
-    monkeypatch.setattr(module.StepWorks, "load", with_known_drafts)
+    propose_known_drafts(expected, monkeypatch)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=8)
     with running(tmp_path, speculation__method="ngram", **settings) as llm:
         worker = worker_of(llm)
         assert llm.frontend.engines[0].report.max_lookahead > 0
-        planning, kept = look_always_ahead(llm), [0, 0]
-        planning._finds_drafts = False  # of constrained requests: they are no n-grams
-        take = planning.take_lookahead
-
-        def count(request: Any, rows: int, number: int) -> None:
-            kept[0] += rows
-            kept[1] += number
-            take(request, rows, number)
-
-        planning.take_lookahead = count  # type: ignore[method-assign]
+        kept = count_kept_drafts(look_always_ahead(llm))
         outputs = llm.generate(PROMPTS, PARAMS)
         further = [
             [*prompt, *output.token_ids] for prompt, output in zip(PROMPTS, outputs, strict=True)
@@ -142,11 +123,6 @@ def test_text_is_that_of_a_plain_run(
 
 def test_a_step_takes_no_longer_without_lookahead_rows() -> None:
     """The launch of 64 rows that replay nothing, beside the launch that cannot replay."""
-    from aioinfer.kernels.delta_decode import delta_decode, make_tickets
-    from aioinfer.kernels.delta_lookahead import delta_lookahead
-    from delta_cases import DeltaProblem, Row
-    from triton.testing import do_bench
-
     torch.manual_seed(0)
     rows = [Row(1, 40 + number) for number in range(64)]
     problem = DeltaProblem(REAL, rows)

@@ -3,22 +3,21 @@ float32, with chunks, prefix hits, preemption and forks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from aioinfer import LLM, SamplingParams
-from tests.gpu.engine_settings import engine_settings
+from tests.gpu.engine_settings import NEEDS_TWO, engine_settings, tokens_of
 from tests.gpu.random_models import random_model, random_prompts
 
 pytestmark = [
     pytest.mark.timeout(300),  # kernels are compiled
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    NEEDS_TWO,
 ]
 VOCAB_SIZE = 4096
 #: Around blocks of 64 tokens and chunks of 200.
@@ -86,10 +85,6 @@ def running(folder: Path, **settings: Any) -> Iterator[LLM]:
         engine.scheduler.check_integrity()
 
 
-def tokens_of(llm: LLM, prompts: Sequence[list[int]]) -> list[list[int]]:
-    return [output.token_ids for output in llm.generate(list(prompts), GREEDY)]
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, fields = MODELS[request.param]
@@ -98,7 +93,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (text,) = random_prompts([max(LENGTHS)], VOCAB_SIZE)
     prompts = [text[:length] for length in LENGTHS]
     with running(folder) as llm:
-        expected = tokens_of(llm, prompts)
+        expected = tokens_of(llm.generate(prompts, GREEDY))
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     return Case(folder, prompts, expected)
 
@@ -109,7 +104,7 @@ def test_prefix_hits_and_forks(case: Case, kind: str) -> None:
     with running(case.folder, cache__enable_prefix_caching=True, **ranks) as llm:
         for turn in range(2):
             outputs = llm.generate(case.prompts, GREEDY)
-            assert [output.token_ids for output in outputs] == case.expected
+            assert tokens_of(outputs) == case.expected
             if turn:
                 found = sum(output.num_cached_tokens for output in outputs)
                 assert found > 0.4 * sum(LENGTHS)
@@ -124,5 +119,5 @@ def test_preemption(case: Case, kind: str) -> None:
     few = {"cache__num_blocks": 8, "model__max_model_len": 128}
     prompts, expected = case.prompts[2:4] * 3, case.expected[2:4] * 3
     with running(case.folder, **few, **ranks) as llm:
-        assert tokens_of(llm, prompts) == expected
+        assert tokens_of(llm.generate(prompts, GREEDY)) == expected
         assert llm.frontend.engines[0].scheduler.stats.preemptions > 0

@@ -32,7 +32,13 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.llm import Output
 from tests.disturbance import disturbed, worker_pids
 from tests.functional.test_lifecycle import Process, events
-from tests.gpu.engine_settings import engine_settings
+from tests.gpu.engine_settings import (
+    NEEDS_FOUR,
+    NEEDS_TWO,
+    check_logprobs,
+    engine_settings,
+    tokens_of,
+)
 from tests.gpu.random_models import random_model
 from tests.gpu.test_compilation import random_params
 
@@ -60,8 +66,6 @@ PARAMETERS = {
     "bias": replace(SEEDED, top_p=0.9, logit_bias={5: 3.0, 2100: 2.0, 4098: 4.0, 7: -100.0}),
     "min_tokens": replace(SEEDED, ignore_eos=False, min_tokens=20, logit_bias={2: 8.0}),
 }
-NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
 SIZES = [pytest.param(2, marks=NEEDS_TWO), pytest.param(4, marks=NEEDS_FOUR)]
 
 
@@ -80,10 +84,6 @@ def running(folder: Path, size: int, **settings: Any) -> Iterator[LLM]:
         for engine in engines:
             engine.scheduler.check_integrity()
     assert multiprocessing.active_children() == []
-
-
-def tokens_of(outputs: Sequence[Output]) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
@@ -190,25 +190,6 @@ def test_tokens_are_those_of_one_gpu(
             )
         for one, other in zip(sampled[name], outputs, strict=True):
             check_logprobs(one, other)
-
-
-def check_logprobs(one: Output, other: Output) -> None:
-    """Of tokens that are as likely either may come first: the values are compared rank by rank, and
-    by token."""
-    mine, theirs = one.completions[0].logprobs or [], other.completions[0].logprobs or []
-    assert len(mine) == len(theirs) == len(one.token_ids)
-    for entry, wanted in zip(mine, theirs, strict=True):
-        assert entry.token_id == wanted.token_id
-        assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
-        assert [value for _, value in entry.top] == pytest.approx(
-            [value for _, value in wanted.top], abs=1e-3
-        )
-        known = dict(wanted.top)
-        assert all(
-            value == pytest.approx(known[token], abs=1e-3)
-            for token, value in entry.top
-            if token in known
-        )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -391,28 +372,31 @@ def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> s
     """
     before = free_bytes(size)
     endless = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
-    with LLM(str(folder), settings=failing_settings(size), progress=False) as llm:
+    settings = {"parallel__tensor_parallel_size": size, "parallel__restart_workers": 0}
+    merged = engine_settings(parallel__executor="multiprocess", **settings)
+    with LLM(str(folder), settings=merged, progress=False) as llm:
         errors: list[BaseException] = []
-        batches = [
-            threading.Thread(
-                target=generate_until_it_fails,
-                args=(llm, random_prompts(8, 60, seed=5), endless, errors),
-            )
-        ]
-        batches[0].start()
+
+        def generate(prompts: list[list[int]], params: SamplingParams) -> None:
+            try:
+                while True:
+                    llm.generate(prompts, params)
+            except EngineDeadError as error:
+                errors.append(error)
+
+        def start(*arguments: Any) -> threading.Thread:
+            thread = threading.Thread(target=generate, args=arguments)
+            thread.start()
+            return thread
+
+        batches = [start(random_prompts(8, 60, seed=5), endless)]
         deadline = time.monotonic() + 60
         while llm.frontend.stats()["steps"] < 20:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         harm = do_harm()
         began = time.monotonic()
-        batches.append(
-            threading.Thread(
-                target=generate_until_it_fails,
-                args=(llm, random_prompts(8, 900, seed=6), GREEDY, errors),
-            )
-        )
-        batches[1].start()
+        batches.append(start(random_prompts(8, 900, seed=6), GREEDY))
         for batch in batches:
             batch.join(30)
         assert time.monotonic() - began < 10
@@ -425,28 +409,6 @@ def fail_while_serving(folder: Path, size: int, do_harm: Callable[[], Any]) -> s
     )
     assert [type(error) for error in errors] == [EngineDeadError] * 2
     return str(errors[0])
-
-
-def failing_settings(size: int) -> dict[str, Any]:
-    return {
-        "parallel.device": "cuda",
-        "parallel.executor": "multiprocess",
-        "parallel.tensor_parallel_size": size,
-        "parallel.restart_workers": 0,
-        "model.dtype": "float32",
-        "model.max_model_len": 1024,
-        "cache.num_blocks": 400,
-    }
-
-
-def generate_until_it_fails(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, errors: list[BaseException]
-) -> None:
-    try:
-        while True:
-            llm.generate(prompts, params)
-    except EngineDeadError as error:
-        errors.append(error)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_settings import engine_settings
+from engine_settings import inline_llm, worker_of
 
-from aioinfer import LLM, SamplingParams
-from aioinfer.executor.inline import InlineExecutor
+from aioinfer import SamplingParams
 from aioinfer.worker.gpu_device import GpuDevice
 from tests.vision_models import MODELS, conversation, picture, reference_output, save_model
 
@@ -34,22 +33,15 @@ WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm")
 )
 def test_texts_are_transformers_s(name: str, kernels: bool, tmp_path: Path) -> None:
     model = save_model(name, tmp_path, head_dim=64 if kernels else 16)
-    settings = engine_settings(
-        parallel__executor="inline",
-        scheduler__max_num_batched_tokens=96, media__encoder_budget=16,
+    with inline_llm(
+        tmp_path, scheduler__max_num_batched_tokens=96, media__encoder_budget=16,
         cache__enable_prefix_caching=True, model__max_model_len=2048,
-    )  # fmt: skip
-    llm = LLM(str(tmp_path), progress=False, settings=settings)
-    try:
+    ) as llm:  # fmt: skip
         outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
         again = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
-        executor = llm.frontend.engines[0]._workers.executor
-        assert isinstance(executor, InlineExecutor)
-        device = executor._worker.runner.device
+        device = worker_of(llm).runner.device
         assert isinstance(device, GpuDevice)
         assert bool(device.graphs.decode.graphs) == kernels
-    finally:
-        llm.close()
     for parts, output, cached in zip(TURNS, outputs, again, strict=True):
         pictures = [part for part in parts if not isinstance(part, str)]
         expected = reference_output(model, name, output.prompt_token_ids, pictures, TOKENS)
