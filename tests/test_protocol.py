@@ -76,13 +76,18 @@ class TestSampling:
         assert completion(**given).sampling_fields() == given
 
     def test_a_single_stop_string(self) -> None:
-        assert completion(stop="END").sampling_fields() == {"stop": ("END",)}
+        assert completion(stop="END").sampling_fields() == {"stop": "END"}
 
-    def test_the_names_of_biases_are_ids_or_texts(self) -> None:
-        given = {"5": 1, " cheese": 2, "-1": 3, "5.0": 4}
-        assert completion(logit_bias=given).sampling_fields() == {
-            "logit_bias": {5: 1, " cheese": 2, -1: 3, "5.0": 4}
-        }
+    def test_the_names_of_biases_are_ids(self) -> None:
+        given = {"5": 1, "-1": 3}
+        assert completion(logit_bias=given).sampling_fields() == {"logit_bias": {5: 1, -1: 3}}
+        for name in (" cheese", "5.0", ""):
+            with pytest.raises(RequestError, match="each name in logit_bias must be an integer"):
+                completion(logit_bias={name: 1})
+
+    def test_of_two_fields_for_one_parameter_the_last_counts(self) -> None:
+        assert chat(max_completion_tokens=3, max_tokens=5).sampling_fields() == {"max_tokens": 3}
+        assert chat(max_completion_tokens=None, max_tokens=5).sampling_fields() == {"max_tokens": 5}
 
     @pytest.mark.parametrize("text", ["3.0", "3.000", "0.3e1", "30E-1", " 3.0 "])
     def test_an_integral_number_is_an_integer(self, text: str) -> None:

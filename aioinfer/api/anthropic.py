@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import orjson
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.errors import json_response
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import picture_part
@@ -163,7 +162,7 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         """See `Body.check`."""
         self.tool_use()
         list(self.conversation())
-        self.answer_grammar()
+        self.grammars()
 
     def tool_use(self) -> ToolUse:
         """Returns the tools. Raises `RequestError` naming the place."""
@@ -174,16 +173,15 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         parallel = not given.disable_parallel_tool_use
         return make_use(functions, _CHOICES[given.type], given.name, parallel=parallel)
 
-    def answer_grammar(self) -> GrammarSpec | None:
-        """Returns the grammar of the answer; `output_format` is the older place of its schema.
-        Raises `RequestError`."""
+    def grammars(self) -> list[GrammarSpec]:
+        """See `GenerationBody.grammars`; `output_format` is the older place of a schema."""
         newer = self.output_config.format if self.output_config is not None else None
         found = {"output_config.format": newer, "output_format": self.output_format}
         given = [(place, format) for place, format in found.items() if format is not None]
         if len(given) > 1:
             text = "and output_config.format are the same: give one of them"
             raise FieldError("output_format", text)
-        return schema_grammar(given[0][1].schema, f"{given[0][0]}.schema") if given else None
+        return [schema_grammar(format.schema, f"{place}.schema") for place, format in given]
 
     def conversation(self) -> Iterator[dict[str, Any]]:
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
@@ -206,6 +204,8 @@ class CountTokensRequest(GenerationBody, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """`POST /v1/messages`."""
 
+    sampling_names: ClassVar[Mapping[str, str]] = {"stop_sequences": "stop"}
+
     max_tokens: Count
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -216,15 +216,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     def shows_thoughts(self) -> bool:
         """See `GenerationBody.shows_thoughts`."""
         return self.thinking is None or self.thinking.display != "omitted"
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        fields = self.given("max_tokens", "temperature", "top_k", "top_p")
-        if self.stop_sequences:
-            fields["stop"] = tuple(self.stop_sequences)
-        if (grammar := self.answer_grammar()) is not None:
-            fields["grammar"] = grammar
-        return fields
 
 
 def _text(content: str | list[ContentBlock], where: str) -> str:
@@ -365,13 +356,12 @@ class TokenCount(Struct, kw_only=True):
     input_tokens: int
 
 
-async def count_tokens(request: web.Request) -> web.Response:
+async def count_tokens(request: web.Request, body: CountTokensRequest) -> TokenCount:
     """Returns the number of tokens of a conversation."""
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("messages")
-    body = await read_body(request, CountTokensRequest)
     (prompt,) = await AnthropicDialect.encode(frontend, body, body.tool_use())
-    return json_response(TokenCount(input_tokens=len(prompt)))
+    return TokenCount(input_tokens=len(prompt))
 
 
 class AnthropicDialect(MessageDialect[MessagesRequest]):
@@ -380,11 +370,6 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
     body_type = MessagesRequest
     reply_type = MessageReply
     id_prefix = "msg_"
-
-    @property
-    def field_names(self) -> Mapping[str, str]:
-        """See `Dialect.field_names`."""
-        return {"stop": "stop_sequences"}
 
     @property
     def thought_budget(self) -> int | None:

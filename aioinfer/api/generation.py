@@ -25,7 +25,6 @@ from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import error_event, local_path
 from aioinfer.api.http.logs import request_id
-from aioinfer.api.prompts import with_token_ids
 from aioinfer.api.protocol import GenerationBody
 from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.engine.output import Delta
@@ -137,7 +136,10 @@ class Dialect(Generic[B]):
     @property
     def field_names(self) -> Mapping[str, str]:
         """The body's fields by the names that the engine knows, where they have other names."""
-        return {}
+        body = self.body
+        given = body.sampling_names.items()
+        names = {name: field for field, name in given if getattr(body, field) is not None}
+        return names | {"prompt": self.text_field or "prompt"}
 
     @property
     def thought_budget(self) -> int | None:
@@ -161,8 +163,7 @@ class Dialect(Generic[B]):
         Raises `RequestError`.
         """
         body, frontend, use = self.body, self.frontend, self.body.tool_use()
-        fields = await with_token_ids(frontend, body.sampling_fields())
-        prompt = await self.prompt(use)
+        fields, prompt = body.sampling_fields(), await self.prompt(use)
         self.turn = await make_turn(
             frontend,
             prompt,

@@ -9,7 +9,7 @@ text; it ends without `[DONE]`. Errors come in llama.cpp's shape from `errors`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -18,8 +18,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
-from aioinfer.api.context import FRONTEND, encode, read_body
-from aioinfer.api.errors import json_response
+from aioinfer.api.context import FRONTEND, encode
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
@@ -32,7 +31,7 @@ from aioinfer.api.protocol import (
     Int32,
     template_options,
 )
-from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar, only_grammar
+from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
 from aioinfer.engine.pictures import for_template
 from aioinfer.errors import FieldError, RequestError
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 #: Parameters that have llama.cpp's names here, too.
 _SAME_NAMES = "temperature top_k top_p min_p presence_penalty frequency_penalty stop ignore_eos"
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 StopType = Literal["none", "eos", "limit", "word"]
 
 
@@ -60,6 +60,10 @@ class LlamaCompletion(CommonSampling, kw_only=True):
     """
 
     token_field: ClassVar[str] = "prompt"
+    sampling_names: ClassVar[Mapping[str, str]] = {
+        "n_predict": "max_tokens", "n_probs": "logprobs", "repeat_penalty": "repetition_penalty",
+        "logit_bias": "",
+    }  # fmt: skip
 
     prompt: Prompts
     n_predict: Int32 | None = None
@@ -73,7 +77,7 @@ class LlamaCompletion(CommonSampling, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        self.output_grammar()
+        self.grammars()
         others = self.presence_penalty, self.frequency_penalty
         has_penalties = any(others) or self.repeat_penalty not in (None, 1)
         if self.repeat_last_n not in (None, 0, -1) and has_penalties:
@@ -96,29 +100,27 @@ class LlamaCompletion(CommonSampling, kw_only=True):
         """Returns the prompts one by one."""
         return split_prompts(self.prompt, "prompt")
 
-    def output_grammar(self) -> GrammarSpec | None:
-        """Returns the grammar of the output. Raises `RequestError` if there are several."""
+    def grammars(self) -> list[GrammarSpec]:
+        """See `GenerationBody.grammars`."""
         found = [GrammarSpec("lark", self.grammar)] if self.grammar else []
         if is_given(self.json_schema):
             found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
-        return only_grammar(found)
+        return found
 
     def sampling_fields(self) -> dict[str, Any]:
-        """See `GenerationBody.sampling_fields`; without `logit_bias`, whose texts have to be
+        """See `Parameters.sampling_fields`; without `logit_bias`, whose texts have to be
         encoded."""
-        fields = self.given("top_k", "top_p", "min_p", "ignore_eos", "stop")
+        fields, length = super().sampling_fields(), self.max_length
+        without = {
+            "max_tokens": not length,
+            "logprobs": not self.n_probs,
+            "seed": self.seed == -1,  # which stands for any
+            **dict.fromkeys(_PENALTIES, self.repeat_last_n == 0),
+        }
+        fields = {name: value for name, value in fields.items() if not without.get(name)}
         if self.temperature is not None:
             fields["temperature"] = max(0.0, self.temperature)
-        if self.repeat_last_n != 0:
-            fields |= self.given("presence_penalty", "frequency_penalty")
-            fields["repetition_penalty"] = self.repeat_penalty
-        if self.seed != -1:  # which stands for any
-            fields["seed"] = self.seed
-        length = self.max_length
-        fields |= {"prompt_only": True} if length == 0 else {"max_tokens": length}
-        fields["logprobs"] = self.n_probs or None
-        fields["grammar"] = self.output_grammar()
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields | ({"prompt_only": True} if length == 0 else {})
 
     async def biases(self, frontend: Frontend) -> dict[int, float]:
         """Returns what is added to the logits by token: the bias of a text goes to each of its
@@ -317,11 +319,10 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
         return LlamaVectors(index=index, embedding=written)
 
 
-async def apply_template(request: web.Request) -> web.Response:
+async def apply_template(request: web.Request, body: ChatRequest) -> web.Response:
     """Returns the prompt that the chat template makes of a conversation, as text."""
     frontend = request.app[FRONTEND]
     tokenizer = frontend.require_tokenizer("messages")
-    body = await read_body(request, ChatRequest)
     messages, options = await template_messages(body.messages), template_options(body)
     use, tools = body.tool_use(), options.pop("tools")
     shown, tools = await conversation_input(frontend, messages, use, tools)
@@ -331,13 +332,13 @@ async def apply_template(request: web.Request) -> web.Response:
     return web.Response(body=data, content_type="application/json")
 
 
-async def props(request: web.Request) -> web.Response:
+async def props(request: web.Request) -> LlamaProps:
     """Describes the server and the model, as far as clients look at it."""
     frontend = request.app[FRONTEND]
     tokenizer = frontend.tokenizer
     special = {} if tokenizer is None else tokenizer.describe()["special_tokens"]
     settings = _settings(LlamaCompletion(prompt=""), frontend.defaults.sampling_params())
-    reply = LlamaProps(
+    return LlamaProps(
         default_generation_settings=LlamaDefaults(n_ctx=frontend.max_model_len, params=settings),
         total_slots=sum(e.scheduler.limits.max_num_seqs for e in frontend.engines),
         model_alias=frontend.config.served_model_names[0],
@@ -348,10 +349,9 @@ async def props(request: web.Request) -> web.Response:
         eos_token=special.get("eos_token", ""),
         build_info=f"aioinfer {__version__}",
     )
-    return json_response(reply)
 
 
-async def slots(request: web.Request) -> web.Response:
+async def slots(request: web.Request) -> list[LlamaSlot]:
     """Lists the slots of all engines, and which of them serve a request now."""
     frontend, listed = request.app[FRONTEND], list[LlamaSlot]()
     for engine in frontend.engines:
@@ -360,7 +360,7 @@ async def slots(request: web.Request) -> web.Response:
             LlamaSlot(id=len(listed) + i, n_ctx=frontend.max_model_len, is_processing=i in busy)
             for i in range(engine.scheduler.limits.max_num_seqs)
         ]
-    return json_response(listed)
+    return listed
 
 
 def _settings(body: LlamaCompletion, params: SamplingParams) -> LlamaSettings:

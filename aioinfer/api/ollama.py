@@ -10,20 +10,19 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, STARTED, encode, read_body
+from aioinfer.api.context import FRONTEND, STARTED, encode
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import FunctionCall, Message, ToolCall, picture_part
-from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64
+from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64, Parameters
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
@@ -42,8 +41,12 @@ if TYPE_CHECKING:
 _FOREVER_S = 292 * 365 * 24 * 3600
 
 
-class Options(Struct, kw_only=True, forbid_unknown_fields=True):
+class Options(Parameters, kw_only=True, forbid_unknown_fields=True):
     """The options that count for a model that is loaded; `fields` has the others."""
+
+    sampling_names: ClassVar[Mapping[str, str]] = {
+        "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
+    }  # fmt: skip
 
     num_predict: Int32 | None = None
     temperature: float | None = None
@@ -147,20 +150,20 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
                 "unsupported_parameter",
             )
 
-    def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        options = msgspec.structs.asdict(self.options or Options())
-        fields = {name: value for name, value in options.items() if value is not None}
-        # -1 and -2 stand for as many as fit
-        if (length := fields.pop("num_predict", -1)) > 0:
-            fields["max_tokens"] = length
-        penalty = fields.pop("repeat_penalty", None)
-        if fields.pop("repeat_last_n", None) != 0 and penalty is not None:
-            fields["repetition_penalty"] = penalty
+    def grammars(self) -> list[GrammarSpec]:
+        """See `GenerationBody.grammars`."""
         if isinstance(self.format, dict):
-            fields["grammar"] = schema_grammar(self.format, "format")
-        elif self.format:
-            fields["grammar"] = GrammarSpec("json_object", param="format")
+            return [schema_grammar(self.format, "format")]
+        return [GrammarSpec("json_object", param="format")] if self.format else []
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """See `Parameters.sampling_fields`."""
+        options = self.options or Options()
+        fields = super().sampling_fields() | options.sampling_fields()
+        if fields.get("max_tokens", 1) <= 0:  # -1 and -2 stand for as many as fit
+            del fields["max_tokens"]
+        if options.repeat_last_n == 0:
+            fields.pop("repetition_penalty", None)
         return fields
 
     def template_kwargs(self) -> dict[str, Any] | None:
@@ -312,7 +315,7 @@ class ShownModel(Struct, kw_only=True):
     capabilities: Sequence[str]
 
 
-async def list_tags(request: web.Request) -> web.Response:
+async def list_tags(request: web.Request) -> ModelTags:
     """Lists the model, with the size of its weights' files."""
     app, files = request.app, await _files(request.app)
     models = [
@@ -326,10 +329,10 @@ async def list_tags(request: web.Request) -> web.Response:
         )
         for name in app[FRONTEND].config.served_model_names
     ]
-    return json_response(ModelTags(models=models))
+    return ModelTags(models=models)
 
 
-async def list_running(request: web.Request) -> web.Response:
+async def list_running(request: web.Request) -> RunningModels:
     """Lists the model under its first name, with the memory that its workers have taken. It stays
     loaded, which Ollama says by a time long from now."""
     frontend, files = request.app[FRONTEND], await _files(request.app)
@@ -346,7 +349,7 @@ async def list_running(request: web.Request) -> web.Response:
         size_vram=0 if is_on_host else size,
         context_length=frontend.max_model_len,
     )
-    return json_response(RunningModels(models=[model]))
+    return RunningModels(models=[model])
 
 
 async def _files(app: web.Application) -> WeightFiles:
@@ -371,14 +374,13 @@ def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-async def show(request: web.Request) -> web.Response:
+async def show(request: web.Request, body: ShowRequest) -> ShownModel:
     """Describes the model as far as clients look at it."""
     frontend = request.app[FRONTEND]
-    await read_body(request, ShowRequest)
     tokenizer, files = frontend.tokenizer, await _files(request.app)
     reads_pictures = "image" in frontend.input_modalities
     capabilities = ["completion", "tools", *(["vision"] if reads_pictures else [])]
-    reply = ShownModel(
+    return ShownModel(
         template=tokenizer.chat_template_text if tokenizer is not None else "",
         details=ModelDetails(format=files.format),
         modified_at=_modified(request.app, files),
@@ -388,7 +390,6 @@ async def show(request: web.Request) -> web.Response:
         },
         capabilities=capabilities if frontend.generates else ["embedding"],
     )
-    return json_response(reply)
 
 
 class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):

@@ -1,4 +1,4 @@
-"""Prompts of all forms as token ids, and the texts in a `logit_bias`; `Frontend` encodes.
+"""Prompts of all forms as token ids; `Frontend` encodes.
 
 The forms are llama.cpp's, of which OpenAI's are a part: a text, token ids, texts and token ids
 mixed in one prompt, an object with a text, or a list of several of these. A list with a number in
@@ -27,7 +27,6 @@ from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.engine.pictures import for_template
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import MAX_LOGIT_BIAS
 from aioinfer.text.message_parser import ToolUse
 
 if TYPE_CHECKING:
@@ -216,33 +215,3 @@ def ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ..
     if not body.suffix or body.ignore_eos or tokenizer is None or not tokenizer.fill_in_middle:
         return ()
     return tokenizer.fill_in_middle.ends
-
-
-async def with_token_ids(frontend: Frontend, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns sampling parameters with token ids in place of the texts in `logit_bias`.
-
-    Raises `RequestError` for a text that is not exactly one token.
-    """
-    biases: Mapping[int | str, float] = fields.get("logit_bias") or {}
-    texts = [key for key in biases if isinstance(key, str)]
-    if not texts:
-        return fields
-    if len(biases) > MAX_LOGIT_BIAS:
-        raise FieldError(
-            "logit_bias", f"may hold at most {MAX_LOGIT_BIAS} token ids, not {len(biases)}"
-        )
-    encode = frontend.require_tokenizer("logit_bias").encode
-
-    def find() -> list[Sequence[int]]:
-        return [encode(text, False, param="logit_bias") for text in texts]
-
-    found = {key: value for key, value in biases.items() if isinstance(key, int)}
-    for text, ids in zip(texts, await asyncio.to_thread(find), strict=True):
-        if len(ids) != 1:
-            raise FieldError(
-                "logit_bias",
-                "must name tokens by id, or by a text that is exactly one token; "
-                f"{shorten(text)!r} is {len(ids)} tokens",
-            )
-        found[ids[0]] = biases[text]
-    return fields | {"logit_bias": found}

@@ -10,7 +10,9 @@ bodies from `read_body`.
 
 from __future__ import annotations
 
-import re
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -28,10 +30,8 @@ from aioinfer.api.structured_output import (
 )
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError, RequestError
-from aioinfer.sampling_params import MAX_N, BeamSearch, GrammarSpec
+from aioinfer.sampling_params import MAX_N, BeamSearch, GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
-
-_INTEGER = re.compile(r"-?[0-9]{1,20}")
 
 #: Entries of a prompt whose types are looked at before other threads may run.
 _TYPES_PER_PIECE = 16_384
@@ -64,7 +64,29 @@ Ignored = Annotated[
 ]
 
 
-class GenerationBody(Body, kw_only=True):
+class Parameters(Struct, kw_only=True):
+    """Base class of objects with sampling parameters."""
+
+    #: The names that `SamplingParams` has for fields of other names; "" where a field of its name
+    #: is something else here.
+    sampling_names: ClassVar[Mapping[str, str]] = {}
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Returns the sampling parameters that were given, under the names of `SamplingParams`. Of
+        several fields for one the last that is declared counts. Raises `RequestError`."""
+        given = [(name, getattr(self, field)) for field, name in _sampling_names(type(self))]
+        return {name: value for name, value in given if value is not None}
+
+
+@cache
+def _sampling_names(kind: type[Parameters]) -> list[tuple[str, str]]:
+    """Returns the fields of a type that are sampling parameters, with the names of these."""
+    known = {field.name for field in dataclasses.fields(SamplingParams)} - {"grammar"}
+    names = ((field, kind.sampling_names.get(field, field)) for field in kind.__struct_fields__)
+    return [(field, name) for field, name in names if name in known]
+
+
+class GenerationBody(Body, Parameters, kw_only=True):
     """Base class of the bodies for which text is generated."""
 
     stream: bool | None = None
@@ -91,9 +113,16 @@ class GenerationBody(Body, kw_only=True):
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
         return NO_TOOLS
 
+    def grammars(self) -> list[GrammarSpec]:
+        """Returns the grammars that the body asks for. Raises `RequestError` naming the field."""
+        return []
+
     def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        raise NotImplementedError
+        """See `Parameters.sampling_fields`; raises `RequestError` also for several grammars."""
+        fields = super().sampling_fields()
+        if (grammar := only_grammar(self.grammars())) is not None:
+            fields["grammar"] = grammar
+        return fields
 
 
 class IgnoredFields(GenerationBody, kw_only=True):
@@ -139,8 +168,10 @@ class SamplingFields(CommonSampling, kw_only=True):
     """The fields of completions, chat completions and Responses that define how tokens are
     sampled."""
 
+    sampling_names = {"include_stop_str_in_output": "include_stop", "vllm_xargs": "extra_args"}
+
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
     logprob_token_ids: list[TokenId] | None = None
     min_tokens: Int32 | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -151,27 +182,9 @@ class SamplingFields(CommonSampling, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def sampling_fields(self) -> dict[str, Any]:
-        fields = self.given(*_SAMPLING_FIELDS)
-        if self.stop is not None:
-            fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.include_stop_str_in_output is not None:
-            fields["include_stop"] = self.include_stop_str_in_output
-        if self.vllm_xargs:
-            fields["extra_args"] = self.vllm_xargs
-        if self.logit_bias:
-            fields["logit_bias"] = {
-                int(token) if _INTEGER.fullmatch(token) else token: bias
-                for token, bias in self.logit_bias.items()
-            }
-        return fields
-
-
-_SAMPLING_FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens",
-    "allowed_token_ids", "bad_words", "logprob_token_ids",
-)  # fmt: skip
+    def grammars(self) -> list[GrammarSpec]:
+        outputs = self.structured_outputs
+        return [] if outputs is None else outputs.to_grammars("structured_outputs.")
 
 
 class SamplingBody(SamplingFields, kw_only=True):
@@ -220,15 +233,10 @@ class SamplingBody(SamplingFields, kw_only=True):
             self.check_beam_search()
         check_truncation(self.truncate_prompt_tokens)
 
-    def grammar_spec(self) -> GrammarSpec | None:
-        """Returns the grammar that the body asks for, or None.
-
-        Raises `RequestError` naming the field: one is wrong, or there are several.
-        """
-        format, outputs = self.response_format, self.structured_outputs
-        found = [] if format is None or (spec := format.to_grammar()) is None else [spec]
-        if outputs is not None:
-            found += outputs.to_grammars("structured_outputs.")
+    def grammars(self) -> list[GrammarSpec]:
+        format, found = self.response_format, super().grammars()
+        if format is not None and (spec := format.to_grammar()) is not None:
+            found.insert(0, spec)
         older = StructuredOutputs(
             json=self.guided_json,
             regex=self.guided_regex,
@@ -241,7 +249,7 @@ class SamplingBody(SamplingFields, kw_only=True):
             found.append(GrammarSpec("lark", self.grammar))
         if is_given(self.json_schema):
             found.append(json_grammar("json_schema", self.json_schema, "json_schema"))
-        return only_grammar(found)
+        return found
 
     def check_beam_search(self) -> None:
         """Raises `RequestError` naming a field that does not go with a beam search.
@@ -252,8 +260,8 @@ class SamplingBody(SamplingFields, kw_only=True):
             )
         if self.max_tokens == 0:
             raise FieldError("max_tokens", "must be at least 1 in a beam search")
-        if (grammar := self.grammar_spec()) is not None:
-            raise FieldError(grammar.param, "is not supported in a beam search")
+        if grammars := self.grammars():
+            raise FieldError(grammars[0].param, "is not supported in a beam search")
         if self.vllm_xargs:
             raise FieldError("vllm_xargs", "is not supported in a beam search")
 
@@ -266,11 +274,9 @@ class SamplingBody(SamplingFields, kw_only=True):
         raise FieldError("max_tokens", "must be at least 1, not 0")
 
     def sampling_fields(self) -> dict[str, Any]:
-        fields = super().sampling_fields() | self.given("n", "max_tokens", "prompt_logprobs")
+        fields = super().sampling_fields()
         if self.n_predict not in (None, -1):  # which stands for as much as fits
             fields.setdefault("max_tokens", self.n_predict)
-        if (grammar := self.grammar_spec()) is not None:
-            fields["grammar"] = grammar
         if self.return_progress and self.stream:
             fields["reports_progress"] = True
         if self.use_beam_search:
@@ -329,11 +335,9 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     def sampling_fields(self) -> dict[str, Any]:
         fields = super().sampling_fields()
-        if self.logprobs is not None:
-            fields["logprobs"] = self.logprobs
-            if self.echo:  # -1, which stands for all, is the most
-                wanted = self.logprobs, self.prompt_logprobs or 0
-                fields["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
+        if self.logprobs is not None and self.echo:  # -1, which stands for all, is the most
+            wanted = self.logprobs, self.prompt_logprobs or 0
+            fields["prompt_logprobs"] = -1 if -1 in wanted else max(wanted)
         if fields.get("max_tokens") == 0:
             del fields["max_tokens"]
             fields["prompt_only"] = True
@@ -380,6 +384,10 @@ class Prediction(Struct, kw_only=True):
 
 class ChatRequest(SamplingBody, kw_only=True):
     """`POST /v1/chat/completions`."""
+
+    sampling_names = SamplingBody.sampling_names | {
+        "max_completion_tokens": "max_tokens", "logprobs": "", "top_logprobs": "logprobs",
+    }  # fmt: skip
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -444,12 +452,7 @@ class ChatRequest(SamplingBody, kw_only=True):
         return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def sampling_fields(self) -> dict[str, Any]:
-        fields = super().sampling_fields()
-        if self.max_completion_tokens is not None:
-            fields["max_tokens"] = self.max_completion_tokens
-        if self.logprobs:
-            fields["logprobs"] = self.top_logprobs or 0
-        return fields
+        return ({"logprobs": 0} if self.logprobs else {}) | super().sampling_fields()
 
 
 class TokenizeRequest(Body, kw_only=True):

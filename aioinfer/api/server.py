@@ -32,7 +32,13 @@ from aioinfer.api.context import (
     RequestBodies,
     largest_body,
 )
-from aioinfer.api.errors import SERVER_NAME, Handler, error_response, json_errors
+from aioinfer.api.errors import (
+    SERVER_NAME,
+    Handler,
+    error_response,
+    json_errors,
+    json_response,
+)
 from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.http.connections import CONNECTIONS, Connection, ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
@@ -153,7 +159,7 @@ class HttpServer:
             if request.method == "GET" and path in page.HANDLERS:
                 response = await page.HANDLERS[path](request)
             elif request.path == "/health/live":
-                response = await info.live(request)
+                response = json_response(await info.live(request))
             else:
                 raise NotReadyError(f"the server is starting{self._progress}")
         except RequestError as error:

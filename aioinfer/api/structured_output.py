@@ -1,5 +1,5 @@
 """Fields of bodies that ask for structured output, made into a `GrammarSpec`: OpenAI's
-`response_format`, and vLLM's `structured_outputs`. `SamplingBody.grammar_spec` has the others.
+`response_format`, and vLLM's `structured_outputs`. `SamplingBody.grammars` has the others.
 
 JSON schemas are kept as the text that came: the order of properties and the digits of numbers
 count. `text.grammar` says what they may hold.

@@ -143,7 +143,7 @@ async def test_fields_of_the_client(client: openai.AsyncOpenAI) -> None:
     """Those that the client has names for and that other tests do not use, all in one request."""
     completion = await client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=4, n=1, best_of=3, temperature=0.8, seed=3,
-        logit_bias={" Paris": 5}, user="me",
+        logit_bias={"7042": 5}, user="me",
         extra_body={"cache_salt": "mine", "return_token_ids": True, "top_k": 40},
     )  # fmt: skip
     assert len(completion.choices[0].token_ids) == 4

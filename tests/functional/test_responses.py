@@ -113,9 +113,10 @@ async def test_fields_of_sampling(client: openai.AsyncOpenAI, served: Served) ->
     ask = "What is the capital of France?"
     plain = (await client.responses.create(**USUAL, input=ask)).output_text
     second = plain.split()[1]
+    first, *_ = await served.frontend.encode(plain)
     fields: list[dict[str, Any]] = [
         {"stop": [f" {second}"]},
-        {"logit_bias": {plain.split()[0]: -100}},
+        {"logit_bias": {str(first): -100}},
         {"structured_outputs": {"choice": ["red", "blue"]}},
         {"repetition_penalty": 2.0},
         {"presence_penalty": 2.0, "frequency_penalty": 2.0},

@@ -16,9 +16,8 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.admin.info import Status
-from aioinfer.api.context import FRONTEND, read_body
+from aioinfer.api.context import FRONTEND
 from aioinfer.api.decoding import Body
-from aioinfer.api.errors import json_response
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import TAGS, Mode
 from aioinfer.errors import ConfigError, RequestError
@@ -98,23 +97,21 @@ class UnloadAdapter(Body, kw_only=True):
     lora_name: str
 
 
-async def load_adapter(request: web.Request) -> web.Response:
+async def load_adapter(request: web.Request, body: LoadAdapter) -> Status:
     """Adds an adapter: requests name it as their `model`. 400 for one that is not there or does not
     go with the model, or whose name is taken without `load_inplace`."""
-    body = await read_body(request, LoadAdapter)
     adapters = request.app[FRONTEND].adapters
     try:
         await adapters.add(body.lora_name, body.lora_path, replaces=body.load_inplace)
     except ConfigError as error:
         raise RequestError(str(error), param="lora_path") from error
-    return json_response(Status(status="loaded"))
+    return Status(status="loaded")
 
 
-async def unload_adapter(request: web.Request) -> web.Response:
+async def unload_adapter(request: web.Request, body: UnloadAdapter) -> Status:
     """Removes an adapter; running requests keep it. 404 for one that is not there."""
-    body = await read_body(request, UnloadAdapter)
     request.app[FRONTEND].adapters.remove(body.lora_name)
-    return json_response(Status(status="unloaded"))
+    return Status(status="unloaded")
 
 
 #: Parameters of the query, for `/openapi.json`.
@@ -124,48 +121,48 @@ SLEEP_QUERY: dict[str, Any] = {"level": {"type": "integer", "enum": [1]}} | _MOD
 WAKE_QUERY: dict[str, Any] = {"tags": {"type": "array", "items": {"enum": list(TAGS)}}}
 
 
-async def pause(request: web.Request) -> web.Response:
+async def pause(request: web.Request) -> Status:
     """Lets requests wait until `/resume`: no further step is planned. What happens to requests that
     run says `mode`: they stop where they are ("keep", the default), are finished first ("wait"), or
     end with what they have ("abort"). With `clear_cache` all KV blocks are forgotten. New requests
     are taken, and `/health/ready` is 503 meanwhile."""
     clears = _flag(request, "clear_cache")
     await request.app[FRONTEND].control.pause(_mode(request), clear_cache=clears)
-    return json_response(Status(status="paused"))
+    return Status(status="paused")
 
 
-async def resume(request: web.Request) -> web.Response:
+async def resume(request: web.Request) -> Status:
     """Goes on with all requests after `/pause`. 409 while the model sleeps."""
     request.app[FRONTEND].control.resume()
-    return json_response(Status(status="running"))
+    return Status(status="running")
 
 
-async def show_paused(request: web.Request) -> web.Response:
+async def show_paused(request: web.Request) -> Paused:
     """Returns whether requests wait for `/resume` or `/wake_up`."""
-    return json_response(Paused(is_paused=request.app[FRONTEND].control.is_paused))
+    return Paused(is_paused=request.app[FRONTEND].control.is_paused)
 
 
-async def sleep(request: web.Request) -> web.Response:
+async def sleep(request: web.Request) -> Status:
     """Frees the device's memory of weights and KV cache until `/wake_up`; `level` 1 keeps the
     weights in memory of the host. `mode` is that of `/pause`. New requests wait; after "abort" they
     are answered 503. Does nothing for a model that sleeps."""
     level = _number(request, "level", 1, 1, 1)
     await request.app[FRONTEND].control.sleep(level, _mode(request))
-    return json_response(Status(status="sleeping"))
+    return Status(status="sleeping")
 
 
-async def wake_up(request: web.Request) -> web.Response:
+async def wake_up(request: web.Request) -> Status:
     """Takes memory again for what `tags` name, "weights" or "kv_cache", by default for both; then
     requests go on, unless `/pause` was called. Does nothing for a model that is awake."""
     tags = [tag for value in request.query.getall("tags", []) for tag in value.split(",") if tag]
     control = request.app[FRONTEND].control
     await control.wake_up(tags or None)  # type: ignore[arg-type]  # it checks them
-    return json_response(Status(status="sleeping" if control.sleep_level else "awake"))
+    return Status(status="sleeping" if control.sleep_level else "awake")
 
 
-async def show_sleeping(request: web.Request) -> web.Response:
+async def show_sleeping(request: web.Request) -> Sleeping:
     """Returns whether weights or KV cache have no memory on the device."""
-    return json_response(Sleeping(is_sleeping=request.app[FRONTEND].control.sleep_level > 0))
+    return Sleeping(is_sleeping=request.app[FRONTEND].control.sleep_level > 0)
 
 
 def _mode(request: web.Request) -> Mode:
@@ -184,13 +181,13 @@ def _flag(request: web.Request, name: str) -> bool:
     return text in ("true", "1")
 
 
-async def abort(request: web.Request) -> web.Response:
+async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
     """Aborts a request: its client gets the tokens generated so far, with "abort" as the finish
     reason.
 
     404 for one that is not known, or has ended.
     """
-    wanted = (await read_body(request, AbortRequest)).request_id
+    wanted = body.request_id
 
     def is_meant(request_id: str) -> bool:
         # such as cmpl-ID-0: the kind of reply, the request's own id, and the number of the prompt
@@ -205,14 +202,14 @@ async def abort(request: web.Request) -> web.Response:
             status=404,
             code="request_not_found",
         )
-    return json_response(AbortReply(count=count))
+    return AbortReply(count=count)
 
 
-async def reset_prefix_cache(request: web.Request) -> web.Response:
+async def reset_prefix_cache(request: web.Request) -> Status:
     """Clears the prefix cache: the next prompts are computed from scratch. Running requests go
     on."""
     request.app[FRONTEND].reset_prefix_cache()
-    return json_response(Status(status="reset"))
+    return Status(status="reset")
 
 
 def expert_load(engine: Engine) -> ExpertLoad:
@@ -220,15 +217,14 @@ def expert_load(engine: Engine) -> ExpertLoad:
     return engine.features.of(Planning).load
 
 
-async def show_experts(request: web.Request) -> web.Response:
+async def show_experts(request: web.Request) -> ExpertLoads:
     """Returns, of each engine and layer, the tokens that each expert was given since the start, the
     busiest expert's over the mean, and, where ranks have experts of their own, the same of ranks.
 
     Tokens of the last second may be missing. A model without experts has no layers.
     """
     loads = [expert_load(engine) for engine in request.app[FRONTEND].engines]
-    engines = [ExpertEngine(layers=_layers(load)) for load in loads]
-    return json_response(ExpertLoads(engines=engines))
+    return ExpertLoads(engines=[ExpertEngine(layers=_layers(load)) for load in loads])
 
 
 def _layers(load: ExpertLoad) -> list[ExpertLayer]:
@@ -244,7 +240,7 @@ def _layers(load: ExpertLoad) -> list[ExpertLayer]:
     return found
 
 
-async def make_placement(request: web.Request) -> web.Response:
+async def make_placement(request: web.Request) -> Placement:
     """Returns a placement of the experts for the tokens that they were given since the start, on
     all engines together, for `ranks` tensor-parallel ranks (by default as many as there are), with
     `copies` further copies of experts in each layer (by default none).
@@ -269,7 +265,7 @@ async def make_placement(request: web.Request) -> web.Response:
             }
         )
     )
-    return json_response(Placement(**placement.to_json()))
+    return Placement(**placement.to_json())
 
 
 def _number(request: web.Request, name: str, default: int, lowest: int, highest: int) -> int:

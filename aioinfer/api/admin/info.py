@@ -1,33 +1,21 @@
 """Information about the server: `/v1/models`, `/v1/models/{id}`, `/version`, `/health` and the
-paths below it, `/load`, `/server_info` and `/tokenizer_info`."""
+paths below it, `/load` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
-from aioinfer.api.errors import json_response
-from aioinfer.config_sections import (
-    CacheConfig,
-    LimitsConfig,
-    ModelConfig,
-    ParallelConfig,
-    SamplingConfig,
-    SchedulerConfig,
-)
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
 
 if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
     from aioinfer.engine.frontend import Frontend
 
 
@@ -70,24 +58,6 @@ class Status(Struct, kw_only=True):
     engines: list[str] | UnsetType = UNSET
 
 
-class ModelPermission(Struct, kw_only=True):
-    """The permissions of a model that older clients of OpenAI's read: all keys may sample from
-    it."""
-
-    object: Literal["model_permission"] = "model_permission"
-    allow_create_engine: bool = False
-    allow_sampling: bool = True
-    allow_logprobs: bool = True
-    allow_search_indices: bool = False
-    allow_view: bool = True
-    allow_fine_tuning: bool = False
-    organization: str = "*"
-    group: None = None
-    is_blocking: bool = False
-    id: str
-    created: int
-
-
 class Model(Struct, kw_only=True):
     """A name under which the model is served."""
 
@@ -99,7 +69,6 @@ class Model(Struct, kw_only=True):
     parent: str | None = None
     max_model_len: int | None
     input_modalities: list[str]
-    permission: list[ModelPermission]
 
 
 class ModelList(Struct, kw_only=True):
@@ -125,58 +94,21 @@ class Load(Struct, kw_only=True):
     paused: bool
 
 
-class EngineInfo(Struct, kw_only=True):
-    """The sizes and the devices of an engine; see `WorkerReport`."""
-
-    state: str
-    device: str
-    dtype: str
-    cache_dtype: str
-    implementation: str
-    block_size: int
-    num_blocks: Sequence[int]
-    max_num_seqs: int
-
-
-class ShownConfig(Struct, kw_only=True):
-    """The sections of the configuration that concern the model and the engines."""
-
-    model: ModelConfig
-    sampling: SamplingConfig
-    cache: CacheConfig
-    scheduler: SchedulerConfig
-    parallel: ParallelConfig
-    limits: LimitsConfig
-
-
-class ServerInfo(Struct, kw_only=True):
-    """The served model and its settings."""
-
-    version: str
-    models: Sequence[str]
-    max_model_len: int | None
-    vocab_size: int
-    started: int
-    uptime_s: int
-    engines: list[EngineInfo]
-    config: ShownConfig
-
-
-async def list_models(request: web.Request) -> web.Response:
+async def list_models(request: web.Request) -> ModelList:
     """Lists the names under which the model is served, and its adapters."""
     frontend = request.app[FRONTEND]
     names = frontend.model_names()
-    return json_response(ModelList(data=[_card(request.app, name) for name in names]))
+    return ModelList(data=[_card(request.app, name) for name in names])
 
 
-async def get_model(request: web.Request) -> web.Response:
+async def get_model(request: web.Request) -> Model:
     """Describes the model under one of its names; 404 for any other."""
     name = request.match_info["id"]
     check_model(request.app[FRONTEND], name)
-    return json_response(_card(request.app, name))
+    return _card(request.app, name)
 
 
-async def health(request: web.Request) -> web.Response:
+async def health(request: web.Request) -> Status:
     """Answers 200 while an engine lives, and 503 with the reason once none does.
 
     Where not all serve, the reply has the state of each (see `EngineState`).
@@ -186,17 +118,17 @@ async def health(request: web.Request) -> web.Response:
         raise EngineDeadError(frontend.dead_reason)
     states = [engine.state for engine in frontend.engines]
     if all(state is EngineState.SERVING for state in states):
-        return json_response(Status(status="ok"))
-    return json_response(Status(status="degraded", engines=[state.value for state in states]))
+        return Status(status="ok")
+    return Status(status="degraded", engines=[state.value for state in states])
 
 
-async def live(request: web.BaseRequest) -> web.Response:
+async def live(request: web.BaseRequest) -> Status:
     """Answers 200 as long as the process answers at all: while the model is being loaded, when
     requests end, and when the engine is dead."""
-    return json_response(Status(status="ok"))
+    return Status(status="ok")
 
 
-async def ready(request: web.Request) -> web.Response:
+async def ready(request: web.Request) -> Status:
     """Answers 200 while requests should be sent to this server, and 503 with the reason before and
     after that, and while no engine serves."""
     frontend = request.app[FRONTEND]
@@ -211,82 +143,42 @@ async def ready(request: web.Request) -> web.Response:
     return await health(request)
 
 
-async def version(request: web.Request) -> web.Response:
+async def version(request: web.Request) -> Version:
     """Returns the version of aioinfer."""
-    return json_response(Version(version=__version__))
+    return Version(version=__version__)
 
 
-async def show_load(request: web.Request) -> web.Response:
+async def show_load(request: web.Request) -> Load:
     """Returns the numbers of queued and running requests on all engines: `server_load`, as in vLLM,
     is their sum."""
     stats = request.app[FRONTEND].stats()
     running, queued = int(stats["running"]), int(stats["waiting"])
-    return json_response(
-        Load(
-            server_load=running + queued,
-            running=running,
-            waiting=queued,
-            kv_cache_usage=stats["kv_cache_usage"],
-            paused=request.app[FRONTEND].control.is_paused,
-        )
+    return Load(
+        server_load=running + queued,
+        running=running,
+        waiting=queued,
+        kv_cache_usage=stats["kv_cache_usage"],
+        paused=request.app[FRONTEND].control.is_paused,
     )
 
 
-async def server_info(request: web.Request) -> web.Response:
-    """Returns the served model and its settings: sizes, devices, and the sections of the
-    configuration that concern the model and the engines. Nothing of the section `server`, which
-    names keys and files."""
-    frontend = request.app[FRONTEND]
-    config = frontend.config
-    return json_response(
-        ServerInfo(
-            version=__version__,
-            models=config.served_model_names,
-            max_model_len=frontend.max_model_len,
-            vocab_size=frontend.vocab_size,
-            started=request.app[STARTED],
-            uptime_s=max(0, int(time.time()) - request.app[STARTED]),
-            engines=[_engine_info(engine) for engine in frontend.engines],
-            config=ShownConfig(
-                **{name: getattr(config, name) for name in ShownConfig.__struct_fields__}
-            ),
-        )
-    )
-
-
-def _engine_info(engine: Engine) -> EngineInfo:
-    report = engine.report
-    return EngineInfo(
-        state=engine.state.value,
-        device=report.device,
-        dtype=report.dtype,
-        cache_dtype=report.cache_dtype,
-        implementation=report.implementation,
-        block_size=report.block_size,
-        num_blocks=report.num_blocks,
-        max_num_seqs=engine.scheduler.limits.max_num_seqs,
-    )
-
-
-async def tokenizer_info(request: web.Request) -> web.Response:
+async def tokenizer_info(request: web.Request) -> dict[str, Any]:
     """Describes the tokenizer: its special tokens, which vLLM's clients read as `eos_token` and the
     like, and its chat template."""
     frontend = request.app[FRONTEND]
     described = frontend.require_tokenizer().describe()
     sizes = {"vocab_size": frontend.vocab_size, "max_model_len": frontend.max_model_len}
-    return json_response(described["special_tokens"] | described | sizes)
+    return described["special_tokens"] | described | sizes
 
 
 def _card(app: web.Application, name: str) -> Model:
     frontend = app[FRONTEND]
-    created = app[STARTED]
     is_adapter = name in frontend.adapters
     return Model(
         id=name,
-        created=created,
+        created=app[STARTED],
         root=frontend.adapters.get(name).folder if is_adapter else frontend.config.model.path,
         parent=frontend.config.served_model_names[0] if is_adapter else None,
         max_model_len=frontend.max_model_len,
         input_modalities=frontend.input_modalities,
-        permission=[ModelPermission(id=f"modelperm-{name}", created=created)],
     )

@@ -28,7 +28,6 @@ from msgspec import Struct
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
-from aioinfer.api.errors import json_response
 from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
 from aioinfer.executor.base import StageTime
@@ -234,19 +233,17 @@ async def add_slash(request: web.BaseRequest) -> web.Response:
     return web.Response(status=308, headers={"Location": f"./{last}/"})
 
 
-async def show_info(request: web.Request) -> web.Response:
+async def show_info(request: web.Request) -> PageInfo:
     """Returns the settings and capabilities that the chat page needs."""
     frontend = request.app[FRONTEND]
     defaults = frontend.defaults
     params = defaults.sampling_params()
     values = {name: _as_written(getattr(params, name)) for name in _SETTINGS}
-    return json_response(
-        PageInfo(
-            tokenizer=frontend.tokenizer is not None,
-            chat=frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
-            max_model_len=frontend.max_model_len,
-            defaults=values | {"max_tokens": defaults.max_tokens},
-        )
+    return PageInfo(
+        tokenizer=frontend.tokenizer is not None,
+        chat=frontend.tokenizer is not None and frontend.tokenizer.has_chat_template,
+        max_model_len=frontend.max_model_len,
+        defaults=values | {"max_tokens": defaults.max_tokens},
     )
 
 

@@ -41,9 +41,9 @@ from aioinfer.api.batch.store import (
     Stored,
     owner_of,
 )
-from aioinfer.api.context import REQUEST_BODIES, read_body
+from aioinfer.api.context import REQUEST_BODIES
 from aioinfer.api.decoding import Body
-from aioinfer.api.errors import json_response, shorten
+from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNTS, Account
 from aioinfer.errors import EngineDeadError, FieldError, RequestError
 
@@ -279,18 +279,17 @@ def add_batches(app: web.Application) -> None:
     app[BATCHES] = None if store is None else Batches(app, store)
 
 
-async def create_batch(request: web.Request) -> web.Response:
+async def create_batch(request: web.Request, body: CreateBatch) -> BatchObject:
     """Begins a batch from a file of requests."""
-    batches = _require(request)
-    body = await read_body(request, CreateBatch)
-    return json_response(await batches.create(body, owner_of(request)))
+    return await _require(request).create(body, owner_of(request))
 
 
-async def cancel_batch(request: web.Request) -> web.Response:
+async def cancel_batch(request: web.Request) -> BatchObject:
     """Ends a batch early."""
     record = objects.BATCHES.find(request)
     await _require(request).cancel(record)
-    return json_response(record.body)
+    batch: BatchObject = record.body
+    return batch
 
 
 def _require(request: web.Request) -> Batches:

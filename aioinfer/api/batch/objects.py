@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -18,9 +18,11 @@ from msgspec import Meta, Struct
 
 from aioinfer.api.batch.store import (
     OBJECT_STORE,
+    FileObject,
     Kind,
     Metadata,
     ObjectStore,
+    Page,
     Store,
     Stored,
     json_size,
@@ -28,9 +30,9 @@ from aioinfer.api.batch.store import (
     page_of,
     require_files,
 )
-from aioinfer.api.context import FRONTEND, REQUEST_BODIES, read_body, receiving
+from aioinfer.api.context import FRONTEND, REQUEST_BODIES, receiving
 from aioinfer.api.decoding import Body
-from aioinfer.api.errors import json_response, shorten
+from aioinfer.api.errors import shorten
 from aioinfer.api.openai.responses_body import Item, input_items
 from aioinfer.errors import FieldError, RequestError
 
@@ -108,7 +110,7 @@ class Objects:
         id = next(iter(request.match_info.values()))
         return self.store(request).find(owner_of(request), self.kind, id)
 
-    async def list(self, request: web.Request) -> web.Response:
+    async def list(self, request: web.Request) -> Page:
         """Lists the objects of the API key; `limit`, `after`, `order`, and fields to select by."""
         query = request.query
         wanted = {name: query[name] for name in self.filters if name in query}
@@ -123,41 +125,39 @@ class Objects:
             if all(getattr(record.body, name) == value for name, value in wanted.items())
             and (not tags or tags.items() <= (getattr(record.body, "metadata", None) or {}).items())
         ]
-        page = page_of(
+        return page_of(
             found,
             query,
             max_limit=self.max_limit,
             default_limit=self.default_limit,
             default_order=self.default_order,
         )
-        return json_response(page)
 
-    async def get(self, request: web.Request) -> web.Response:
+    async def get(self, request: web.Request) -> Any:
         """Returns an object."""
-        return json_response(self.find(request).body)
+        return self.find(request).body
 
-    async def delete(self, request: web.Request) -> web.Response:
+    async def delete(self, request: web.Request) -> Deleted:
         """Deletes an object, unless it is in use."""
         id = next(iter(request.match_info.values()))
         await self.store(request).delete(owner_of(request), self.kind, id)
-        return json_response(Deleted(id=id, object=self.deleted))
+        return Deleted(id=id, object=self.deleted)
 
 
 class ObjectsInMemory(Objects):
     """Objects whose metadata clients change, and which have items."""
 
-    async def update(self, request: web.Request) -> web.Response:
+    async def update(self, request: web.Request, body: UpdateObject) -> Any:
         """Replaces the metadata of an object."""
-        body = await read_body(request, UpdateObject)
         stored = self.find(request)
         request.app[OBJECT_STORE].change_metadata(stored, body.metadata or {})
-        return json_response(stored.body)
+        return stored.body
 
-    async def list_items(self, request: web.Request) -> web.Response:
+    async def list_items(self, request: web.Request) -> Page:
         """Lists the items of a conversation, or the messages that a chat completion answers;
         `limit`, `after`, `order`."""
         newest_first = list(reversed(self.find(request).items))
-        return json_response(page_of(newest_first, request.query, default_order=self.default_order))
+        return page_of(newest_first, request.query, default_order=self.default_order)
 
 
 def _in_memory(request: web.Request) -> ObjectStore:
@@ -179,9 +179,8 @@ BATCHES = Objects("batch", require_files)
 # -------------------------------------------------------------------- conversations
 
 
-async def create_conversation(request: web.Request) -> web.Response:
+async def create_conversation(request: web.Request, body: CreateConversation) -> Conversation:
     """Begins a conversation, with up to 20 items."""
-    body = await read_body(request, CreateConversation)
     created = Conversation(
         id=f"conv_{secrets.token_hex(24)}",
         created_at=int(time.time()),
@@ -190,31 +189,31 @@ async def create_conversation(request: web.Request) -> web.Response:
     items, store = input_items(body.items, place="items"), request.app[OBJECT_STORE]
     store.check_room(json_size(created) + json_size(items), "a conversation")
     store.add(owner_of(request), created, items)
-    return json_response(created)
+    return created
 
 
-async def create_items(request: web.Request) -> web.Response:
+async def create_items(request: web.Request, body: CreateItems) -> Page:
     """Adds up to 20 items to the end of a conversation, and returns them."""
-    body = await read_body(request, CreateItems)
     conversation, store = CONVERSATIONS.find(request), request.app[OBJECT_STORE]
     new = input_items(body.items, {item.id for item in conversation.items}, "items")
     store.check_room(conversation.num_bytes + json_size(new), "a conversation", "items")
     store.add(owner_of(request), conversation.body, [*conversation.items, *new])
-    return json_response(page_of(new, {}))
+    return page_of(new, {})
 
 
-async def get_item(request: web.Request) -> web.Response:
+async def get_item(request: web.Request) -> Item:
     """Returns an item of a conversation."""
-    return json_response(_item(request, CONVERSATIONS.find(request)))
+    return _item(request, CONVERSATIONS.find(request))
 
 
-async def delete_item(request: web.Request) -> web.Response:
+async def delete_item(request: web.Request) -> Conversation:
     """Drops an item of a conversation, which is returned."""
     conversation = CONVERSATIONS.find(request)
     dropped = _item(request, conversation)
     left = [item for item in conversation.items if item is not dropped]
     request.app[OBJECT_STORE].add(owner_of(request), conversation.body, left)
-    return json_response(conversation.body)
+    found: Conversation = conversation.body
+    return found
 
 
 def _item(request: web.Request, conversation: Stored) -> Item:
@@ -237,7 +236,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     return web.FileResponse(require_files(request).data(file_id), headers=headers)
 
 
-async def upload_file(request: web.Request) -> web.Response:
+async def upload_file(request: web.Request) -> FileObject:
     """Stores the file of a multipart form with `file` and `purpose`, which must be "batch"."""
     store = require_files(request)
     _check_origin(request)
@@ -260,7 +259,7 @@ async def upload_file(request: web.Request) -> web.Response:
             raise RequestError("the form has no file", param="file")
         if purpose != b"batch":
             raise FieldError("purpose", "must be 'batch'")
-        return json_response(await store.keep(place, owner_of(request), name, "batch"))
+        return await store.keep(place, owner_of(request), name, "batch")
 
 
 def _check_origin(request: web.Request) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,14 +139,6 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         self.echo = body.echoed()
         self._with_timings = bool(body.timings_per_token)
         self._recorded: list[Delta] = []
-
-    @property
-    def field_names(self) -> Mapping[str, str]:
-        """See `Dialect.field_names`."""
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
-        if self.body.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        return names
 
     @property
     def thought_budget(self) -> int | None:

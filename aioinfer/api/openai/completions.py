@@ -30,7 +30,7 @@ from aioinfer.api.openai.chunks import (
     Usage,
     usage,
 )
-from aioinfer.api.prompts import completion_prompts, ends_of_middle, with_token_ids
+from aioinfer.api.prompts import completion_prompts, ends_of_middle
 from aioinfer.api.protocol import CompletionRequest
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
@@ -70,11 +70,11 @@ class Completion(Envelope, kw_only=True):
     usage: Usage
 
 
-async def _sampling_params(
+def _sampling_params(
     frontend: Frontend, body: CompletionRequest, prompt_len: int
 ) -> SamplingParams:
     """Returns the sampling parameters of a completion whose longest prompt has so many tokens."""
-    fields = await with_token_ids(frontend, body.sampling_fields())
+    fields = body.sampling_fields()
     has_default = frontend.defaults.max_tokens is not None or "prompt_only" in fields
     has_default |= body.n_predict is not None
     if "max_tokens" not in fields and not has_default:
@@ -143,7 +143,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         body, frontend = self.body, self.frontend
         # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
         self._prompts = ids = await completion_prompts(frontend, body)
-        self._params = params = await _sampling_params(frontend, body, max(map(len, ids)))
+        self._params = params = _sampling_params(frontend, body, max(map(len, ids)))
         shown = body.prompts() if body.truncate_prompt_tokens is None else ids
         #: The texts that the choices of each prompt begin with.
         self._echoes = (

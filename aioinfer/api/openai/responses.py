@@ -25,12 +25,13 @@ from aioinfer.api.batch.store import (
     MAX_STORED,
     MAX_STORED_BYTES,
     OBJECT_STORE,
+    Page,
     Stored,
     json_size,
     owner_of,
     page_of,
 )
-from aioinfer.api.context import FRONTEND, STREAM_HEADERS, read_body
+from aioinfer.api.context import FRONTEND, STREAM_HEADERS
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.event_stream import stream_state
@@ -110,8 +111,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
     @property
     def field_names(self) -> Mapping[str, str]:
         """See `Dialect.field_names`."""
-        names = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        return names | {"prompt": "input", "messages": "input"}
+        return {**super().field_names, "messages": "input"}
 
     async def prompt(self, use: ToolUse) -> list[int]:
         """See `Dialect.prompt`. With `truncation` as many of the first items are left out as do not
@@ -400,7 +400,7 @@ async def send_events(
             await found.news.wait()
 
 
-async def get_response(request: web.Request) -> web.StreamResponse:
+async def get_response(request: web.Request) -> Response | web.StreamResponse:
     """Returns a stored response, or one in the background as it stands.
 
     With `stream`, its events behind number `starting_after`, where it was a stream in the
@@ -408,7 +408,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     """
     found, first = _find(request), _first_event(request)
     if first is None:
-        return json_response(_shown(found))
+        return _shown(found)
     if not (found.body.stream if isinstance(found, ResponseDialect) else found.events):
         raise RequestError(
             "only a response that was made with background and stream has events", param="stream"
@@ -423,7 +423,7 @@ def _find(request: web.Request) -> ResponseDialect | Stored:
     return running or request.app[OBJECT_STORE].find(owner, "response", id)
 
 
-def _shown(found: ResponseDialect | Stored) -> Any:
+def _shown(found: ResponseDialect | Stored) -> Response:
     return found.current if isinstance(found, ResponseDialect) else found.body
 
 
@@ -437,7 +437,7 @@ def _first_event(request: web.Request) -> int | None:
     return int(after) + 1 if after else 0
 
 
-async def cancel_response(request: web.Request) -> web.Response:
+async def cancel_response(request: web.Request) -> Response:
     """Ends a response in the background; one that is complete stays as it is."""
     found = _find(request)
     if isinstance(found, ResponseDialect):
@@ -446,33 +446,32 @@ async def cancel_response(request: web.Request) -> web.Response:
         raise RequestError(
             "Cannot cancel a synchronous response: it was not made with background", param="id"
         )
-    return json_response(_shown(found))
+    return _shown(found)
 
 
-async def delete_response(request: web.Request) -> web.Response:
+async def delete_response(request: web.Request) -> Deleted:
     """Drops a stored response; one in the background is cancelled."""
     id, owner, store = request.match_info["id"], owner_of(request), request.app[OBJECT_STORE]
     if (running := request.app[RUNNING].get((owner, id))) is not None:
         await running.cancel()
     if running is None or (owner, id) in store:
         store.remove(owner, "response", id)
-    return json_response(Deleted(id=id, object="response"))
+    return Deleted(id=id, object="response")
 
 
-async def list_input_items(request: web.Request) -> web.Response:
+async def list_input_items(request: web.Request) -> Page:
     """Lists the input items of a response, newest first, including the items of earlier responses
     and of its conversation; `limit`, `after`, `order`."""
     items = list(reversed(_find(request).items))
-    return json_response(page_of(items, request.query, max_limit=100, default_limit=20))
+    return page_of(items, request.query)
 
 
-async def count_input_tokens(request: web.Request) -> web.Response:
+async def count_input_tokens(request: web.Request, body: ResponseRequest) -> InputTokens:
     """Returns how many tokens the prompt of a response would have. Nothing is generated."""
     frontend = request.app[FRONTEND]
     frontend.require_tokenizer("input")
-    body = await read_body(request, ResponseRequest)
     admit(request, body.timeout_s)
     dialect = ResponseDialect(request, body)
     with renamed(dialect.field_names):
         prompt = await dialect.prompt(body.tool_use())
-    return json_response(InputTokens(input_tokens=len(prompt)))
+    return InputTokens(input_tokens=len(prompt))

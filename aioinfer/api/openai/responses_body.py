@@ -16,7 +16,7 @@ from aioinfer.api.message_events import Block
 from aioinfer.api.messages import picture_part
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, SamplingFields
-from aioinfer.api.structured_output import only_grammar, schema_grammar
+from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
@@ -133,6 +133,10 @@ class ConversationId(Struct, kw_only=True):
 class ResponseRequest(SamplingFields, kw_only=True):
     """`POST /v1/responses`, and the same without generating for `/v1/responses/input_tokens`."""
 
+    sampling_names = SamplingFields.sampling_names | {
+        "max_output_tokens": "max_tokens", "top_logprobs": "logprobs",
+    }  # fmt: skip
+
     input: str | list[Item] | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -189,20 +193,16 @@ class ResponseRequest(SamplingFields, kw_only=True):
         parallel = self.parallel_tool_calls
         return read_tools(tools, self.tool_choice, parallel=parallel, is_flat=True)
 
-    def sampling_fields(self) -> dict[str, Any]:
-        """Returns the sampling parameters that were given, under the names of `SamplingParams`."""
-        fields = super().sampling_fields()
-        if self.max_output_tokens is not None:
-            fields["max_tokens"] = self.max_output_tokens
-        if self.num_logprobs is not None:
-            fields["logprobs"] = self.num_logprobs
+    def grammars(self) -> list[GrammarSpec]:
+        """See `GenerationBody.grammars`."""
         format = None if self.text is None else self.text.format
         found = [] if format is None or format.type == "text" else [format.to_grammar()]
-        if self.structured_outputs is not None:
-            found += self.structured_outputs.to_grammars("structured_outputs.")
-        if (grammar := only_grammar(found)) is not None:
-            fields["grammar"] = grammar
-        return fields
+        return found + super().grammars()
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """See `Parameters.sampling_fields`."""
+        found, number = super().sampling_fields(), self.num_logprobs
+        return found if number is None else found | {"logprobs": number}
 
     def template_kwargs(self) -> dict[str, Any]:
         """Returns the variables of the chat template."""

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from aioinfer.api.context import FRONTEND, encode, encode_list, read_body
+from aioinfer.api.context import FRONTEND, encode, encode_list
 from aioinfer.api.messages import template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
@@ -51,14 +51,13 @@ class DetokenizeReply(Struct, kw_only=True):
     content: str | UnsetType = UNSET
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
     """Returns the token ids of a text or of a conversation.
 
     A text in `content`, as llama.cpp's clients send it, gets no BOS unless `add_special`; with
     `with_pieces` each id comes with its text.
     """
     frontend = request.app[FRONTEND]
-    body = await read_body(request, TokenizeRequest)
     limit = max(MAX_TOKENS, frontend.max_model_len)
     if body.messages is not None:
         ids = await frontend.encode_chat(
@@ -93,11 +92,10 @@ async def tokenize(request: web.Request) -> web.Response:
     return _response(await asyncio.to_thread(write))
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request, body: DetokenizeRequest) -> web.Response:
     """Returns the text of token ids, special tokens included: as `prompt`, and to a request without
     a `model` as `content` as well, where llama.cpp's clients look for it."""
     frontend = request.app[FRONTEND]
-    body = await read_body(request, DetokenizeRequest)
     tokenizer = frontend.require_tokenizer("tokens")
 
     def write() -> bytes:
