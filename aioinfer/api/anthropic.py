@@ -373,7 +373,8 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
 
     @property
     def thought_budget(self) -> int | None:
-        """See `Dialect.thought_budget`: clients must name one, also where reasoning has none."""
+        """See `TextDialect.thought_budget`: clients must name one, also where reasoning has
+        none."""
         thinking = self.body.thinking
         bounds = thinking is not None and self.frontend.message_format.bounds_thoughts
         return thinking.budget_tokens if thinking is not None and bounds else None
@@ -382,7 +383,7 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
     async def encode(
         cls, frontend: Frontend, body: CountTokensRequest, use: ToolUse
     ) -> list[list[int]]:
-        """See `Dialect.encode`."""
+        """See `TextDialect.encode`."""
         messages = list(body.conversation())
         continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
         prompt = await encode_turn(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,7 @@ from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, admit, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
-from aioinfer.api.errors import Handler, json_response, renamed
+from aioinfer.api.errors import renamed
 from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
@@ -33,24 +33,13 @@ T = TypeVar("T")
 _SUBMITTED_AT_ONCE = 16
 
 
-def handler_of(
-    kind: type[T], answer: Callable[[web.Request, type[T]], Awaitable[web.StreamResponse]]
-) -> Handler:
-    """Returns the handler that answers requests in a dialect, which describes it."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return await answer(request, kind)
-
-    handle.__doc__ = kind.__doc__
-    return handle
-
-
 async def answer(request: web.Request, kind: type[Dialect[Any]]) -> web.StreamResponse:
     """Answers a request in a dialect with what is generated for its body.
 
     Raises what `read_body`, `admit`, `submitted` and `collect` do.
     """
-    request.app[FRONTEND].check_generates()
+    if kind.generates:
+        request.app[FRONTEND].check_generates()
     if kind.text_field is not None:
         request.app[FRONTEND].require_tokenizer(kind.text_field)
     body = await read_body(request, kind.body_type)
@@ -71,7 +60,7 @@ async def deliver(
         if generation.streams:
             return await stream(request, outputs, dialect)
         choices = await collect(outputs)
-    return json_response(await dialect.whole(outputs, choices))
+    return await dialect.respond(outputs, choices)
 
 
 @asynccontextmanager

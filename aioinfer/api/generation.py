@@ -22,10 +22,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
-from aioinfer.api.decoding import Body
-from aioinfer.api.errors import error_event, local_path
+from aioinfer.api.errors import error_event, json_response, local_path
 from aioinfer.api.http.logs import request_id
-from aioinfer.api.protocol import GenerationBody
+from aioinfer.api.protocol import GenerationBody, PromptsBody
 from aioinfer.engine.chat_turn import Turn, make_turn
 from aioinfer.engine.output import Delta
 from aioinfer.sampling_params import SamplingParams
@@ -93,19 +92,15 @@ class ChoiceWriter:
         return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
-def adapter_of(frontend: Frontend, body: Body) -> str | None:
-    """Returns the adapter that a body names as its model, or None."""
-    return body.model if body.model in frontend.adapters else None
+P = TypeVar("P", bound=PromptsBody)
 
 
-B = TypeVar("B", bound=GenerationBody)
-
-
-class Dialect(Generic[B]):
+class Dialect(Generic[P]):
     """The words of an API for one reply. The docstring of a subclass that `routes` has describes
     its endpoint.
 
     Attributes:
+        generates: whether it needs a model that generates text.
         body_type: the type of its bodies.
         reply_type: the type of its replies in one piece.
         text_field: the field that a model without a tokenizer cannot read; None where the prompt
@@ -116,20 +111,19 @@ class Dialect(Generic[B]):
         adapter: the adapter that the body names as its model, or None.
         model_name: the name of the model in replies.
         id: of the reply, with which the ids of the engine's requests begin.
-        turn: of a conversation, once it is decoded.
     """
 
-    body_type: ClassVar[type[GenerationBody]]
+    generates: ClassVar[bool] = True
+    body_type: ClassVar[type[PromptsBody]]
     reply_type: ClassVar[Any]
     text_field: ClassVar[str | None] = "messages"
     id_prefix: ClassVar[str]
     content_type = STREAM_HEADERS["Content-Type"]
-    turn: Turn
 
-    def __init__(self, request: web.Request, body: B):
+    def __init__(self, request: web.Request, body: P):
         self.request, self.body = request, body
         self.frontend = request.app[FRONTEND]
-        self.adapter = adapter_of(self.frontend, body)
+        self.adapter = body.model if body.model in self.frontend.adapters else None
         self.model_name = self.adapter or self.frontend.config.served_model_names[0]
         self.id = self.id_prefix + request_id(request)
 
@@ -141,52 +135,16 @@ class Dialect(Generic[B]):
         names = {name: field for field, name in given if getattr(body, field) is not None}
         return names | {"prompt": self.text_field or "prompt"}
 
-    @property
-    def thought_budget(self) -> int | None:
-        """The maximum length of a thought in tokens, None for any."""
-        return None
-
-    @classmethod
-    async def encode(cls, frontend: Frontend, body: B, use: ToolUse) -> list[list[int]]:
-        """Returns the token ids of a body's prompts; `use` has its tools. Raises `RequestError`."""
-        raise NotImplementedError
-
-    async def prompt(self, use: ToolUse) -> list[int]:
-        """Returns the token ids of a conversation."""
-        (prompt,) = await self.encode(self.frontend, self.body, use)
-        return prompt
-
     async def decode(self) -> Generation | web.StreamResponse:
-        """Returns what is to be generated for the body, by default the answer to its conversation;
-        or the reply, where there is nothing to be generated now.
-
-        Raises `RequestError`.
-        """
-        body, frontend, use = self.body, self.frontend, self.body.tool_use()
-        fields, prompt = body.sampling_fields(), await self.prompt(use)
-        self.turn = await make_turn(
-            frontend,
-            prompt,
-            frontend.defaults.sampling_params(**fields),
-            use,
-            shows_thoughts=body.shows_thoughts,
-            thought_budget=self.thought_budget,
-        )
-        return self.generation([prompt], self.turn.params)
+        """Returns what is to be computed for the body; or the reply, where there is nothing to be
+        computed now. Raises `RequestError`."""
+        raise NotImplementedError
 
     def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
         """Returns the generation of prompts (token ids) for the body."""
-        body = self.body
         if self.adapter is not None:
             params = replace(params, adapter=self.adapter)
-        return Generation(
-            self.id,
-            prompts,
-            params,
-            streams=body.streams,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-        )
+        return Generation(self.id, prompts, params, priority=self.body.priority)
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """Returns the writer of choice `index`, which is this sequence of an output."""
@@ -208,6 +166,60 @@ class Dialect(Generic[B]):
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
         """Returns the reply in one piece: `choices` has all of each choice in one delta."""
         raise NotImplementedError
+
+    async def respond(
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
+    ) -> web.StreamResponse:
+        """Sends or returns the reply in one piece."""
+        return json_response(await self.whole(outputs, choices))
+
+
+B = TypeVar("B", bound=GenerationBody)
+
+
+class TextDialect(Dialect[B]):
+    """The words of an API whose reply is generated text.
+
+    Attributes:
+        turn: of a conversation, once it is decoded.
+    """
+
+    body_type: ClassVar[type[GenerationBody]]
+    turn: Turn
+
+    @property
+    def thought_budget(self) -> int | None:
+        """The maximum length of a thought in tokens, None for any."""
+        return None
+
+    @classmethod
+    async def encode(cls, frontend: Frontend, body: B, use: ToolUse) -> list[list[int]]:
+        """Returns the token ids of a body's prompts; `use` has its tools. Raises `RequestError`."""
+        raise NotImplementedError
+
+    async def prompt(self, use: ToolUse) -> list[int]:
+        """Returns the token ids of a conversation."""
+        (prompt,) = await self.encode(self.frontend, self.body, use)
+        return prompt
+
+    async def decode(self) -> Generation | web.StreamResponse:
+        """See `Dialect.decode`; by default the answer to a conversation is generated."""
+        body, frontend, use = self.body, self.frontend, self.body.tool_use()
+        fields, prompt = body.sampling_fields(), await self.prompt(use)
+        self.turn = await make_turn(
+            frontend,
+            prompt,
+            frontend.defaults.sampling_params(**fields),
+            use,
+            shows_thoughts=body.shows_thoughts,
+            thought_budget=self.thought_budget,
+        )
+        return self.generation([prompt], self.turn.params)
+
+    def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+        """See `Dialect.generation`."""
+        found, body = super().generation(prompts, params), self.body
+        return replace(found, streams=body.streams, cache_salt=body.cache_salt)
 
 
 def data_event(body: Mapping[str, Any] | Struct) -> bytes:

@@ -19,10 +19,17 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, encode
-from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, Timings, data_event, timings
+from aioinfer.api.generation import (
+    ChoiceWriter,
+    Generation,
+    TextDialect,
+    Timings,
+    data_event,
+    timings,
+)
 from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
-from aioinfer.api.openai.pooling import Pooled, PoolingDialect, numbers_json
+from aioinfer.api.openai.pooling import PoolingDialect, numbers_json
 from aioinfer.api.openai.pooling_bodies import PoolingBody
 from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
 from aioinfer.api.protocol import (
@@ -88,7 +95,7 @@ class LlamaCompletion(CommonSampling, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        """See `GenerationBody.num_prompts`."""
+        """See `PromptsBody.num_prompts`."""
         return len(self.prompts())
 
     @property
@@ -158,6 +165,11 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
     def field(self) -> str:
         """The name of the field that holds the inputs."""
         return "input" if self.content is None else "content"
+
+    @property
+    def num_prompts(self) -> int:
+        """See `PromptsBody.num_prompts`."""
+        return len(self.inputs())
 
     def inputs(self) -> list[Prompt]:
         """Returns the inputs one by one."""
@@ -306,11 +318,11 @@ class LlamaEmbedDialect(PoolingDialect[LlamaEmbedding]):
 
     async def prompts(self) -> list[list[int]]:
         """See `PoolingDialect.prompts`."""
-        return await self.encode(self.body.inputs())
+        return await self.tokens(self.body.inputs())
 
-    def reply(self, pooled: Pooled) -> list[LlamaVectors]:
+    def reply(self, states: list[F32]) -> list[LlamaVectors]:
         """See `PoolingDialect.reply`."""
-        return [self._vectors(index, state) for index, state in enumerate(pooled.states)]
+        return [self._vectors(index, state) for index, state in enumerate(states)]
 
     def _vectors(self, index: int, state: F32) -> LlamaVectors:
         norm = None if state.ndim == 1 else False  # vectors of tokens are as the model has them
@@ -381,7 +393,7 @@ def _settings(body: LlamaCompletion, params: SamplingParams) -> LlamaSettings:
     )
 
 
-class LlamaDialect(Dialect[LlamaCompletion]):
+class LlamaDialect(TextDialect[LlamaCompletion]):
     """Completes each prompt."""
 
     body_type = LlamaCompletion
@@ -394,7 +406,7 @@ class LlamaDialect(Dialect[LlamaCompletion]):
     async def encode(
         cls, frontend: Frontend, body: LlamaCompletion, use: ToolUse
     ) -> list[list[int]]:
-        """See `Dialect.encode`."""
+        """See `TextDialect.encode`."""
         return [await encode_prompt(frontend, prompt) for prompt in body.prompts()]
 
     async def decode(self) -> Generation:

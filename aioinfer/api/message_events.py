@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
-from aioinfer.api.generation import B, ChoiceWriter, Dialect
+from aioinfer.api.generation import B, ChoiceWriter, TextDialect
 from aioinfer.api.logprobs import ScoredToken, are_many, scored_token
 from aioinfer.engine.chat_turn import SHORT_TEXT, make_parser
 from aioinfer.text.message_parser import MessageDelta
@@ -166,7 +166,7 @@ class Blocks:
         yield "start", self._open, ""
 
 
-class MessageDialect(Dialect[B]):
+class MessageDialect(TextDialect[B]):
     """The words of an API whose reply is one message in blocks.
 
     Attributes:

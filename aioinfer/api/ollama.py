@@ -407,7 +407,7 @@ class OllamaDialect(MessageDialect[OllamaChat | OllamaGenerate]):
     async def encode(
         cls, frontend: Frontend, body: OllamaChat | OllamaGenerate, use: ToolUse
     ) -> list[list[int]]:
-        """See `Dialect.encode`."""
+        """See `TextDialect.encode`."""
         if isinstance(body, OllamaGenerate) and body.raw:
             if body.images:
                 raise FieldError("images", "have no place in a raw prompt")

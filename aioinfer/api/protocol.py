@@ -86,23 +86,28 @@ def _sampling_names(kind: type[Parameters]) -> list[tuple[str, str]]:
     return [(field, name) for field, name in names if name in known]
 
 
-class GenerationBody(Body, Parameters, kw_only=True):
+class PromptsBody(Body, Parameters, kw_only=True):
+    """Base class of the bodies whose prompts are computed."""
+
+    timeout_s: Seconds | None = None
+    priority: Int32 | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has."""
+        return 1
+
+
+class GenerationBody(PromptsBody, kw_only=True):
     """Base class of the bodies for which text is generated."""
 
     stream: bool | None = None
-    timeout_s: Seconds | None = None
-    priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
     @property
     def streams(self) -> bool:
         """Whether the client reads the output while it comes."""
         return bool(self.stream)
-
-    @property
-    def num_prompts(self) -> int:
-        """How many prompts it has."""
-        return 1
 
     @property
     def shows_thoughts(self) -> bool:

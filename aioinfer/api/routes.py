@@ -21,7 +21,7 @@ from aioinfer.api.batch.objects import BATCHES, CHATS, CONVERSATIONS, FILES
 from aioinfer.api.batch.store import BatchObject, FileObject
 from aioinfer.api.context import defer_continue, read_body
 from aioinfer.api.decoding import prepare
-from aioinfer.api.delivery import answer, handler_of
+from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.llama_cpp import TemplateReply
@@ -55,14 +55,15 @@ def _endpoint(
 _get, _post, _delete = (partial(_endpoint, method) for method in ("GET", "POST", "DELETE"))
 
 
-def _generate(path: str, kind: type[Dialect[Any]]) -> Route:
-    handler, stream = handler_of(kind, answer), kind.content_type.partition(";")[0]
-    return Route("POST", path, handler, kind.body_type, kind.reply_type, stream=stream)
+def _dialect(path: str, kind: type[Dialect[Any]]) -> Route:
+    """Returns the endpoint of a dialect, whose docstring describes it."""
 
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await answer(request, kind)
 
-def _pool(path: str, kind: type[pooling.PoolingDialect[Any]]) -> Route:
-    handler = handler_of(kind, pooling.answer_pooled)
-    return Route("POST", path, handler, kind.body_type, kind.reply_type)
+    handle.__doc__ = kind.__doc__
+    stream = kind.content_type.partition(";")[0] if kind.generates else None
+    return Route("POST", path, handle, kind.body_type, kind.reply_type, stream=stream)
 
 
 _SSE = "text/event-stream"
@@ -79,16 +80,16 @@ _PLACEMENT = {
 
 ROUTES: tuple[Route, ...] = (
     # OpenAI
-    _generate("/v1/completions", completions.CompletionDialect),
-    _generate("/v1/chat/completions", chat.ChatDialect),
-    _generate("/chat/completions", chat.ChatDialect),
+    _dialect("/v1/completions", completions.CompletionDialect),
+    _dialect("/v1/chat/completions", chat.ChatDialect),
+    _dialect("/chat/completions", chat.ChatDialect),
     _get("/v1/chat/completions", CHATS.list, query=_CHATS),
     _get("/v1/chat/completions/{id}/messages", CHATS.list_items, query=_PAGE),
     _get("/v1/chat/completions/{id}", CHATS.get, ChatCompletion),
     _post("/v1/chat/completions/{id}", CHATS.update, ChatCompletion),
     _delete("/v1/chat/completions/{id}", CHATS.delete),
-    _generate("/v1/responses", responses.ResponseDialect),
-    _generate("/responses", responses.ResponseDialect),
+    _dialect("/v1/responses", responses.ResponseDialect),
+    _dialect("/responses", responses.ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens),
     _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE, query=_REPLAY),
     _delete("/v1/responses/{id}", responses.delete_response),
@@ -114,32 +115,32 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     # Anthropic
-    _generate("/v1/messages", anthropic.AnthropicDialect),
+    _dialect("/v1/messages", anthropic.AnthropicDialect),
     _post("/v1/messages/count_tokens", anthropic.count_tokens),
     # Ollama
-    _generate("/api/chat", ollama.ChatDialect),
-    _generate("/api/generate", ollama.GenerateDialect),
+    _dialect("/api/chat", ollama.ChatDialect),
+    _dialect("/api/generate", ollama.GenerateDialect),
     _post("/api/show", ollama.show),
     _get("/api/tags", ollama.list_tags),
     _get("/api/ps", ollama.list_running),
     _get("/api/version", info.version),
-    _pool("/api/embed", pooling.OllamaEmbedDialect),
-    _pool("/api/embeddings", pooling.OllamaEmbeddingDialect),
+    _dialect("/api/embed", pooling.OllamaEmbedDialect),
+    _dialect("/api/embeddings", pooling.OllamaEmbeddingDialect),
     # llama.cpp
-    _generate("/completion", llama_cpp.LlamaDialect),
-    _pool("/embedding", llama_cpp.LlamaEmbedDialect),
+    _dialect("/completion", llama_cpp.LlamaDialect),
+    _dialect("/embedding", llama_cpp.LlamaEmbedDialect),
     _post("/apply-template", llama_cpp.apply_template, TemplateReply),
     _get("/props", llama_cpp.props),
     _get("/slots", llama_cpp.slots),
     # Embeddings and the like, tokens
-    _pool("/v1/embeddings", pooling.EmbeddingDialect),
-    _pool("/pooling", pooling.StatesDialect),
-    _pool("/classify", pooling.ClassifyDialect),
-    _pool("/score", pooling.ScoreDialect),
-    _pool("/v1/score", pooling.ScoreDialect),
-    _pool("/rerank", pooling.RerankDialect),
-    _pool("/v1/rerank", pooling.RerankDialect),
-    _pool("/v2/rerank", pooling.RerankDialect),
+    _dialect("/v1/embeddings", pooling.EmbeddingDialect),
+    _dialect("/pooling", pooling.StatesDialect),
+    _dialect("/classify", pooling.ClassifyDialect),
+    _dialect("/score", pooling.ScoreDialect),
+    _dialect("/v1/score", pooling.ScoreDialect),
+    _dialect("/rerank", pooling.RerankDialect),
+    _dialect("/v1/rerank", pooling.RerankDialect),
+    _dialect("/v2/rerank", pooling.RerankDialect),
     _post("/tokenize", tokenization.tokenize, TokenizeReply),
     _post("/detokenize", tokenization.detokenize, DetokenizeReply),
     # The server and its model

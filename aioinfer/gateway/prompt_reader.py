@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from aioinfer.api.anthropic import AnthropicDialect
 from aioinfer.api.context import decode_body
 from aioinfer.api.decoding import prepare
-from aioinfer.api.generation import Dialect
+from aioinfer.api.generation import TextDialect
 from aioinfer.api.openai.chat import ChatDialect
 from aioinfer.api.openai.completions import CompletionDialect
 from aioinfer.config import Config
@@ -31,7 +31,7 @@ _BYTES_PER_TOKEN = 4
 #: Longer prompts than any model's are not cut: a replica refuses them.
 _MAX_LEN = 2**22
 #: By path: the APIs whose prompts are read.
-_DIALECTS: Mapping[str, type[Dialect[Any]]] = {
+_DIALECTS: Mapping[str, type[TextDialect[Any]]] = {
     "/v1/completions": CompletionDialect,
     "/v1/chat/completions": ChatDialect,
     "/chat/completions": ChatDialect,

@@ -142,12 +142,12 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     @property
     def thought_budget(self) -> int | None:
-        """See `Dialect.thought_budget`."""
+        """See `TextDialect.thought_budget`."""
         return self.body.thought_budget
 
     @classmethod
     async def encode(cls, frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[list[int]]:
-        """See `Dialect.encode`."""
+        """See `TextDialect.encode`."""
         return [await chat_prompt(frontend, body, use)]
 
     async def decode(self) -> Generation | web.StreamResponse:

@@ -20,8 +20,8 @@ from aioinfer.api.event_stream import stream_state
 from aioinfer.api.generation import (
     DONE,
     ChoiceWriter,
-    Dialect,
     PromptProgress,
+    TextDialect,
     Timings,
     data_event,
     timings,
@@ -101,7 +101,7 @@ class Chunk(Envelope, kw_only=True):
     timings: Timings | UnsetType = UNSET
 
 
-class ChunkDialect(Dialect[S]):
+class ChunkDialect(TextDialect[S]):
     """The words of completions and chat completions: the part that they have in common.
 
     Attributes:

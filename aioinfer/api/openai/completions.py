@@ -135,7 +135,7 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
     async def encode(
         cls, frontend: Frontend, body: CompletionRequest, use: ToolUse
     ) -> list[list[int]]:
-        """See `Dialect.encode`."""
+        """See `TextDialect.encode`."""
         return await completion_prompts(frontend, body)
 
     async def decode(self) -> Generation:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,12 +19,10 @@ from aiohttp import web
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from aioinfer.api.admission import admit
-from aioinfer.api.context import FRONTEND, encode, read_body
-from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import json_response, renamed
-from aioinfer.api.generation import Generation, adapter_of
-from aioinfer.api.http.logs import RECORD, request_id
+from aioinfer.api.context import encode
+from aioinfer.api.errors import json_response
+from aioinfer.api.generation import Dialect, Generation
+from aioinfer.api.http.logs import RECORD
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai import pooling_bodies as bodies
 from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
@@ -34,52 +32,42 @@ from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
 
+if TYPE_CHECKING:
+    from aioinfer.engine.output import Delta, RequestOutput
+
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """The pooled states of a request's prompts, float32 [hidden_size] each, or [P, hidden_size] of
-    all tokens, and the tokens of all prompts."""
-
-    states: list[F32]
-    num_tokens: int
-
-    def usage(self) -> bodies.EmbeddingUsage:
-        """Returns OpenAI's usage of embeddings."""
-        return bodies.EmbeddingUsage(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
 
 
 B = TypeVar("B", bound=bodies.PoolingBody)
 
 
-class PoolingDialect(Generic[B]):
-    """An endpoint's words for one request: the prompts of its body, and the reply that their pooled
-    states make. The docstring of a subclass describes the endpoint.
+class PoolingDialect(Dialect[B]):
+    """The words of an endpoint whose reply is made of the pooled states of prompts.
 
     Attributes:
-        body_type, reply_type: the types of its bodies and of its replies.
-        id_prefix: of its replies' ids.
         param: the field that holds the inputs.
-        request, body, frontend, pooling: what is answered, and the model that answers.
-        model: its name.
+        pooling: how the model pools.
         second_texts: `SamplingParams.second_text` of each prompt, once these are made; empty where
             none is of two texts.
+        usage: the tokens of all prompts, once these are made.
     """
 
-    body_type: ClassVar[type[bodies.PoolingBody]]
-    reply_type: ClassVar[Any]
-    id_prefix: ClassVar[str] = "embd"
+    generates = False
+    text_field = None
+    id_prefix = "embd-"
     param = "input"
     second_texts: Sequence[int] = ()
+    usage: bodies.EmbeddingUsage
 
     def __init__(self, request: web.Request, body: B):
-        self.request, self.body = request, body
-        self.frontend = request.app[FRONTEND]
+        super().__init__(request, body)
         self.pooling = self.frontend.pooling
-        self.adapter = adapter_of(self.frontend, body)
-        self.model = self.adapter or self.frontend.config.served_model_names[0]
+
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """See `Dialect.field_names`."""
+        return {"prompt": self.param}
 
     def kind(self) -> str:
         """Returns how the prompts are pooled. Raises `RequestError` if the model cannot do it."""
@@ -89,78 +77,53 @@ class PoolingDialect(Generic[B]):
         """Returns the token ids of each prompt. Raises `RequestError`."""
         raise NotImplementedError
 
-    def reply(self, pooled: Pooled) -> Any:
-        """Returns the reply. A list of items is its last field, `data`."""
+    def reply(self, states: list[F32]) -> Any:
+        """Returns the reply: the pooled state of each prompt, float32 [hidden_size], or [P,
+        hidden_size] of all of its tokens, in words. A list of items is its last field, `data`."""
         raise NotImplementedError
 
-    def fields(self, pooled: Pooled) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Returns the fields that vLLM's replies have in common."""
-        return {
-            "id": f"{self.id_prefix}-{request_id(self.request)}",
-            "created": int(time.time()),
-            "model": self.model,
-            "usage": pooled.usage(),
-        }
+        fields = {"id": self.id, "created": int(time.time())}
+        return fields | {"model": self.model_name, "usage": self.usage}
 
-    async def encode(self, inputs: Sequence[Prompt], *, is_part: bool = False) -> list[list[int]]:
-        """Returns the token ids of each input. Raises `OverloadedError` before, if the queue is
-        full, and `RequestError` naming the field.
-
-        Args:
-            is_part: the inputs become parts of prompts: they have no special tokens, and are not
-                cut.
-        """
+    async def tokens(self, inputs: Sequence[Prompt], *, is_part: bool = False) -> list[list[int]]:
+        """Returns the token ids of each input. With `is_part` they become parts of prompts: they
+        have no special tokens, and are not cut. Raises `RequestError`."""
         frontend, body = self.frontend, self.body
-        admit(self.request, body.timeout_s, len(inputs))
         longest, special = max_uncut(body), body.add_special_tokens is not False and not is_part
         found = []
-        with renamed({"prompt": self.param}):
-            for each in inputs:
-                ids = await encode_prompt(frontend, each, special, max_tokens=longest)
-                if not is_part:
-                    ids = cut(frontend, body, ids, frontend.max_model_len)
-                found.append(ids)
+        for each in inputs:
+            ids = await encode_prompt(frontend, each, special, max_tokens=longest)
+            found.append(ids if is_part else cut(frontend, body, ids, frontend.max_model_len))
         return found
 
-    async def pool(self) -> Pooled:
-        """Returns the pooled states of the prompts."""
+    async def decode(self) -> Generation:
+        """See `Dialect.decode`."""
         kind, prompts = self.kind(), await self.prompts()
-        generation = Generation(
-            f"{self.id_prefix}-{request_id(self.request)}",
-            prompts,
-            SamplingParams(temperature=0, pooling=kind, adapter=self.adapter),
-            priority=self.body.priority,
-            second_texts=self.second_texts,
-        )
         num_tokens = sum(map(len, prompts))
-        with renamed({"prompt": self.param}):
-            if kind == ALL_TOKENS:
-                self.frontend.check_states(num_tokens)
-            async with submitted(self.request, generation) as found:
-                await collect(found)
-                states = [output.pooled for output in found if output.pooled is not None]
-        if len(states) < len(prompts):
+        if kind == ALL_TOKENS:
+            self.frontend.check_states(num_tokens)
+        self.usage = bodies.EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+        generation = self.generation(prompts, SamplingParams(temperature=0, pooling=kind))
+        return dataclasses.replace(generation, second_texts=self.second_texts)
+
+    async def respond(
+        self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]
+    ) -> web.StreamResponse:
+        """See `Dialect.respond`; a long reply comes in parts."""
+        states = [output.pooled for output in outputs if output.pooled is not None]
+        if len(states) < len(outputs):
             raise GenerationError("the request was ended before all of it was computed")
-        return Pooled(states, num_tokens)
-
-
-async def answer_pooled(
-    request: web.Request, kind: type[PoolingDialect[Any]]
-) -> web.StreamResponse:
-    """Answers a request in a dialect; a long reply in parts. Raises what `read_body` and
-    `PoolingDialect.pool` do."""
-    body = await read_body(request, kind.body_type)
-    dialect = kind(request, body)
-    pooled = await dialect.pool()
-    if sum(state.size for state in pooled.states) <= _FEW_NUMBERS:
-        return json_response(dialect.reply(pooled))
-    parts = await asyncio.to_thread(lambda: _parts(dialect.reply(pooled)))
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    response.content_length = sum(map(len, parts))
-    await response.prepare(request)
-    for part in parts:
-        await response.write(part)
-    return response
+        if sum(state.size for state in states) <= _FEW_NUMBERS:
+            return json_response(self.reply(states))
+        parts = await asyncio.to_thread(lambda: _parts(self.reply(states)))
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = sum(map(len, parts))
+        await response.prepare(self.request)
+        for part in parts:
+            await response.write(part)
+        return response
 
 
 def _parts(reply: Any) -> list[bytes]:
@@ -193,7 +156,7 @@ class _InputDialect(PoolingDialect[IB]):
         if body.messages is not None:
             messages, options = await template_messages(body.messages), body.template_options()
             given = [await frontend.encode_chat(messages, max_tokens=max_uncut(body), **options)]
-        return await self.encode([prefix + i if isinstance(i, str) else i for i in given])
+        return await self.tokens([prefix + i if isinstance(i, str) else i for i in given])
 
 
 ER = TypeVar("ER", bound=bodies.EmbeddingRequest)
@@ -205,17 +168,17 @@ class EmbeddingDialect(_InputDialect[ER]):
     body_type = bodies.EmbeddingRequest
     reply_type: ClassVar[Any] = bodies.Embeddings
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        vectors = enumerate(self.vectors(pooled, self.body.normalizes))
+        vectors = enumerate(self.vectors(states, self.body.normalizes))
         items = [bodies.EmbeddingItem(index=index, embedding=vector) for index, vector in vectors]
-        return bodies.Embeddings(model=self.model, usage=pooled.usage(), data=items)
+        return bodies.Embeddings(model=self.model_name, usage=self.usage, data=items)
 
-    def vectors(self, pooled: Pooled, normalize: bool | None) -> Iterator[Any]:
+    def vectors(self, states: list[F32], normalize: bool | None) -> Iterator[Any]:
         """Yields the JSON of each embedding: a list of numbers, or the text of its base64; of
         several [P, hidden_size] a list of lists, or one text."""
         written = to_base64 if self.body.encoding_format == "base64" else numbers_json
-        for state in pooled.states:
+        for state in states:
             found = self.pooling.embedding(state, self.body.dimensions, normalize)
             yield msgspec.Raw(written(np.ascontiguousarray(found)))
 
@@ -226,18 +189,18 @@ class StatesDialect(EmbeddingDialect[bodies.PoolingRequest]):
 
     body_type = bodies.PoolingRequest
     reply_type = bodies.PoolingReply
-    id_prefix = "pool"
+    id_prefix = "pool-"
 
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
         takes_all = self.body.task != "embed"
         return self.pooling.params(self.body.kind, takes_all=takes_all).pooling or "last"
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        vectors = enumerate(self.vectors(pooled, bool(self.body.normalizes)))
+        vectors = enumerate(self.vectors(states, bool(self.body.normalizes)))
         items = [bodies.PooledItem(index=index, data=vector) for index, vector in vectors]
-        return bodies.PoolingReply(**self.fields(pooled), data=items)
+        return bodies.PoolingReply(**self.fields(), data=items)
 
 
 class OllamaEmbedDialect(_InputDialect[bodies.OllamaEmbedRequest]):
@@ -246,18 +209,18 @@ class OllamaEmbedDialect(_InputDialect[bodies.OllamaEmbedRequest]):
     body_type = bodies.OllamaEmbedRequest
     reply_type = bodies.OllamaEmbeddings
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
         embed, size = self.pooling.embedding, self.body.dimensions
         vectors: list[Any] = [
-            msgspec.Raw(numbers_json(embed(state, size, True))) for state in pooled.states
+            msgspec.Raw(numbers_json(embed(state, size, True))) for state in states
         ]
         return bodies.OllamaEmbeddings(
-            model=self.model,
+            model=self.model_name,
             embeddings=vectors,
             total_duration=round((time.perf_counter() - self.request[RECORD].arrived) * 1e9),
             load_duration=0,
-            prompt_eval_count=pooled.num_tokens,
+            prompt_eval_count=self.usage.prompt_tokens,
         )
 
 
@@ -268,9 +231,9 @@ class OllamaEmbeddingDialect(_InputDialect[bodies.OllamaEmbeddingsRequest]):
     body_type = bodies.OllamaEmbeddingsRequest
     reply_type = bodies.OllamaEmbedding
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        vector = self.pooling.embedding(pooled.states[0], self.body.dimensions, False)
+        vector = self.pooling.embedding(states[0], self.body.dimensions, False)
         written: Any = msgspec.Raw(numbers_json(vector))
         return bodies.OllamaEmbedding(embedding=written)
 
@@ -280,7 +243,7 @@ class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
 
     body_type = bodies.ClassifyRequest
     reply_type = bodies.Classes
-    id_prefix = "classify"
+    id_prefix = "classify-"
 
     def kind(self) -> str:
         """See `PoolingDialect.kind`."""
@@ -292,12 +255,12 @@ class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
             )
         return self.pooling.head.pooling
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
         head = self.pooling.head
         assert head is not None
         items = []
-        for index, state in enumerate(pooled.states):
+        for index, state in enumerate(states):
             probs = head.probabilities(state)
             label = head.labels[int(probs.argmax())]
             items.append(
@@ -305,7 +268,7 @@ class ClassifyDialect(_InputDialect[bodies.ClassifyRequest]):
                     index=index, label=label, probs=probs.tolist(), num_classes=len(probs)
                 )
             )
-        return bodies.Classes(**self.fields(pooled), data=items)
+        return bodies.Classes(**self.fields(), data=items)
 
 
 SB = TypeVar("SB", bound=bodies.ScoringBody)
@@ -316,7 +279,7 @@ class _Scoring(PoolingDialect[SB]):
     by the cosine of the angle between their embeddings. Of the texts only `max_tokens_per_query`
     and `max_tokens_per_doc` tokens count, if they are given and not 0."""
 
-    id_prefix = "score"
+    id_prefix = "score-"
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Returns the texts of both sides; the first may be one for all."""
@@ -339,7 +302,7 @@ class _Scoring(PoolingDialect[SB]):
         for prompt, texts, most in zip(
             before, self.texts(), (body.max_tokens_per_query, body.max_tokens_per_doc), strict=True
         ):
-            ids = await self.encode([prompt + text for text in texts], is_part=is_part)
+            ids = await self.tokens([prompt + text for text in texts], is_part=is_part)
             sides.append([each[:most] for each in ids] if most else ids)
         first, second = sides
         self._num_first = len(first)
@@ -352,12 +315,12 @@ class _Scoring(PoolingDialect[SB]):
         self.second_texts = [pair.second_text for pair in pairs]
         return [pair.ids for pair in pairs]
 
-    def scores(self, pooled: Pooled) -> list[float]:
+    def scores(self, states: list[F32]) -> list[float]:
         """Returns the score of each pair."""
         if (head := self.pooling.cross_encoder) is not None:
-            scores: list[float] = head.probabilities(np.stack(pooled.states))[:, 0].tolist()
+            scores: list[float] = head.probabilities(np.stack(states))[:, 0].tolist()
             return scores
-        ones, others = pooled.states[: self._num_first], pooled.states[self._num_first :]
+        ones, others = states[: self._num_first], states[self._num_first :]
         ones *= len(others) if len(ones) == 1 else 1
         return [cosine_similarity(*pair) for pair in zip(ones, others, strict=True)]
 
@@ -373,11 +336,11 @@ class ScoreDialect(_Scoring[bodies.ScoreRequest]):
         """See `_Scoring.texts`."""
         return self.body.texts()
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        scores = enumerate(self.scores(pooled))
+        scores = enumerate(self.scores(states))
         data = [bodies.ScoreItem(index=index, score=value) for index, value in scores]
-        reply = bodies.Scores(**self.fields(pooled), data=data)
+        reply = bodies.Scores(**self.fields(), data=data)
         reply.usage.completion_tokens = 0
         return reply
 
@@ -388,6 +351,7 @@ class RerankDialect(_Scoring[bodies.RerankRequest]):
 
     body_type = bodies.RerankRequest
     reply_type = bodies.Reranked | list[bodies.RerankedText]
+    id_prefix = "rerank-"
 
     def __init__(self, request: web.Request, body: bodies.RerankRequest):
         super().__init__(request, body)
@@ -397,9 +361,9 @@ class RerankDialect(_Scoring[bodies.RerankRequest]):
         """See `_Scoring.texts`."""
         return [self.body.query], self.body.contents()
 
-    def reply(self, pooled: Pooled) -> Any:
+    def reply(self, states: list[F32]) -> Any:
         """See `PoolingDialect.reply`."""
-        body, texts, scores = self.body, self.body.contents(), self.scores(pooled)
+        body, texts, scores = self.body, self.body.contents(), self.scores(states)
         best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
         if body.texts is not None:
             return [
@@ -415,12 +379,12 @@ class RerankDialect(_Scoring[bodies.RerankRequest]):
             bodies.RerankedDocument(index=i, relevance_score=scores[i], document=document)
             for i, document in zip(best, documents, strict=True)
         ]
-        reply = bodies.Reranked(id=f"rerank-{request_id(self.request)}", results=results)
+        reply = bodies.Reranked(id=self.id, results=results)
         if is_cohere:
-            tokens = {"input_tokens": pooled.num_tokens, "output_tokens": 0}
+            tokens = {"input_tokens": self.usage.prompt_tokens, "output_tokens": 0}
             reply.meta = {"api_version": {"version": "2"}, "tokens": tokens}
         else:
-            reply.model, reply.usage = self.model, pooled.usage()
+            reply.model, reply.usage = self.model_name, self.usage
         return reply
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.decoding import MAX_PROMPTS, Body
+from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.messages import Message
 from aioinfer.api.prompts import Prompt, Prompts, split_prompts
 from aioinfer.api.protocol import (
@@ -16,22 +16,20 @@ from aioinfer.api.protocol import (
     Ignored,
     Int32,
     Length,
-    Seconds,
+    PromptsBody,
     check_messages,
     check_truncation,
 )
 from aioinfer.errors import FieldError, RequestError
 
 
-class PoolingBody(Body, kw_only=True):
+class PoolingBody(PromptsBody, kw_only=True):
     """Base class of the bodies of pooling requests. `truncate_prompt_tokens` keeps the end of a
     text, as in vLLM, unless `truncation_side` is "right"."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Int32 | None = None
-    timeout_s: Seconds | None = None
     user: Ignored = None
 
     def check(self) -> None:
@@ -63,6 +61,10 @@ class InputBody(PoolingBody, kw_only=True):
             raise FieldError("input", "is missing", "missing_required_parameter")
         else:
             self.inputs()
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self.input is None else len(self.inputs())
 
     def inputs(self) -> list[Prompt]:
         """Returns the inputs one by one; none of `messages`."""
@@ -204,6 +206,10 @@ class ScoreRequest(ScoringBody, kw_only=True):
                 "otherwise both need the same number",
             )
 
+    @property
+    def num_prompts(self) -> int:
+        return sum(map(len, self.texts()))
+
     def texts(self) -> tuple[list[str], list[str]]:
         """Returns the texts of both sides. Raises `RequestError` naming a side that is missing or
         given twice."""
@@ -251,6 +257,10 @@ class RerankRequest(ScoringBody, kw_only=True):
                 raise FieldError(name, f"goes with {goes_with}")
         if self.top_n is not None and self.top_n < 1:
             raise FieldError("top_n", f"must be at least 1, not {self.top_n}")
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 + len(self.contents())
 
     def contents(self) -> list[str]:
         """Returns the documents' texts."""

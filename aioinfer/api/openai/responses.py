@@ -114,8 +114,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         return {**super().field_names, "messages": "input"}
 
     async def prompt(self, use: ToolUse) -> list[int]:
-        """See `Dialect.prompt`. With `truncation` as many of the first items are left out as do not
-        fit. Raises `RequestError` also if an object is not stored that the body names."""
+        """See `TextDialect.prompt`. With `truncation` as many of the first items are left out as do
+        not fit. Raises `RequestError` also if an object is not stored that the body names."""
         frontend, body = self.frontend, self.body
         before = self._items_before()
         self._new_items = input_items(body.input, {item.id for item in before})
