@@ -429,18 +429,24 @@ def compile_only() -> Iterator[None]:
 
     Triton can compile asynchronously, but only kernels that are not launched; so launches become
     its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
-    launch, one after the other: they are made here, too.
+    launch, one after the other: they are made here, too. And while a kernel is being compiled,
+    each further launch of it computes the hash by which it is found on disk, in some milliseconds;
+    here a launch is recognised by its specialization.
     """
     import triton
+    from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
-    kernels: dict[int, Any] = {}
+    kernels: dict[Any, Any] = {}
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels[id(kernel)] = kernel
-        return kernel
+        binder = self.device_caches[driver.active.get_current_device()][-1]
+        _, specialization, given = binder(*args, **options)
+        key = id(self), tuple(specialization), str(given)
+        if key not in kernels:
+            kernels[key] = run(self, *args, grid=grid, warmup=True, **options)
+        return kernels[key]
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         with triton.AsyncCompileMode(threads):
