@@ -26,7 +26,7 @@ import pytest
 
 from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor import worker_executor
-from aioinfer.executor.host_ranks import _without_main_module
+from aioinfer.executor.fork_server import without_main_module
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
 from aioinfer.ipc.heartbeat import ProcessMonitor
@@ -42,6 +42,7 @@ from tests.executor_runs import (
     tiny_llama,
 )
 from tests.waiting import until
+from tests.worker_processes import worker_processes
 
 pytestmark = [pytest.mark.longest, pytest.mark.slow]
 
@@ -57,22 +58,10 @@ OTHERS: list[psutil.Process] = []
 
 
 def workers(parent: psutil.Process | None = None) -> list[psutil.Process]:
-    """Returns the spawned workers below a process (this one), zombies included, in the order of
-    their ranks.
-
-    Those of servers that other tests share, which were there before the test began, are left out.
-    """
-    children = [
-        child
-        for child in (parent or psutil.Process()).children(recursive=True)
-        if child not in OTHERS
-    ]
-    found = [
-        c
-        for c in children
-        if c.status() == psutil.STATUS_ZOMBIE or "spawn_main" in " ".join(c.cmdline())
-    ]
-    return sorted(found, key=lambda process: process.pid)
+    """Returns the workers below a process (this one), zombies included, in the order of their
+    ranks, without workers of servers that other tests share: they were there before the test."""
+    found = worker_processes(None if parent is None else parent.pid)
+    return [worker for worker in found if worker not in OTHERS]
 
 
 def open_files() -> list[str]:
@@ -107,10 +96,10 @@ async def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ru
 
 
 def keep_the_loop_until_ended(*processes: psutil.Process) -> None:
-    """Returns when processes have sent the executor all their messages, and are zombies; it
-    receives all of it at once."""
+    """Returns when processes have sent the executor all their messages, and have ended; it receives
+    all of it at once."""
     deadline = time.monotonic() + 10
-    while any(process.status() != psutil.STATUS_ZOMBIE for process in processes):
+    while any(process.is_running() for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -512,7 +501,8 @@ def test_nothing_survives_the_parent(tmp_path: Path, folder: Path) -> None:
     assert process.stdout.readline() == "imported\n"
     assert process.stdout.readline().startswith("[")
     descendants = psutil.Process(process.pid).children(recursive=True)
-    assert len(descendants) == 2  # a worker and multiprocessing's resource tracker
+    # a worker, the fork server, and multiprocessing's resource tracker
+    assert len(descendants) == 3
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert psutil.wait_procs(descendants, timeout=5)[1] == []
@@ -528,13 +518,13 @@ def test_executors_that_spawn_together_put_the_main_module_back() -> None:
     entered, may_leave = threading.Event(), threading.Event()
 
     def spawn() -> None:
-        with _without_main_module():
+        with without_main_module():
             entered.set()
             may_leave.wait(10)
 
     second = threading.Thread(target=spawn)
     try:
-        with _without_main_module():
+        with without_main_module():
             second.start()
             entered.wait(0.3)
         may_leave.set()

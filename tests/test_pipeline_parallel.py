@@ -7,13 +7,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.executor.multiprocess import MultiprocessExecutor
 from tests.executor_runs import Run, greedy, tiny_config
 from tests.tiny_models import tiny_model
+from tests.worker_processes import worker_processes
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +52,10 @@ async def test_two_stages_give_what_one_worker_gives(folder: Path) -> None:
 @pytest.mark.extended
 async def test_a_killed_rank_is_named_with_its_stage(folder: Path) -> None:
     run = staged(folder)
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = worker_processes()
     await run.start()
     await greedy(run, 2)
-    found = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    workers = sorted(
-        (p for p in found if "spawn_main" in " ".join(p.cmdline())), key=lambda p: p.pid
-    )
+    workers = [worker for worker in worker_processes() if worker not in before]
     assert len(workers) == 2
     workers[1].kill()
     async with asyncio.timeout(10):

@@ -36,9 +36,10 @@ from aioinfer.llm import LLM  # noqa: E402
 from tests.executor_runs import PROMPT, Run, greedy, tiny_config, tiny_llama  # noqa: E402
 from tests.functional.conftest import SMOLLM2  # noqa: E402
 from tests.tiny_models import tiny_model  # noqa: E402
+from tests.worker_processes import is_worker  # noqa: E402
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-PARTS = ("raylet", "gcs_server", "ray::", "spawn_main", "ray/_private")
+PARTS = ("raylet", "gcs_server", "ray::", "ray/_private")
 
 
 def descendants() -> set[psutil.Process]:
@@ -54,7 +55,7 @@ def left_over(others: set[psutil.Process]) -> list[str]:
             line = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
             continue
-        if any(part in line for part in PARTS):
+        if is_worker(child) or any(part in line for part in PARTS):
             lines.append(line)
     return lines
 

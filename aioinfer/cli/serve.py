@@ -9,6 +9,7 @@ from typing import Any
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.config import Config
+from aioinfer.executor import fork_server
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,8 @@ def start(config: Config) -> int:
     Returns the exit status. Raises what `aioinfer.api.app.run` does.
     """
     check_files(config.model)
+    if config.parallel.executor in ("auto", "multiprocess") and "RANK" not in os.environ:
+        fork_server.start()  # imports PyTorch meanwhile
     # of the ranks that torchrun has started, the first alone listens
     if os.environ.get("RANK", "0") == "0":
         _check_server(config)

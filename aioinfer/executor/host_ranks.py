@@ -16,12 +16,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -30,6 +26,7 @@ from typing import Any, Protocol, cast
 from torch import multiprocessing
 
 from aioinfer.config import Config
+from aioinfer.executor import fork_server
 from aioinfer.ipc.anonymous_file import RendezvousFile, StackDump
 from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 from aioinfer.ipc.masks import MaskMemory, MaskNotice, buffer_of, num_mask_buffers
@@ -39,8 +36,8 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
 _JOIN_TIMEOUT_S = 3.0
-# executors that start together would restore each other's substitute
-_MAIN_MODULE_LOCK = threading.Lock()
+#: From the end of a process until the fork server has told its exit status: far less in fact.
+_STATUS_TIMEOUT_S = 0.5
 
 
 class RankProcess(Protocol):
@@ -90,14 +87,15 @@ class RankEvents(Protocol):
 
 
 def spawn(spec: WorkerSpec) -> RankProcess:
-    """Starts the process of a rank."""
-    process = multiprocessing.get_context("spawn").Process(
+    """Starts the process of a rank, which is forked from the fork server."""
+    fork_server.start()
+    process = multiprocessing.get_context("forkserver").Process(
         target=main,
-        args=(spec,),
+        args=(spec, dict(os.environ)),
         name=f"aioinfer-worker-{spec.engine}.{spec.rank}",
         daemon=True,
     )
-    with _without_main_module():
+    with fork_server.without_main_module():
         process.start()
     return cast(RankProcess, process)
 
@@ -179,7 +177,7 @@ class HostRanks:
 
     def _start_all(self) -> None:
         """Starts the processes; runs in a thread, since each start takes milliseconds."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         lifeline, self._lifeline = context.Pipe(duplex=False)
         for place, stacks in zip(self._places, self._stacks, strict=True):
             here, there = context.Pipe()
@@ -300,7 +298,9 @@ class HostRanks:
     def _handle_exit(self, index: int) -> None:
         """Handles the end of a process."""
         asyncio.get_running_loop().remove_reader(self._pidfds[index])
-        code = self._processes[index].exitcode  # reading it also reaps the process
+        process = self._processes[index]
+        process.join(_STATUS_TIMEOUT_S)  # the fork server tells its status
+        code = process.exitcode
         # an error report that is still in the connection explains more than the status
         while not self._is_killed and self._controls[index].poll():
             if not self._receive(index):
@@ -361,16 +361,3 @@ class HostRanks:
 def _kill_all(processes: list[RankProcess]) -> None:
     for process in processes:
         process.kill()
-
-
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Keeps a spawned process from importing the caller's script again, which may have no `if
-    __name__` guard."""
-    with _MAIN_MODULE_LOCK:
-        actual = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = actual

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from aioinfer.layers.parallel import ProcessGroups
     from aioinfer.worker.runner import PendingResult
     from aioinfer.worker.worker import Worker
-
-#: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
-_SPINS = 4000
 
 
 @dataclass(slots=True)
@@ -109,12 +107,17 @@ class FailureReport:
     in_collective: bool
 
 
-def main(spec: WorkerSpec) -> None:
+def main(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> None:
     """The body of the process.
 
     Errors travel to the parent; the exit status is not 0 then.
+
+    Args:
+        environment: of the parent, which may have changed since the fork server was started.
     """
     spec.stacks.register()
+    name_process(f"aioinfer-w{spec.engine}.{spec.rank}")
+    os.environ.update(environment or {})
     # terminals and service managers send these to the whole process group; the parent lets running
     # requests finish, and then ends its workers
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -128,6 +131,11 @@ def main(spec: WorkerSpec) -> None:
     except Exception as error:
         _report_failure(spec, error)
     os._exit(0)  # no teardown: collectives and GPU contexts may wait for ranks that are gone
+
+
+def name_process(name: str) -> None:
+    """Names this process in lists of processes; the kernel keeps 15 characters of the name."""
+    Path("/proc/self/comm").write_text(name, "ascii")
 
 
 def _report_failure(spec: WorkerSpec, error: Exception) -> None:
@@ -165,9 +173,6 @@ def _die_with_parent(lifeline: Connection) -> None:
 def _start(spec: WorkerSpec) -> Worker:
     """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
-    # until the decode steps are captured: see `StepGraphs.capture`
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
-    _limit_spinning()
     from aioinfer.worker.worker import Worker
 
     worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine)
@@ -187,14 +192,6 @@ def _start(spec: WorkerSpec) -> Worker:
     ]
     spec.control.send(("ready", (phases, worker.graph_bytes, worker.step_times)))
     return worker
-
-
-def _limit_spinning() -> None:
-    """Makes OpenMP's threads sleep sooner while they wait: a thread that spins on one core keeps
-    the one that it waits for from running where other processes have the rest. libgomp reads this
-    when torch is loaded; a value that the user has set stays."""
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
 
 
 def _serve(spec: WorkerSpec, worker: Worker) -> None:

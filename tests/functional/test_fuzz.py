@@ -17,12 +17,12 @@ import socket
 import time
 from collections.abc import Iterator
 
-import psutil
 import pytest
 from yarl import URL
 
 from benchlib.server_process import ROOT, ServerProcess
 from benchlib.soak_watch import Watch
+from tests.worker_processes import worker_processes
 
 SEED = int(os.environ.get("FUZZ_SEED", str(random.SystemRandom().randrange(10**6))))
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "4"))
@@ -208,13 +208,8 @@ def test_a_worker_that_is_killed_ends_its_requests_with_an_error() -> None:
         with socket.create_connection((url.host, url.port), timeout=60) as connection:
             connection.sendall(data)
             reply = connection.recv(65536)
-            workers = [
-                child
-                for child in psutil.Process(server.pid).children(recursive=True)
-                if "spawn_main" in " ".join(child.cmdline())
-            ]
-            assert len(workers) == 1
-            workers[0].send_signal(signal.SIGKILL)
+            (worker,) = worker_processes(server.pid)
+            worker.send_signal(signal.SIGKILL)
             while part := connection.recv(65536):
                 reply += part
         assert b"was killed by SIGKILL" in reply, reply[-500:]

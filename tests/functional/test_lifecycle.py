@@ -24,6 +24,7 @@ import pytest
 from yarl import URL
 
 from tests.gpu.random_models import random_model
+from tests.worker_processes import worker_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,7 +285,7 @@ def test_a_second_sigterm_does_not_wait(small: Process) -> None:
 def test_a_killed_worker_ends_the_server(small: Process) -> None:
     response = small.tell_a_story(max_tokens=LONG)
     killed_at = time.monotonic()
-    max(small.workers, key=lambda worker: worker.memory_info().rss).kill()
+    worker_processes(small.popen.pid)[0].kill()
     last = events(response)[-2]  # before [DONE]
     assert json.loads(last)["error"]["code"] == "engine_dead"
     health = small.request("GET", "/health")
@@ -301,7 +302,7 @@ def test_a_killed_worker_ends_the_server(small: Process) -> None:
 def test_killed_workers_of_all_engines_end_the_server(small: Process) -> None:
     responses = [small.tell_a_story(max_tokens=LONG, prompt=[7, number]) for number in range(2)]
     killed_at = time.monotonic()
-    for worker in sorted(small.workers, key=lambda worker: worker.memory_info().rss)[-2:]:
+    for worker in worker_processes(small.popen.pid):
         worker.kill()
     for response in responses:
         error = json.loads(events(response)[-2])["error"]  # before [DONE]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from aioinfer import LLM, SamplingParams
@@ -13,6 +12,7 @@ from aioinfer.errors import EngineDeadError, RequestError
 from tests.functional.prompts import PROMPTS
 from tests.functional.test_equality import MODEL
 from tests.gpu.random_models import random_model, random_prompts
+from tests.worker_processes import worker_processes
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +39,11 @@ def test_two_engines_give_the_texts_of_one_in_order(tmp_path):
     with LLM(model, settings=settings | {"parallel.executor": "inline"}, progress=False) as one:
         expected = [output.text for output in one.generate(prompts, params)]
     assert len(set(expected)) == 8
-    others = set(psutil.Process().children(recursive=True))  # of servers that other tests share
+    others = set(worker_processes())  # of servers that other tests share
     with LLM(model, settings=settings, progress=False, data_parallel_size=2) as two:
         outputs = two.generate(prompts, params)
         assert [sum(engine.metrics.finished.values()) for engine in two.frontend.engines] == [4, 4]
-        workers = [
-            child
-            for child in set(psutil.Process().children(recursive=True)) - others
-            if "spawn_main" in " ".join(child.cmdline())
-        ]
+        workers = set(worker_processes()) - others
         assert len(workers) == 2
     assert not any(worker.is_running() for worker in workers)
     for call in (two.generate, two.chat, two.embed):

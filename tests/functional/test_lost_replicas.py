@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
 
 from aioinfer.api.event_stream import STREAM_HEADER
@@ -22,6 +21,7 @@ from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import Address
 from tests.functional.test_lifecycle import ROOT
 from tests.waiting import until
+from tests.worker_processes import worker_processes
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 TOKEN = "secret"
@@ -176,8 +176,7 @@ class Reply:
 
 def _kill_rank(pid: int) -> None:
     """Kills the worker of a replica."""
-    children = psutil.Process(pid).children(recursive=True)
-    (rank,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    (rank,) = worker_processes(pid)
     rank.kill()
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from tests.functional.test_lifecycle import Process, events
 from tests.gpu.random_models import random_model
+from tests.worker_processes import worker_processes
 
 pytestmark = pytest.mark.longest
 
@@ -54,14 +55,7 @@ def process(request: pytest.FixtureRequest, folder: Path) -> Iterator[Process]:
 
 def workers(process: Process) -> list[psutil.Process]:
     """Returns the worker processes that live, in the order of their ranks."""
-    found = []
-    for child in psutil.Process(process.popen.pid).children(recursive=True):
-        try:
-            if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return sorted(found, key=lambda worker: worker.pid)
+    return worker_processes(process.popen.pid)
 
 
 def num_descriptors(process: Process) -> int:

@@ -19,6 +19,7 @@ from tests.disturbance import disturbed, worker_pids
 from tests.functional.test_equality import MODEL
 from tests.functional.test_lifecycle import Process, events
 from tests.gpu.random_models import random_model
+from tests.worker_processes import worker_processes
 
 VOCAB_SIZE = 512  # three ranks do not divide it
 
@@ -101,10 +102,7 @@ def test_a_stopped_rank_ends_the_server_within_ten_seconds(tmp_path: Path) -> No
         "parallel.restart_workers=0",
     )
     try:
-        workers = [
-            worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())
-        ]
-        rank_1 = sorted(workers, key=lambda worker: worker.pid)[1]
+        rank_1 = worker_processes(process.popen.pid)[1]
         response = process.tell_a_story(max_tokens=3000)
         rank_1.send_signal(signal.SIGSTOP)
         stopped_at = time.monotonic()

@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from aioinfer import LLM, SamplingParams
 from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model, random_prompts
+from tests.worker_processes import is_worker
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -94,7 +95,9 @@ def _processes_of_ray() -> list[str]:
     lines = []
     for child in psutil.Process().children(recursive=True):
         try:
-            lines.append(" ".join(child.cmdline()))
+            line = " ".join(child.cmdline())
         except psutil.NoSuchProcess:
             continue
-    return [line for line in lines if "ray" in line or "spawn_main" in line]
+        if "ray" in line or is_worker(child):
+            lines.append(line)
+    return lines

@@ -41,6 +41,7 @@ from tests.gpu.engine_settings import (
 )
 from tests.gpu.random_models import random_model
 from tests.gpu.test_compilation import random_params
+from tests.worker_processes import worker_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -458,10 +459,7 @@ def test_the_server_ends_with_a_failure(folder: Path, number: signal.Signals) ->
     }
     process = Process("multiprocess", *(f"{key}={value}" for key, value in settings.items()))
     try:
-        workers = [
-            worker for worker in process.workers if "spawn_main" in " ".join(worker.cmdline())
-        ]
-        rank_1 = sorted(workers, key=lambda worker: worker.pid)[1]
+        rank_1 = worker_processes(process.popen.pid)[1]
         response = process.tell_a_story(max_tokens=1000)
         rank_1.send_signal(number)
         began = time.monotonic()
