@@ -21,6 +21,7 @@ from aioinfer.config_keys import (
     default_text,
     hints_of,
     nearest,
+    parse_address,
     type_name,
 )
 from aioinfer.config_sections import (
@@ -249,15 +250,26 @@ def _check_combinations(config: Config) -> None:
 
 def _check_store(config: Config) -> None:
     """Checks what keeps KV blocks beyond the device. Raises `ConfigError` naming the key."""
-    cache, parallel = config.cache, config.parallel
-    if not cache.host_bytes and not cache.disk_path:
+    cache = config.cache
+    if cache.peer_address is not None:
+        if not cache.peer_key_file:
+            raise ConfigError("cache.peer_address needs cache.peer_key_file")
+        try:
+            host, _ = parse_address(cache.peer_address)
+        except ValueError as error:
+            raise ConfigError(f"cache.peer_address: {error}") from error
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                "cache.peer_address is what other servers connect to: name one address"
+            )
+    if not cache.host_bytes and not cache.disk_path and not cache.peer_key_file:
         return
     if not cache.enable_prefix_caching:
         raise ConfigError("cache.host_bytes needs cache.enable_prefix_caching = true")
     if cache.disk_path and not cache.host_bytes:
         raise ConfigError("cache.disk_path needs cache.host_bytes: blocks cross memory of the host")
-    if cache.disk_path and parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        raise ConfigError("cache.disk_path is for engines of one worker")
+    if cache.peer_key_file and not cache.host_bytes:
+        raise ConfigError("cache.peer_key_file needs cache.host_bytes: blocks cross the host")
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

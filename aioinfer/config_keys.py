@@ -133,3 +133,12 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
     if by_last:  # the key is right and the section wrong, or nearly so
         found = [k for k in known if k.rpartition(".")[2] == by_last[0]]
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of `HOST:PORT` or `[HOST]:PORT`. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host, int(port)

@@ -205,11 +205,22 @@ class CacheConfig:
     )
     disk_path: str | None = key(
         "Folder for KV blocks that outlive the server, behind those of `host_bytes`. One server at "
-        "a time may use it. For engines of one worker. Default: none.",
+        "a time may use it. The workers of an engine are on one host. Default: none.",
         None,
     )
     disk_bytes: int = key(
         "Bytes that the files in `disk_path` may take, of each engine.", 64 * 2**30, minimum=1
+    )
+    peer_key_file: str | None = key(
+        "File with a key that servers share which hand prompts over to each other: one computes a "
+        "prompt, another reads its KV blocks and generates (docs/kv-store.md). Needs "
+        "`host_bytes`. Default: none are handed over.",
+        None,
+    )
+    peer_address: str | None = key(
+        "`HOST:PORT` at which the first worker serves KV blocks to servers that have the key; the "
+        "ports behind it are those of the other workers. Default: none are served.",
+        None,
     )
     cascade_attention: bool = key(
         "On a GPU, read the keys of a prefix that eight or more sequences share once for all "

@@ -100,7 +100,7 @@ class SymbolicWorker:
         self.ended_early: list[int] = []
         self.files: dict[tuple[int, ...], list[int]] = {}
         self.reads: dict[int, tuple[int, list[tuple[int, int, tuple[int, ...]]]]] = {}
-        self.failed: list[tuple[int, int]] = []
+        self.counts: dict[int, int] = {}  # of reads that have ended
         self.is_broken: Callable[[], bool] = lambda: False
         self.num_reads = 0
         self.num_saves = self.num_loads = 0
@@ -175,9 +175,10 @@ class SymbolicWorker:
             ]
         else:
             sampled = self._sample_and_match([row for row in rows if row[3]])
-        failed = np.array(self.failed, np.int32).reshape(-1, 2)
-        sections = [KVLoaded(np.array(ended, np.int32), failed)] if ended else []
-        self.failed = []
+        counts = [self.counts.pop(ticket, -1) for ticket in ended]
+        sections = []
+        if ended:
+            sections.append(KVLoaded(np.array(ended, np.int32), np.array(counts, np.int32)))
         return StepResult(plan.step_id, np.array(sampled, np.int32), sections)
 
     def _move(self, moves: KVMoves | None, plan: StepPlan) -> list[int]:
@@ -201,17 +202,18 @@ class SymbolicWorker:
             for ticket, blocks in contents.items():
                 self.loads[ticket] = self.load_steps(), blocks
             for row in moves.reads.tolist():
-                group, place, ticket, *name = row
+                group, place, ticket, *name, _ = row
                 self.reads.setdefault(ticket, (self.load_steps(), []))[1].append(
                     (group, place, (group, *name))
                 )
-            for group, place, block in moves.saves.tolist():
+            for group, place, block, *name, connectors in moves.saves.tolist():
                 self.places[group][place] = list(self.caches[group][block])
                 self.num_saves += 1
-            for group, place, *name in moves.writes.tolist():
-                self.files[group, *name] = list(self.places[group][place])
-            for name in moves.deletes.tolist():
-                self.files.pop(tuple(name), None)
+                if connectors & 1:
+                    self.files[group, *name] = list(self.places[group][place])
+            for connector, *name in moves.deletes.tolist():
+                if not connector:
+                    self.files.pop(tuple(name), None)
         ended = self._read(awaited)
         for ticket, (steps, blocks) in list(self.loads.items()):
             is_used = any((group, block) in used for group, block, _ in blocks)
@@ -231,14 +233,16 @@ class SymbolicWorker:
             if steps > 0 and ticket not in awaited:
                 self.reads[ticket] = steps - 1, blocks
                 continue
-            ended.append(ticket)
+            count = len(blocks)
             for number, (group, place, name) in enumerate(blocks):
                 is_whole = name in self.files and not self.is_broken()
                 self.places[group][place] = list(self.files[name]) if is_whole else [-1]
                 if is_whole:
                     self.num_reads += 1
                 else:
-                    self.failed.append((ticket, number))
+                    count = min(count, number)
+            ended.append(ticket)
+            self.counts[ticket] = count
             del self.reads[ticket]
         return ended
 

@@ -56,4 +56,3 @@ def test_steps_and_loads_are_measured() -> None:
     rates = harness.scheduler.kv_cache.store.rates
     assert rates.prefill.per_s == pytest.approx(600 / 0.001, rel=0.5)
     assert rates.loads.per_s is not None
-    assert rates.reads.per_s is None

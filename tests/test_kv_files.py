@@ -17,12 +17,13 @@ import torch
 
 from aioinfer.features.kv_store.sections import KVMoves
 from aioinfer.features.kv_store.worker import Work
-from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
+from aioinfer.ipc.kv_files import BrokenFileError, KVFiles, list_common
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
+from aioinfer.ipc.read_tally import MAX_READS, ReadTally
 from aioinfer.scheduler.stored_blocks import Move
 from aioinfer.worker import kv_disk
 from aioinfer.worker.host_blocks import BlockCopies, make_host_blocks
-from aioinfer.worker.kv_disk import DiskTier
+from aioinfer.worker.kv_disk import DiskConnector
 from aioinfer.worker.kv_tensors import KVTensors
 
 OURS, OTHER = b"1" * 16, b"2" * 16
@@ -31,7 +32,7 @@ NAME, BLOCK = b"n" * 16, bytes(range(256)) * 40
 
 @pytest.fixture
 def files(tmp_path: Path) -> KVFiles:
-    found = KVFiles.of(str(tmp_path), 0, OURS)
+    found = KVFiles.of(str(tmp_path), 0, 0, OURS)
     found.prepare()
     found.write(1, NAME, BLOCK)
     return found
@@ -110,24 +111,24 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def make_tier(folder: Path) -> tuple[DiskTier, KVFiles, list[torch.Tensor]]:
+def make_tier(folder: Path) -> tuple[DiskConnector, KVFiles, list[torch.Tensor]]:
     kv = KVTensors(
         (KVGroup(AttentionSpec(1, 64), (0,)),), (4,), 16, torch.float32, torch.device("cpu")
     )
     host = make_host_blocks(kv, 4 * kv.nbytes)
     for number, place in enumerate(host.groups[0]):
         place.fill_(number)
-    files = KVFiles.of(str(folder), 0, OURS)
-    return DiskTier(files, host), files, host.groups
+    files = KVFiles.of(str(folder), 0, 0, OURS)
+    return DiskConnector(files, host), files, host.groups
 
 
 def test_threads_write_and_read(tmp_path: Path) -> None:
     tier, files, groups = make_tier(tmp_path)
-    tier.write(0, 3, NAME, lambda: None)
+    tier.save(0, 3, NAME, lambda: None)
     until(lambda: files.list(1)[0])
     tier.read(7, [(0, 5, NAME), (0, 6, b"m" * 16)], lambda: None)
     assert tier.has_reads
-    assert tier.take_read(10) == [(7, [1])], "there is no second file"
+    assert tier.take_read(10) == [(7, 1)], "there is no second file"
     assert not tier.has_reads
     assert (groups[0][5] == 3).all()
     tier.delete(0, NAME)
@@ -137,7 +138,7 @@ def test_threads_write_and_read(tmp_path: Path) -> None:
 
 def test_a_place_that_was_overwritten_is_not_written(tmp_path: Path) -> None:
     tier, files, _ = make_tier(tmp_path)
-    tier.write(0, 3, NAME, lambda: tier.overwrite(0, 3))
+    tier.save(0, 3, NAME, lambda: tier._host.overwrite(0, 3))
     tier.close()
     assert files.list(1) == [[]]
 
@@ -146,7 +147,7 @@ def test_a_block_that_makes_room_for_another_is_not_written_as_the_other(tmp_pat
     """A write that waits for its turn begins when the first bytes of the next block are there."""
     tier, files, groups = make_tier(tmp_path)
     may_begin = threading.Event()
-    tier.write(0, 3, NAME, lambda: may_begin.wait(10) and None)
+    tier.save(0, 3, NAME, lambda: may_begin.wait(10) and None)
 
     class Copies:
         def save(self, moves: np.ndarray) -> Callable[[], None]:
@@ -156,8 +157,8 @@ def test_a_block_that_makes_room_for_another_is_not_written_as_the_other(tmp_pat
             return lambda: None
 
     work = Work.__new__(Work)
-    work.disk = tier
-    other = Move(0, 3, 1)
+    work.connectors, work.host = {0: tier}, tier._host
+    other = Move(0, 3, 1, block_hash=b"o" * 16)
     work._save(KVMoves.of((), (), [other]), cast(BlockCopies, Copies()))
     tier.close()
     assert files.list(1) == [[]]
@@ -169,7 +170,7 @@ def test_files_change_in_the_order_in_which_it_was_asked(tmp_path: Path) -> None
     for _ in range(8):
         for name in names:
             tier.delete(0, name)
-            tier.write(0, 1, name, lambda: None)
+            tier.save(0, 1, name, lambda: None)
     tier.close()
     assert not tier.is_full
     assert sorted(files.list(1)[0]) == names
@@ -184,7 +185,7 @@ def test_a_full_disk_turns_writing_off_with_one_line(
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         for number in range(5):
-            tier.write(0, number, b"%016d" % number, lambda: None)
+            tier.save(0, number, b"%016d" % number, lambda: None)
         tier.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -192,3 +193,30 @@ def test_a_full_disk_turns_writing_off_with_one_line(
     assert files.list(1) == [[]]
     assert not list(files.folder.glob("*.tmp"))
     assert sum("no further KV blocks" in record.message for record in caplog.records) == 1
+
+
+def test_a_block_that_a_rank_lacks_is_on_no_disk(tmp_path: Path) -> None:
+    ranks = [KVFiles.of(str(tmp_path), 0, rank, OURS) for rank in range(2)]
+    names = [bytes([number]) * 16 for number in range(4)]
+    for files, own in zip(ranks, (names[:3], names[1:]), strict=True):
+        files.prepare()
+        for name in own:
+            files.write(0, name, BLOCK)
+    assert list_common(ranks, 1) == [names[1:3]]
+    assert [sorted(files.list(1)[0]) for files in ranks] == [names[1:3]] * 2
+
+
+def test_a_read_has_ended_when_it_has_on_every_rank() -> None:
+    tally = ReadTally(3)
+    for number in (
+        0,
+        MAX_READS - 1,
+        MAX_READS,
+        5 * MAX_READS,
+    ):  # a record takes a former one's place
+        for rank, count in enumerate((7, 5, 9)):
+            assert tally.fewest(number) is None
+            tally.record(rank, number, count)
+        assert tally.fewest(number) == 5
+        assert tally.fewest(number + 1) is None
+    tally.close()

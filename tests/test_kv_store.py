@@ -372,8 +372,8 @@ def test_the_disk_is_bounded() -> None:
     harness = make_disk_harness(num_files=40)
     for number in range(12):
         run(harness, make_request(f"{number}", prompt_of(number), 4))
-    stored = harness.scheduler.kv_cache.store.groups[0]
-    assert len(stored.files) == 40
+    (disk,) = harness.scheduler.kv_cache.store.connectors
+    assert len(disk.files[0]) == 40
     assert len(harness.worker.files) <= 40
 
 
@@ -429,6 +429,6 @@ def test_places_that_files_are_read_into_stay_reserved_when_records_are_rebuilt(
 def test_files_are_read_again_for_a_request_whose_workers_were_lost() -> None:
     harness = make_disk_harness()
     harness.add(request := make_request("first", prompt_of(0), 4))
-    request.is_read = True
+    request.asked_connectors = 1
     request.detach()
-    assert not request.is_read
+    assert not request.asked_connectors

@@ -28,7 +28,7 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import group_blocks
 from aioinfer.scheduler.features import StepFeature, StepFeatures
-from aioinfer.scheduler.kv_store import DiskLimits
+from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler

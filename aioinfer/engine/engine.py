@@ -31,11 +31,11 @@ from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.features import load_halves
 from aioinfer.features.host import Host
-from aioinfer.ipc.kv_files import KVFiles
+from aioinfer.ipc.kv_files import KVFiles, list_common
 from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures
-from aioinfer.scheduler.kv_store import DiskLimits
+from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
 from aioinfer.scheduler.scheduler import Scheduler
 
@@ -182,13 +182,15 @@ class Engine:
         cache = self._config.cache
         if not cache.disk_path:
             return None
-        num_files = blocks_in(cache.disk_bytes, report.num_blocks, report.kv_cache_bytes)
+        memory = cache.disk_bytes // self._config.parallel.world_size
+        num_files = blocks_in(memory, report.num_blocks, report.kv_cache_bytes)
         return DiskLimits(num_files, report.kv_files)
 
     def _list_kv_files(self, report: WorkerReport) -> list[list[bytes]]:
         """Returns `WorkerReport.kv_files`."""
-        path = self._config.cache.disk_path or ""
-        return KVFiles.of(path, self.number).list(len(report.groups))
+        path, ranks = self._config.cache.disk_path or "", self._config.parallel.world_size
+        files = [KVFiles.of(path, self.number, rank) for rank in range(ranks)]
+        return list_common(files, len(report.groups))
 
     @property
     def executor(self) -> Executor:

@@ -480,7 +480,7 @@ class Frontend:
         if adapter is None:
             return await self._encoder.prepare(prompt, add_special_tokens, cache_salt)
         found = self.adapters.get(adapter)
-        salt = f"{cache_salt}\0adapter {found.number}"
+        salt = f"{cache_salt}\0adapter {found.digest}"
         virtual = found.prompt_tokens
         prepared = await self._encoder.prepare(prompt, add_special_tokens, salt, virtual=virtual)
         return replace(prepared, adapter=found)

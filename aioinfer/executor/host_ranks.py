@@ -32,6 +32,7 @@ from aioinfer.ipc.heartbeat import Heartbeat, ProcessMonitor
 from aioinfer.ipc.masks import MaskMemory, MaskNotice, buffer_of, num_mask_buffers
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32
+from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.ring import Ring
 from aioinfer.worker.process import FailureReport, WorkerSpec, main
 
@@ -142,6 +143,7 @@ class HostRanks:
         self._plans = Ring(len(places), num_slots=1024)
         self._results = Ring(1)
         self._masks = MaskMemory(num_mask_buffers(config.parallel.pipeline_parallel_size))
+        self._tally = ReadTally(max(self.ranks) + 1)
         self._vocab_size = 0
         self._rendezvous = rendezvous or RendezvousFile()
         self._stacks = [StackDump() for _ in places]
@@ -184,7 +186,7 @@ class HostRanks:
             self._controls.append(here)
             spec = WorkerSpec(
                 self.config, self._folder, place, self._plans, self._results, self._heartbeat,
-                there, lifeline, stacks, self._rendezvous, self._masks, self._engine,
+                there, lifeline, stacks, self._rendezvous, self._masks, self._tally, self._engine,
                 self._visible_devices,
             )  # fmt: skip
             process = self._launch(spec)
@@ -352,7 +354,14 @@ class HostRanks:
             os.close(pidfd)
         if self._lifeline is not None:
             self._lifeline.close()
-        for shared in (self._rendezvous, self._plans, self._masks, self._results, self.monitor):
+        for shared in (
+            self._rendezvous,
+            self._plans,
+            self._masks,
+            self._results,
+            self._tally,
+            self.monitor,
+        ):
             shared.close()
         for stacks in self._stacks:
             stacks.close()

@@ -1,8 +1,10 @@
-"""Files of KV blocks: one block a file, found by its hash, with a header that says whose it is.
+"""Files of KV blocks: a rank's part of a block is a file, found by the block's hash, with a header
+that says whose it is.
 
 The engine lists the files when its workers have started, and decides which are written and deleted;
-the worker writes, reads and checks them. A file that is short, broken, or of another model, dtype
-or layout is not a block. Imports neither torch nor aiohttp.
+each worker writes, reads and checks its own. A file that is short, broken, or of another model,
+dtype or layout is not a block; neither is one that another rank lacks. Imports neither torch nor
+aiohttp.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,7 @@ class BrokenFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KVFiles:
-    """The folder of an engine's files.
+    """The folder of a rank's files.
 
     Attributes:
         folder: made when the worker starts.
@@ -39,9 +42,9 @@ class KVFiles:
     identity: bytes = b""
 
     @classmethod
-    def of(cls, disk_path: str, engine: int, identity: bytes = b"") -> KVFiles:
-        """Returns the files of an engine below `cache.disk_path`."""
-        return cls(Path(disk_path) / f"engine-{engine}", identity)
+    def of(cls, disk_path: str, engine: int, rank: int, identity: bytes = b"") -> KVFiles:
+        """Returns the files of a rank of an engine below `cache.disk_path`."""
+        return cls(Path(disk_path) / f"engine-{engine}" / f"rank-{rank}", identity)
 
     def prepare(self) -> None:
         """Makes the folder, and removes the files of another identity, and half-written ones.
@@ -116,3 +119,18 @@ class KVFiles:
         """Deletes a file, if it is there."""
         with contextlib.suppress(OSError):
             self.path_of(group, block_hash).unlink()
+
+
+def list_common(ranks: Sequence[KVFiles], num_groups: int) -> list[list[bytes]]:
+    """Returns the hashes of which every rank has a file, of each group, the least recently used
+    first, and deletes the other files."""
+    found = [files.list(num_groups) for files in ranks]
+    common = [set.intersection(*(set(of[group]) for of in found)) for group in range(num_groups)]
+    for files, of_rank in zip(ranks, found, strict=True):
+        for group, hashes in enumerate(of_rank):
+            for block_hash in hashes:
+                if block_hash not in common[group]:
+                    files.delete(group, block_hash)
+    return [
+        [each for each in found[0][group] if each in common[group]] for group in range(num_groups)
+    ]

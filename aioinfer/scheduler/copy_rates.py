@@ -52,8 +52,7 @@ class CopyRates:
     Attributes:
         prefill: of computing prompts.
         loads: of copies from the host to the device.
-        reads: of copies from the disk to the host.
     """
 
     def __init__(self) -> None:
-        self.prefill, self.loads, self.reads = Rate(), Rate(), Rate()
+        self.prefill, self.loads = Rate(), Rate()

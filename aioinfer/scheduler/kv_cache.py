@@ -245,8 +245,8 @@ class KVCacheManager:
             request.left = None
             request.snapshots = self._states.find_wanted(request, prefix.num_blocks)
             self.prefixes.want_shared(request, waiting)
-        if self.loads is not None:
-            self.loads.use(request.block_hashes[: prefix.num_blocks])
+        if self.store is not None:
+            self.store.use(request.block_hashes[: prefix.num_blocks])
         self.grow(request, -(-num_tokens // self._block_size) - prefix.num_blocks)
 
     def _begin(self, request: Request, prefix: Prefix) -> None:
@@ -296,8 +296,8 @@ class KVCacheManager:
         if request.blocks:
             if self._states is not None:
                 self._states.leave(request)
-            if self.loads is not None:
-                self.loads.use(request.block_hashes[: request.num_committed])
+            if self.store is not None:
+                self.store.use(request.block_hashes[: request.num_committed])
             for kind in self._kinds:
                 kind.free(request, request.blocks)
         request.blocks = []
@@ -377,10 +377,8 @@ class KVCacheManager:
             pool.forget(request.block_hashes)
         if self.sources is not None:
             self.sources.forget(request)
-        for stored in self.store.groups if self.store else ():
-            stored.drop(request.block_hashes)
         if self.store is not None:
-            self.store.spoil_loads()
+            self.store.drop(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix index, and the store."""

@@ -19,11 +19,13 @@ it, and is LOADING: it owns these blocks, and is in no step until workers report
 filled. Then they enter the prefix index, and the request is admitted like any other with a prefix
 hit. A load whose request has ended needs no care: its blocks are free and have no hash.
 
-The disk is behind the host: what is saved there is written to a file as well, by threads of the
-worker, and stays when the host's place has gone to another block, or the server has ended. A
-request whose prefix goes on there is LOADING, too, and has no blocks yet: files are read into
-places of the host, which enter the index when they were whole, and then the request is next in the
-queue again. It is read for once; files that were broken are forgotten.
+Connectors (`kv_connector`) are behind the host: files, which get what is saved on the host and stay
+when its place has gone to another block, or the server has ended; other servers. A request whose
+prefix goes on there is LOADING, too, and has no blocks yet: its blocks are read into places of the
+host, which enter the index when they came whole, and then the request is next in the queue again.
+Each connector is asked once for it. A block counts as read when every rank has its part of it. The
+blocks of a read are in the order of their prefix, and none counts that is behind a missing one:
+these are computed again, and saved again.
 
 Neither is done where the measured rates say that computing is faster (`copy_rates`).
 
@@ -39,26 +41,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from aioinfer.errors import IntegrityError
+from aioinfer.ipc.read_tally import MAX_READS
 from aioinfer.scheduler.copy_rates import CopyRates
+from aioinfer.scheduler.kv_connector import KVConnector
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.stored_blocks import Move, StoredBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLimits:
-    """What the disk holds.
-
-    Attributes:
-        num_files: the maximum of files of each group.
-        files: the hashes that have files, of each group, the least recently used first.
-    """
-
-    num_files: Sequence[int]
-    files: Sequence[Sequence[bytes]]
 
 
 class KVStore:
@@ -66,7 +57,7 @@ class KVStore:
 
     Attributes:
         groups: the blocks of each group.
-        has_disk: whether there is a disk behind the host.
+        connectors: places beyond the host, in the order in which they are asked.
         rates: how fast tokens are copied and computed.
         is_awaited: whether the plan that is being made has nothing but transfers, and its result is
             to come when loads have ended.
@@ -76,7 +67,7 @@ class KVStore:
         self,
         num_places: Sequence[int],
         tickets: Iterator[int],
-        disk: DiskLimits | None = None,
+        connectors: Sequence[KVConnector] = (),
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Makes the host's memory empty.
@@ -84,19 +75,20 @@ class KVStore:
         Args:
             num_places: blocks that the host holds of each group.
             tickets: numbers of loads, none of which workers have seen.
-            disk: what the disk holds, if there is one.
+            connectors: see the attribute.
             clock: returns seconds.
         """
         self.rates = CopyRates()
         self._clock = clock
         # by ticket: tokens that it brings, when it began, and the hashes of its blocks
         self._begun: dict[int, tuple[int, float, list[bytes]]] = {}
-        if disk is None:
-            self.groups = tuple(map(StoredBlocks, num_places))
-        else:
-            self.groups = tuple(map(StoredBlocks, num_places, disk.num_files, disk.files))
-        self.has_disk = disk is not None
-        self._reads: list[Move] = []  # for the next plan
+        self.groups = tuple(map(StoredBlocks, num_places))
+        self.connectors = tuple(connectors)
+        self._by_number = {connector.number: connector for connector in connectors}
+        # for the next plan: reads, and by ticket where from
+        self._reads: list[Move] = []
+        self._sources: dict[int, str] = {}
+        # by ticket; without a hash, no request may use the block
         self._reading: dict[int, list[tuple[Move, bytes | None]]] = {}
         self._tickets = tickets
         self._loads: list[Move] = []  # for the next plan
@@ -150,19 +142,35 @@ class KVStore:
         self._arriving.update(dict.fromkeys(hashes, ticket))
         return ticket
 
-    def read(self, request: Request, wanted: Sequence[tuple[int, bytes]], num_tokens: int) -> bool:
-        """Has the next plan bring blocks from the disk to the host for a request, which begins
-        with them later: (group, hash), of `num_tokens` tokens. False, and nothing is changed, if
-        they are too many."""
+    def read(
+        self,
+        request: Request,
+        connector: KVConnector,
+        wanted: Sequence[tuple[int, bytes]],
+        num_tokens: int,
+    ) -> bool:
+        """Has the next plan bring blocks from a connector to the host for a request, which begins
+        with them later: (group, hash) in the order of the prefix, of `num_tokens` tokens. False,
+        and nothing is changed, if they are too many."""
+        if len(self._reading) >= MAX_READS:
+            return False
         counts = Counter(group for group, _ in wanted)
         if any(count > self.groups[group].max_reads for group, count in counts.items()):
             return False
         ticket = self._begin(request, num_tokens, [block_hash for _, block_hash in wanted])
         reads = [
-            Move(group, self.groups[group].begin_read(), ticket=ticket, block_hash=block_hash)
+            Move(
+                group,
+                self.groups[group].begin_read(),
+                ticket=ticket,
+                block_hash=block_hash,
+                connectors=connector.number,
+            )
             for group, block_hash in wanted
         ]
         self._reads += reads
+        if source := connector.source_of(request):
+            self._sources[ticket] = source
         self._reading[ticket] = [(move, move.block_hash) for move in reads]
         return True
 
@@ -180,30 +188,43 @@ class KVStore:
         reads, self._reads = self._reads, []
         return reads
 
-    def take_deletes(self) -> list[tuple[int, bytes]]:
-        """Returns (group, hash) of the files to be deleted, behind `take_saves`."""
-        return [(n, name) for n, group in enumerate(self.groups) for name in group.take_deletes()]
+    def take_sources(self) -> dict[int, str]:
+        """Returns where the reads of some tickets come from, behind `take_reads`."""
+        sources, self._sources = self._sources, {}
+        return sources
+
+    def take_deletes(self) -> list[tuple[int, int, bytes]]:
+        """Returns (connector, group, hash) of what workers are to delete, behind `take_saves`."""
+        return [(each.number, *name) for each in self.connectors for name in each.take_deletes()]
 
     def take_saves(self) -> list[Move]:
         """Returns the saves for the plan that is being made, behind `take_loads`."""
-        return [move for n, group in enumerate(self.groups) for move in group.take_saves(n)]
+        moves = [move for n, group in enumerate(self.groups) for move in group.take_saves(n)]
+        return [replace(move, connectors=self._keepers(move)) for move in moves]
+
+    def _keepers(self, move: Move) -> int:
+        """Returns a bit for each connector that keeps a block which is being saved."""
+        keeping = (each for each in self.connectors if each.keep(move.group, move.block_hash))
+        return sum(1 << each.number for each in keeping)
 
     def take_awaited(self) -> list[int]:
         """Returns the tickets that the result of the plan which is being made waits for."""
         awaited, self.is_awaited = self.is_awaited, False
         return list(self._loading) if awaited else []
 
-    def finish(self, ticket: int, failed: Container[int] = ()) -> None:
+    def finish(self, ticket: int, count: int = -1) -> None:
         """Notes that workers have filled the blocks of a load, if it is still wanted; or that they
-        have read files, but for the `failed` ones of the ticket."""
-        rate = self.rates.reads if ticket in self._reading else self.rates.loads
+        have read the first `count` blocks of a read."""
+        reads = self._reading.pop(ticket, ())
         if ticket in self._begun:
             num_tokens, began, hashes = self._begun.pop(ticket)
+            rate = self._by_number[reads[0][0].connectors].rate if reads else self.rates.loads
             rate.add(num_tokens, began, self._clock())
             self._end_arrival(ticket, hashes)
-        for number, (move, block_hash) in enumerate(self._reading.pop(ticket, ())):
-            stored = self.groups[move.group]
-            stored.end_read(block_hash, move.place, is_whole=number not in failed)
+        for number, (move, block_hash) in enumerate(reads):
+            self.groups[move.group].end_read(block_hash, move.place, is_whole=number < count)
+            if number >= count and block_hash is not None:
+                self._by_number[move.connectors].lose(move.group, block_hash)
         request = self._loading.pop(ticket, None)
         if request is not None:
             self._loaded.append(request)
@@ -243,9 +264,28 @@ class KVStore:
         self._spoiled.discard(request)
         return is_spoiled
 
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Counts the blocks of a prefix as used now, wherever they are."""
+        for number, group in enumerate(self.groups):
+            group.use(hashes)
+            for connector in self.connectors:
+                for block_hash in reversed(hashes):
+                    connector.use(number, block_hash)
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        """Forgets blocks whose contents cannot be trusted, and what loads on their way bring."""
+        self.spoil_loads()
+        for number, group in enumerate(self.groups):
+            group.drop(hashes)
+            for connector in self.connectors:
+                for block_hash in hashes:
+                    connector.drop(number, block_hash)
+
     def clear(self) -> None:
         """Forgets all blocks, those on their way included."""
         self.spoil_loads()
+        for connector in self.connectors:
+            connector.clear()
         for group in self.groups:
             group.clear()
         for ticket, reads in self._reading.items():
@@ -261,7 +301,7 @@ class KVStore:
                 self._reading[ticket] = [(move, None) for move, _ in reads]
                 for move, _ in reads:
                     self.groups[move.group].reserve(move.place)
-        for own, other in zip(self.groups, former.groups, strict=True):
+        for own, other in zip(self.connectors, former.connectors, strict=True):
             own.succeed(other)
 
     def check_integrity(

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from aioinfer.errors import ConfigError
 from aioinfer.ipc.kv_spec import AttentionSpec, KVGroup
 from aioinfer.ipc.plan import COPY_BYTES, GROWTH_BYTES, LOOKAHEAD_BYTES, MAX_FIXED_BYTES, ROW_BYTES
-from aioinfer.scheduler.kv_store import DiskLimits
+from aioinfer.scheduler.kv_connector import (
+    DiskConnector,
+    DiskLimits,
+    KVConnector,
+)
+from aioinfer.scheduler.peer_connector import PeerConnector, PeerLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,7 @@ class SchedulerLimits:
             them at their start.
         num_stored: KV blocks of each group that memory of the host holds beside; empty for none.
         disk: what files hold beside; None for nothing.
+        peers: how prompts are handed over between servers; None if they are not.
         plan_ahead: whether a request may be planned while its last token is on its way; with one
             stage that is up to the engine alone.
         groups: the groups of layers; one in which every token attends to all before it, if none
@@ -53,6 +59,7 @@ class SchedulerLimits:
     step_times: Sequence[tuple[int, float, bool]] = ()
     num_stored: tuple[int, ...] = ()
     disk: DiskLimits | None = None
+    peers: PeerLimits | None = None
     plan_ahead: bool = True
     groups: tuple[KVGroup, ...] = (KVGroup(AttentionSpec(1, 1), (0,)),)
 
@@ -66,6 +73,15 @@ class SchedulerLimits:
         """Whether each prompt is computed in one step, since the model keeps nothing of it: an
         encoder, in which each token attends to all of them."""
         return not self.groups
+
+    def connectors(self) -> list[KVConnector]:
+        """Returns new connectors of a store."""
+        found: list[KVConnector] = []
+        if self.peers is not None:
+            found.append(PeerConnector(self.peers))
+        if self.disk is not None:
+            found.append(DiskConnector(self.disk))
+        return found
 
     def check_plan_bytes(self, max_replacement_blocks: int) -> None:
         """Raises `ConfigError` unless the fixed part of the largest plan has the room that the

@@ -8,11 +8,12 @@ store; see `kv_store` for what loading is. Imports neither torch nor aiohttp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from aioinfer.ipc.kv_spec import NULL_BLOCK
 from aioinfer.scheduler.block_pool import BlockPool
 from aioinfer.scheduler.group_blocks import WholeBlocks
+from aioinfer.scheduler.kv_connector import KVConnector
 from aioinfer.scheduler.kv_store import KVStore
 from aioinfer.scheduler.prefix_search import Prefix, PrefixSearch
 from aioinfer.scheduler.request import Request
@@ -37,11 +38,6 @@ class PrefixLoads:
         self._prefixes, self._block_size = prefixes, block_size
         self._peaks, self._free = peaks, free
 
-    def use(self, hashes: Sequence[bytes]) -> None:
-        """Counts the blocks of a prefix as used now."""
-        for stored in self._store.groups:
-            stored.use(hashes)
-
     def find_stored(self, request: Request, prefix: Prefix) -> int:
         """Returns with how many blocks a request can begin once some are loaded; 0 if that is no
         block more than `prefix`, which the device has, spares computing."""
@@ -49,32 +45,42 @@ class PrefixLoads:
         length = self._prefixes.hit_length(hashes, self._store.groups)
         return length if (length - 1) * self._block_size >= prefix.num_tokens else 0
 
-    def find_on_disk(self, request: Request, prefix: Prefix) -> int:
-        """Returns with how many blocks a request can begin once some are read from the disk; 0 if
-        those are not more than `prefix` and the host have."""
-        if not self._store.has_disk or request.is_read:
-            return 0
-        hashes = request.block_hashes[: self._prefixes.longest_hit(request) // self._block_size]
-        length = self._prefixes.hit_length(hashes, [group.any_tier for group in self._store.groups])
-        if (length - 1) * self._block_size < prefix.num_tokens:
-            return 0
-        return length if length > self._prefixes.hit_length(hashes, self._store.groups) else 0
+    def find_beyond(self, request: Request, prefix: Prefix) -> tuple[KVConnector, int] | None:
+        """Returns a connector, and with how many blocks a request can begin once some are read from
+        it; None if no connector makes them more than `prefix` and the host have. `pays` of the
+        connector is not asked."""
+        store, hashes = self._store, request.block_hashes
+        hashes = hashes[: self._prefixes.longest_hit(request) // self._block_size]
+        for connector in store.connectors:
+            if request.asked_connectors >> connector.number & 1:
+                continue
+            held = connector.held(request)
+            if held is None or len(held) != len(store.groups):
+                continue
+            both = [_Either(*pair) for pair in zip(store.groups, held, strict=True)]
+            length = self._prefixes.hit_length(hashes, both)
+            if (length - 1) * self._block_size < prefix.num_tokens:
+                continue
+            if length > self._prefixes.hit_length(hashes, store.groups):
+                return connector, length
+        return None
 
-    def begin_read(self, request: Request, length: int) -> bool:
-        """Has what is on the disk of the first `length` blocks of a request read into memory of the
-        host. False, and nothing is changed, if that is too much."""
-        request.is_read = True
-        hashes = request.block_hashes
-        self.use(hashes[:length])
-        wanted = [
-            (number, hashes[entry])
+    def begin_read(self, request: Request, connector: KVConnector, length: int) -> bool:
+        """Has what a connector has of the first `length` blocks of a request read into memory of
+        the host. False if that is too much; the connector is not asked again in any case."""
+        request.asked_connectors |= 1 << connector.number
+        hashes, store = request.block_hashes, self._store
+        store.use(hashes[:length])
+        wanted = sorted(
+            (entry, number)
             for number, first in self._prefixes.needed(length)
             for entry in range(first, length)
             if not self._pools[number].has(hashes[entry])
-            and hashes[entry] not in self._store.groups[number]
-        ]
-        num_tokens = len({block_hash for _, block_hash in wanted}) * self._block_size
-        return self._store.read(request, wanted, num_tokens)
+            and hashes[entry] not in store.groups[number]
+        )
+        num_tokens = len({entry for entry, _ in wanted}) * self._block_size
+        blocks = [(number, hashes[entry]) for entry, number in wanted]
+        return store.read(request, connector, blocks, num_tokens)
 
     def is_arriving(self, request: Request, length: int) -> bool:
         """Whether a load of another request is on its way that brings any of the first `length`
@@ -133,6 +139,16 @@ class PrefixLoads:
         self._store.abandon(request)
         self._free(request)
         request.num_computed = request.num_settled = 0
+
+
+class _Either:
+    """The hashes of two containers."""
+
+    def __init__(self, first: Container[bytes], second: Container[bytes]):
+        self._first, self._second = first, second
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._first or block_hash in self._second
 
 
 def _owned(table: Sequence[int]) -> Iterable[int]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from aioinfer.errors import RequestError
 from aioinfer.sampling_params import MAX_END_TOKENS, SamplingParams
 from aioinfer.scheduler.block_pool import KeyedSpan, root_hash
+from aioinfer.scheduler.handover import Handover
 
 U = TypeVar("U", bound="Use")
 
@@ -144,6 +145,7 @@ class Request:
         flow: the requests with which it shares a part of the server (see `fair_queuing`).
         uses: what it asks of step features.
         spans: the tokens of the prompt that are not known by their ids alone, ascending.
+        handover: the blocks of its prompt that another server has computed for it.
         rotary_offset: added to the positions of tokens behind the pictures of the prompt where RoPE
             is applied, in models that have three positions a token.
         source: what its tokens attend to beside each other, in models with an encoder before the
@@ -172,7 +174,7 @@ class Request:
             its blocks a state is to be kept, ascending.
         left: hash and blocks, one for each group of states, of the snapshot that it left last, if
             that is not one of `snapshots`.
-        is_read: whether what the disk has of its prefix was read since it waits.
+        asked_connectors: a bit for each connector that was asked for its prefix since it waits.
         num_awaited: with how many blocks the state begins that it has waited for in the queue.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
@@ -205,6 +207,7 @@ class Request:
     spans: Sequence[KeyedSpan] = ()
     rotary_offset: int = 0
     source: Source | None = None
+    handover: Handover | None = None
 
     status: RequestStatus = RequestStatus.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)
@@ -221,7 +224,7 @@ class Request:
     states: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     left: tuple[bytes, list[int]] | None = None
-    is_read: bool = False
+    asked_connectors: int = 0
     num_awaited: int = 0
     num_blocks: int = 0
     num_committed: int = 0
@@ -317,7 +320,7 @@ class Request:
         self.blocks = []
         self.num_blocks = self.num_committed = 0
         self.slot = self.prefill_step = -1
-        self.is_read = False
+        self.asked_connectors = 0
         if self.source is not None:
             self.source.is_held = self.source.is_unwritten = False
 

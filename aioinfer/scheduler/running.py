@@ -130,7 +130,7 @@ class RunningRequests:
         request.slot = -1
         request.num_computed = request.num_settled = 0
         request.prefill_step = -1
-        request.is_read = False
+        request.asked_connectors = 0
 
     def preempt(self, request: Request) -> None:
         """Takes a request's slot and blocks away; it waits again, with all tokens known so far."""

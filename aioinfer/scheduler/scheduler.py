@@ -87,7 +87,7 @@ class Scheduler:
         self.limits = limits
         self._waiting = WaitingQueue()
         store = (
-            KVStore(limits.num_stored, self._tickets, limits.disk, self._clock)
+            KVStore(limits.num_stored, self._tickets, limits.connectors(), self._clock)
             if limits.num_stored
             else None
         )

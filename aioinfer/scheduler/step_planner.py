@@ -290,16 +290,16 @@ class StepPlanner:
             self._waiting.put_back(request)
 
     def _begin_load(self, request: Request, loads: PrefixLoads) -> _Begun | None:
-        """Has blocks of the first waiting request read from the disk, or loaded from the host.
+        """Has blocks of the first waiting request read from a connector, or loaded from the host.
         Returns None, and nothing is changed, if there are none that are worth it."""
         if request.num_pending or self._store is None:
             return None
         prefix, rates = self._find_prefix(request), self._store.rates
-        length = loads.find_on_disk(request, prefix)
-        if length and rates.reads.pays(rates.prefill):
-            if loads.is_arriving(request, length):
+        found = loads.find_beyond(request, prefix)
+        if found is not None and found[0].pays(rates.prefill):
+            if loads.is_arriving(request, found[1]):
                 return _Begun.ELSEWHERE
-            if loads.begin_read(request, length):
+            if loads.begin_read(request, *found):
                 self._waiting.begin_load()
             return _Begun.HERE
         length = loads.find_stored(request, prefix)

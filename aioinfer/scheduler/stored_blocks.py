@@ -16,14 +16,15 @@ from aioinfer.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A block on its way between the device and the host.
+    """A block on its way between the device, the host and a connector.
 
     Attributes:
         group: of the block.
         place: on the host.
         block: on the device.
         ticket: of the load or the read; -1 for a save.
-        block_hash: of a block that is read from the disk, or to be written there; empty for others.
+        block_hash: of a block that is saved or read; empty for a load.
+        connectors: of a read the number of the connector, of a save a bit for each that keeps it.
     """
 
     group: int
@@ -31,37 +32,19 @@ class Move:
     block: int = -1
     ticket: int = -1
     block_hash: bytes = b""
-
-
-class AnyTier:
-    """The hashes of the blocks of a group on the host or on the disk."""
-
-    def __init__(self, blocks: StoredBlocks):
-        self._blocks = blocks
-
-    def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._blocks or block_hash in self._blocks.files
+    connectors: int = 0
 
 
 class StoredBlocks:
-    """The blocks of one group on the host and on the disk, and those to be saved.
+    """The blocks of one group on the host, and those to be saved.
 
     Attributes:
         num_places: blocks that the host holds.
-        files: the hashes of blocks on the disk, least recently used first. A file may turn out to
-            be broken, or not to be there.
-        any_tier: the hashes of all blocks.
     """
 
-    def __init__(self, num_places: int, num_files: int = 0, files: Iterable[bytes] = ()):
-        """`num_files`: of the disk at most; `files`: those that are there."""
+    def __init__(self, num_places: int):
         self.num_places = num_places
-        self.files: OrderedDict[bytes, None] = OrderedDict.fromkeys(files)
-        self.any_tier = AnyTier(self)
-        self._num_files = num_files
-        self._deletes: list[bytes] = []
         self._num_reading = 0
-        self._trim_files()
         self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_places - 1, -1, -1))
         # hash -> block of the device: noted since the last `publish`; and to be saved
@@ -71,6 +54,10 @@ class StoredBlocks:
     def __contains__(self, block_hash: object) -> bool:
         """Whether the host has the block of a hash."""
         return block_hash in self._places
+
+    def expects(self, block_hash: bytes) -> bool:
+        """Whether the block of a hash is to be saved."""
+        return block_hash in self._noted or block_hash in self._due
 
     def __len__(self) -> int:
         return len(self._places)
@@ -98,8 +85,6 @@ class StoredBlocks:
         for block_hash in reversed(hashes):
             if block_hash in self._places:
                 self._places.move_to_end(block_hash)
-            if block_hash in self.files:
-                self.files.move_to_end(block_hash)
 
     def place_of(self, block_hash: bytes) -> int:
         """Returns where a block is."""
@@ -116,70 +101,47 @@ class StoredBlocks:
         due, self._due = self._due, {}
         for block_hash, block in due.items():
             if not self._free and not self._places:
-                return  # all are being read from the disk
+                return  # connectors read into all places
             place = self._places[block_hash] = self._take_place()
-            is_written = self._num_files > 0 and block_hash not in self.files
-            if is_written:
-                self.files[block_hash] = None
-                self._trim_files()
-            yield Move(group, place, block, block_hash=block_hash if is_written else b"")
+            yield Move(group, place, block, block_hash=block_hash)
 
     def _take_place(self) -> int:
         return self._free.pop() if self._free else self._places.popitem(last=False)[1]
 
-    def _trim_files(self) -> None:
-        while len(self.files) > self._num_files:
-            self._deletes.append(self.files.popitem(last=False)[0])
-
-    def take_deletes(self) -> list[bytes]:
-        """Returns the hashes whose files are to be deleted, behind `take_saves`."""
-        deletes, self._deletes = self._deletes, []
-        return deletes
-
     @property
     def max_reads(self) -> int:
-        """Blocks that may be read from the disk at a time for one request."""
+        """Blocks that may be read from a connector for a further request."""
         return self.num_places // 2 - self._num_reading
 
     def begin_read(self) -> int:
-        """Returns a place for a block from the disk; nothing else uses it until `end_read`."""
+        """Returns a place for a block from a connector; nothing else uses it until `end_read`."""
         self._num_reading += 1
         return self._take_place()
 
     def end_read(self, block_hash: bytes | None, place: int, *, is_whole: bool) -> None:
-        """Enters a block that was read from the disk; without a hash, no request may use it."""
+        """Enters a block that a connector has read; without a hash, no request may use it."""
         self._num_reading -= 1
         if block_hash is not None and is_whole and block_hash not in self._places:
             self._places[block_hash] = place
         else:
             self._free.append(place)
-        if block_hash is not None and not is_whole:
-            self.files.pop(block_hash, None)
 
     def reserve(self, place: int) -> None:
         """Has nothing use a free place until `end_read`."""
         self._free.remove(place)
         self._num_reading += 1
 
-    def succeed(self, former: StoredBlocks) -> None:
-        """Takes over the files, and which of them are to be deleted."""
-        self.files = OrderedDict.fromkeys(former.files)
-        self._deletes = list(former._deletes)
-
     def drop(self, hashes: Iterable[bytes]) -> None:
         """Forgets blocks: their contents cannot be trusted."""
         for block_hash in hashes:
             self.lose(block_hash)
-            if block_hash in self.files:
-                del self.files[block_hash]
-                self._deletes.append(block_hash)
             place = self._places.pop(block_hash, None)
             if place is not None:
                 self._free.append(place)
 
     def clear(self) -> None:
         """Forgets all blocks."""
-        self.drop([*self._places, *self._noted, *self._due, *self.files])
+        self.drop([*self._places, *self._noted, *self._due])
 
     def check_integrity(self, cached: Mapping[bytes, int]) -> None:
         """Raises IntegrityError unless every place is free or has one block, and the device has the

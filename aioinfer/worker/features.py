@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.config import Config, ModelConfig
+from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.sections import I32, Section
 from aioinfer.layers.step import Step
 from aioinfer.models.decoder import CausalLM
@@ -50,6 +52,8 @@ class Rank:
         engine: the number of the engine that the rank belongs to.
         identify_kv: returns 16 bytes that stand for all that a KV block depends on beside its
             tokens; called when the service begins.
+        place: of the rank in the world.
+        tally: of the KV blocks that the ranks of the engine read, if there are several.
     """
 
     model: CausalLM
@@ -61,6 +65,8 @@ class Rank:
     kv: KVTensors | None = None
     engine: int = 0
     identify_kv: Callable[[], bytes] = bytes
+    place: RankSpec = field(default_factory=RankSpec)
+    tally: ReadTally | None = None
 
     @property
     def uses_kernels(self) -> bool:

@@ -18,6 +18,7 @@ What has to keep its order, and how (see `GpuCopies`):
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from aioinfer.ipc.anonymous_file import anonymous_file
 from aioinfer.ipc.kv_spec import blocks_in
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.worker.kv_tensors import KVTensors
@@ -54,8 +56,8 @@ class BlockCopies(Protocol):
         """Begins to copy blocks to the device: int32 [L, 4] of `KVMoves.loads`."""
 
     def save(self, moves: I32) -> Wait:
-        """Begins to copy blocks to the host: int32 [S, 3] of `KVMoves.saves`. Returns what waits
-        for the end of these copies."""
+        """Begins to copy blocks to the host: int32 [S, 3], group, place and block. Returns what
+        waits for the end of these copies."""
 
     def until_free(self, moves: I32) -> Wait:
         """Returns what waits for the end of the copies so far from and to some places: int32
@@ -77,27 +79,60 @@ class HostBlocks:
     """Places for blocks in memory of the host.
 
     Attributes:
-        groups: uint8 [places, bytes of a block] of each group.
+        groups: uint8 [places, bytes of a block] of each group; without places where the rank has
+            none of a group's layers.
+        num_places: of each group, as all ranks have them.
+        descriptors: of each group, the file in memory that other processes may map; none where the
+            memory is the process's own.
     """
 
-    def __init__(self, kv: KVTensors, num_places: Sequence[int], *, pinned: bool):
-        """Raises `ConfigError` where memory is too short."""
+    def __init__(
+        self, kv: KVTensors, num_places: Sequence[int], *, pinned: bool, shared: bool = False
+    ):
+        """With `shared`, other processes can map the memory. Raises `ConfigError` where memory is
+        too short."""
         sizes = kv.block_bytes
         pinned_at: list[int] = []
         weakref.finalize(self, unpin, pinned_at, kv.device).atexit = False
+        self.num_places = tuple(num_places)
+        self.descriptors: list[int] = []
         with report_shortage("the KV blocks of the host", "lower cache.host_bytes"):
             self.groups = [
-                torch.empty(count if size else 0, size, dtype=torch.uint8)
+                self._allocate(count if size else 0, size, shared=shared)
                 for count, size in zip(num_places, sizes, strict=True)
             ]
             for memory in self.groups:
                 if pinned and memory.nbytes:
                     pin(memory)
                     pinned_at.append(memory.data_ptr())
+        self._versions = [[0] * count for count in num_places]
+
+    def _allocate(self, count: int, size: int, *, shared: bool) -> torch.Tensor:
+        """Returns memory for `count` blocks of `size` bytes. Raises `RuntimeError`."""
+        if not shared:
+            return torch.empty(count, size, dtype=torch.uint8)
+        try:
+            self.descriptors.append(anonymous_file("aioinfer-kv", count * size))
+            if not count:
+                return torch.empty(0, size, dtype=torch.uint8)
+            memory = mmap.mmap(self.descriptors[-1], count * size)
+        except OSError as error:
+            raise RuntimeError(f"cannot allocate memory: {error}") from error
+        return torch.frombuffer(memory, dtype=torch.uint8).view(count, size)
 
     def bytes_of(self, group: int, place: int) -> memoryview:
-        """Returns the bytes of a place."""
-        return self.groups[group][place].numpy().data
+        """Returns the bytes of a place; none of a group without layers on this rank."""
+        memory = self.groups[group]
+        return memory[place].numpy().data if len(memory) else memoryview(b"")
+
+    def overwrite(self, group: int, place: int) -> None:
+        """Notes that a place gets another block. Called before its bytes change."""
+        self._versions[group][place] += 1
+
+    def version(self, group: int, place: int) -> int:
+        """Returns how often a place has got another block: what was read of it is whole if that is
+        the same before and after."""
+        return self._versions[group][place]
 
     def place(self, group: int, place: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a view of a place in shape and dtype of a block; of a group without layers on
@@ -124,10 +159,11 @@ def unpin(addresses: Sequence[int], device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def make_host_blocks(kv: KVTensors, memory: int) -> HostBlocks:
-    """Returns the places of a rank in `memory` bytes of the host. Raises `ConfigError`."""
+def make_host_blocks(kv: KVTensors, memory: int, *, shared: bool = False) -> HostBlocks:
+    """Returns the places of a rank in `memory` bytes of the host; see `HostBlocks`. Raises
+    `ConfigError`."""
     counts = blocks_in(memory, kv.num_blocks, kv.nbytes)
-    return HostBlocks(kv, counts, pinned=kv.device.type == "cuda")
+    return HostBlocks(kv, counts, pinned=kv.device.type == "cuda", shared=shared)
 
 
 def make_copies(kv: KVTensors, host: HostBlocks) -> BlockCopies:

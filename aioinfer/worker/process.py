@@ -29,6 +29,7 @@ from aioinfer.ipc.heartbeat import Heartbeat
 from aioinfer.ipc.masks import ConstrainedRows, MaskMemory, MaskNotice, is_notice
 from aioinfer.ipc.placement import RankSpec
 from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.ipc.ring import Ring
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class WorkerSpec:
         rendezvous: where the ranks of this host find each other.
         stacks: where this rank writes its stacks when it is asked for them.
         masks: where the engine writes which tokens constrained rows may sample.
+        tally: where the ranks of this host record which KV blocks they have read.
         engine: the number of the engine that the rank belongs to.
         visible_devices: the GPUs that the process may see, in the form of `CUDA_VISIBLE_DEVICES`;
             None for the GPUs that its parent sees.
@@ -74,6 +76,7 @@ class WorkerSpec:
     stacks: StackDump
     rendezvous: RendezvousFile
     masks: MaskMemory
+    tally: ReadTally
     engine: int = 0
     visible_devices: str | None = None
     rank: int = field(init=False)
@@ -175,7 +178,7 @@ def _start(spec: WorkerSpec) -> Worker:
     began = time.perf_counter()
     from aioinfer.worker.worker import Worker
 
-    worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine)
+    worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine, spec.tally)
     worker.on_stuck = lambda error: _report_failure(spec, error)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))

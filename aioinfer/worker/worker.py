@@ -18,8 +18,10 @@ import torch
 
 from aioinfer.config import Config
 from aioinfer.errors import AioinferError, ConfigError, WorkerCallError
+from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
+from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.adapters import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
@@ -120,7 +122,14 @@ class Worker:
 
     vocab_size: int
 
-    def __init__(self, config: Config, folder: Path, groups: ProcessGroups, engine: int = 0):
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        groups: ProcessGroups,
+        engine: int = 0,
+        tally: ReadTally | None = None,
+    ):
         """Selects the device; loads nothing yet.
 
         Args:
@@ -129,13 +138,14 @@ class Worker:
             groups: the ranks that this one computes with; `groups.tp` shares the layers, which are
                 divided among the stages of `groups.pp` in order.
             engine: the number of the engine that they belong to.
+            tally: of the KV blocks that its ranks read, if there are several.
 
         Raises:
             ConfigError: `parallel.device` needs GPUs that are not there.
         """
         self._config = config
         self._folder = folder
-        self._engine = engine
+        self._engine, self._tally = engine, tally
         place = groups.spec
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
@@ -469,7 +479,10 @@ class Worker:
             model.stream_size, len(model.tapped_layers) * model.hidden_size,
             num_drafts if max_lookahead else 0, self._backend.dtype,
         )  # fmt: skip
-        rank = Rank(model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv)
+        rank = Rank(
+            model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv,
+            self._peers.groups.spec, self._tally,
+        )  # fmt: skip
         works = StepWorks.load(rank, config.model.features)
         device: Device
         if uses_kernels:
@@ -491,14 +504,13 @@ class Worker:
     def _identify_kv(self) -> bytes:
         """Returns 16 bytes that stand for the model, its weights, and the form of its KV blocks."""
         config, place = self._config.model, self._peers.groups.spec
-        files = sorted(self._folder.iterdir()) if self._folder.is_dir() else [self._folder]
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        files = digest_files(self._folder) if self._folder.exists() else b""
         scales = [
             (each.table.tolist(), None if each.key_shifts is None else each.key_shifts.tolist())
             for each in self._model.kv_scales.values()
         ]
         form = (
-            stats, config.load_format, config.seed, config.quantization, str(self._backend.dtype),
+            files, config.load_format, config.seed, config.quantization, str(self._backend.dtype),
             str(self._cache_dtype), self.block_size, self._own_groups, place.engine_rank, scales,
         )  # fmt: skip
         return blake2b(repr(form).encode(), digest_size=16).digest()

@@ -162,7 +162,7 @@ def test_memory_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> No
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("engine-0/*.kv"))
+    return sorted(folder.glob("engine-0/rank-*/*.kv"))
 
 
 def until_written(folder: Path) -> None:
@@ -174,11 +174,21 @@ def until_written(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["windows", *(pytest.param(name, marks=extended) for name in ("all tokens", "states"))]
+    ("kind", "way"),
+    [
+        ("windows", None),
+        *(pytest.param(kind, None, marks=extended) for kind in ("all tokens", "states")),
+        *(pytest.param("windows", way, marks=extended) for way in ("tensor", "pipeline")),
+        pytest.param("states", "tensor", marks=extended),
+    ],
 )
-def test_files_outlive_the_server_and_broken_ones_are_misses(kind: str, tmp_path: Path) -> None:
+def test_files_outlive_the_server_and_broken_ones_are_misses(
+    kind: str, way: str | None, tmp_path: Path
+) -> None:
     folder, disk = model_of(kind, tmp_path), tmp_path / "kv"
     settings = SETTINGS | STORE | {"cache.disk_path": str(disk), "cache.num_blocks": 120}
+    if way is not None:
+        settings |= {"parallel.executor": "multiprocess", f"parallel.{way}_parallel_size": 2}
     for phase in ("write", "read", "broken", "other dtype"):
         if phase == "broken":
             for number, file in enumerate(files_of(disk)):

@@ -18,6 +18,7 @@ from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights, write_adapter
+from aioinfer.ipc.content_digest import digest_files
 from aioinfer.layers.adapter_parts import PROMPT, ModuleShape
 from aioinfer.layers.adapters import AdapterSlots, rank_of
 from aioinfer.layers.backend import Backend
@@ -39,6 +40,7 @@ class Adapter:
         folder: with its files.
         rank: the largest of its modules.
         prompt_tokens: virtual tokens of a soft prompt; 0 for none.
+        digest: of its files, which KV blocks depend on: these may outlive the process.
     """
 
     number: int
@@ -46,6 +48,7 @@ class Adapter:
     folder: str
     rank: int
     prompt_tokens: int = 0
+    digest: str = ""
 
 
 class AdapterRegistry:
@@ -110,8 +113,10 @@ class AdapterRegistry:
                     param="lora_name",
                 )
             folder, rank, prompt_tokens = await asyncio.to_thread(self._check, path)
+            digest = await asyncio.to_thread(digest_files, folder, whole=True)
             old = self._by_name.get(name)
-            adapter = Adapter(next(self._numbers), name, str(folder), rank, prompt_tokens)
+            number = next(self._numbers)
+            adapter = Adapter(number, name, str(folder), rank, prompt_tokens, digest.hex())
             self._by_name[name] = adapter
         if old is not None:
             self.on_remove(old)

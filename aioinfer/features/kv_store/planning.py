@@ -37,6 +37,7 @@ class Planning(StepFeature):
             store.take_saves(),
             store.take_deletes(),
             store.take_awaited(),
+            store.take_sources(),
         )
         return KVMoves.of(*moves) if any(moves) else None
 
@@ -44,8 +45,7 @@ class Planning(StepFeature):
         """See `StepFeature.take_report`."""
         assert isinstance(section, KVLoaded)
         if (store := self._store) is not None:
-            failed: dict[int, list[int]] = {}
-            for ticket, number in section.failed.tolist():
-                failed.setdefault(ticket, []).append(number)
-            for ticket in section.tickets.tolist():
-                store.finish(ticket, failed.get(ticket, ()))
+            for ticket, count in zip(
+                section.tickets.tolist(), section.counts.tolist(), strict=True
+            ):
+                store.finish(ticket, count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,21 +22,22 @@ class KVMoves(Section):
     Attributes:
         loads: int32 [L, 4]: group, place on the host, block of the device, ticket. A ticket's loads
             are adjacent.
-        saves: int32 [S, 3]: group, place, block.
-        reads: int32 [R, 7]: group, place, ticket and hash of blocks that are read from the disk
-            into the host, behind the loads. A ticket's reads are adjacent.
-        writes: int32 [V, 6]: group, place and hash of saved blocks that are written to the disk.
-        deletes: int32 [D, 5]: group and hash of files.
+        saves: int32 [S, 8]: group, place, block, hash, and a bit for each connector that keeps the
+            block.
+        reads: int32 [R, 8]: group, place, ticket, hash and connector of blocks that are read into
+            the host, behind the loads. A ticket's reads are adjacent and of one connector.
+        deletes: int32 [D, 6]: connector, group and hash of blocks that it is to delete.
         awaited: int32 [W], tickets for the end of one of which the step's result waits, for a
             while.
+        sources: int32 [N], JSON, padded with spaces: where the reads of some tickets come from.
     """
 
     loads: I32 = array(np.int32, ndim=2)
     saves: I32 = array(np.int32, ndim=2)
     reads: I32 = array(np.int32, ndim=2)
-    writes: I32 = array(np.int32, ndim=2)
     deletes: I32 = array(np.int32, ndim=2)
     awaited: I32 = array(np.int32)
+    sources: I32 = array(np.int32)
 
     @classmethod
     def of(
@@ -43,22 +45,39 @@ class KVMoves(Section):
         loads: Sequence[Move],
         reads: Sequence[Move],
         saves: Sequence[Move],
-        deletes: Sequence[tuple[int, bytes]] = (),
+        deletes: Sequence[tuple[int, int, bytes]] = (),
         awaited: Sequence[int] = (),
+        sources: Mapping[int, str] | None = None,
     ) -> KVMoves:
         """Returns the section of these moves."""
         return cls(
             _table([(move.group, move.place, move.block, move.ticket) for move in loads], 4),
-            _table([(move.group, move.place, move.block) for move in saves], 3),
-            _table([(m.group, m.place, m.ticket, *_words(m.block_hash)) for m in reads], 7),
-            _table([(m.group, m.place, *_words(m.block_hash)) for m in saves if m.block_hash], 6),
-            _table([(group, *_words(name)) for group, name in deletes], 5),
+            _table(
+                [(m.group, m.place, m.block, *_words(m.block_hash), m.connectors) for m in saves], 8
+            ),
+            _table(
+                [(m.group, m.place, m.ticket, *_words(m.block_hash), m.connectors) for m in reads],
+                8,
+            ),
+            _table([(connector, group, *_words(name)) for connector, group, name in deletes], 6),
             np.array(list(awaited), np.int32),
+            _pack_text(json.dumps(sources) if sources else ""),
         )
+
+    def source_of(self, ticket: int) -> str:
+        """Returns where the reads of a ticket come from, in words of the connector."""
+        text = self.sources.tobytes().decode()
+        found: str = json.loads(text).get(str(ticket), "") if text else ""
+        return found
 
 
 def _words(block_hash: bytes) -> tuple[int, ...]:
     return _WORDS.unpack(block_hash)
+
+
+def _pack_text(text: str) -> I32:
+    data = text.encode()
+    return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32)
 
 
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> I32:
@@ -71,8 +90,8 @@ class KVLoaded(Section):
 
     Attributes:
         tickets: int32 [T], of loads and of reads.
-        failed: int32 [F, 2], ticket and number within the ticket of blocks that could not be read.
+        counts: int32 [T]: how many blocks of a read are there, from its first one on; -1 of a load.
     """
 
     tickets: I32 = array(np.int32)
-    failed: I32 = array(np.int32, ndim=2)
+    counts: I32 = array(np.int32)

@@ -1,30 +1,37 @@
 """Worker half of the store of KV: moves blocks between the device, memory of the host
-and files."""
+and connectors."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from aioinfer.config_keys import parse_address
 from aioinfer.errors import ConfigError
 from aioinfer.features.kv_store.sections import KVLoaded, KVMoves
 from aioinfer.ipc.kv_files import KVFiles
-from aioinfer.ipc.plan import I32, StepPlan
+from aioinfer.ipc.peer_link import read_key
+from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.sections import Section
+from aioinfer.scheduler.kv_connector import DiskConnector as DiskPlanning
+from aioinfer.scheduler.peer_connector import PeerConnector as PeerPlanning
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
-from aioinfer.worker.host_blocks import BlockCopies, make_copies, make_host_blocks
-from aioinfer.worker.kv_disk import DiskTier, Ended
+from aioinfer.worker.host_blocks import BlockCopies, HostBlocks, make_copies, make_host_blocks
+from aioinfer.worker.kv_connector import Ended, HostBlock, KVConnector
+from aioinfer.worker.kv_disk import DiskConnector
+from aioinfer.worker.kv_peers import PeerConnector
 
 #: A plan that has nothing but reads waits so long for the first of them, and not longer: plans
 #: behind it wait as well.
 _MAX_WAIT_S = 0.02
-#: Tickets, and (ticket, number) of files that could not be read.
-EndedMoves = tuple[list[int], list[tuple[int, int]]]
+#: How often a rank looks meanwhile whether the others have read.
+_LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +39,10 @@ class PendingLoads(PendingSection):
     """The loads that have ended by the time at which a result is read.
 
     Attributes:
-        take_ended: returns their tickets, and (ticket, number) of files that could not be read.
+        take_ended: returns their tickets, and how many blocks of each are there (-1 for a load).
     """
 
-    take_ended: Callable[[], EndedMoves]
+    take_ended: Callable[[], Sequence[Ended]]
 
     def fetch(self, stream: torch.cuda.Stream) -> PendingSection:
         """See `PendingSection.fetch`: nothing is on the device."""
@@ -43,8 +50,22 @@ class PendingLoads(PendingSection):
 
     def to_section(self) -> Section:
         """See `PendingSection.to_section`."""
-        tickets, failed = self.take_ended()
-        return KVLoaded(np.array(tickets, np.int32), np.array(failed, np.int32).reshape(-1, 2))
+        ended = self.take_ended()
+        tickets, counts = zip(*ended, strict=True) if ended else ((), ())
+        return KVLoaded(np.array(tickets, np.int32), np.array(counts, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read that has not ended on every rank.
+
+    Attributes:
+        number: among all reads.
+        blocks: in the order of their prefix.
+    """
+
+    number: int
+    blocks: Sequence[HostBlock]
 
 
 class Work(WorkerFeature):
@@ -52,15 +73,21 @@ class Work(WorkerFeature):
 
     Attributes:
         copies: of blocks; None before the service begins.
-        disk: behind the host's memory, if there is one.
+        host: memory for blocks; none before the service begins.
+        connectors: places beyond that memory, by their numbers.
     """
+
+    host: HostBlocks
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
         self.is_needed = rank.config.cache.host_bytes > 0 and rank.kv is not None
         self.copies: BlockCopies | None = None
-        self.disk: DiskTier | None = None
-        self._read: deque[Ended] = deque()  # from the disk; of two threads
+        self.connectors: dict[int, KVConnector] = {}
+        self._num_reads = 0
+        self._reading: dict[int, _Read] = {}  # by ticket, on this rank
+        self._tallied: dict[int, _Read] = {}  # by ticket: ended on this rank
+        self._read: deque[Ended] = deque()  # on every rank; of two threads
         self._is_awaited = False
 
     def begin_service(self) -> None:
@@ -68,14 +95,37 @@ class Work(WorkerFeature):
         `ConfigError`."""
         rank, cache = self.rank, self.rank.config.cache
         assert rank.kv is not None
-        host = make_host_blocks(rank.kv, cache.host_bytes)
-        self.copies = make_copies(rank.kv, host)
+        shared = cache.peer_address is not None
+        self.host = make_host_blocks(rank.kv, cache.host_bytes, shared=shared)
+        self.copies = make_copies(rank.kv, self.host)
+        if (cache.disk_path or cache.peer_key_file) and not rank.place.is_local:
+            raise ConfigError(
+                "cache.disk_path and cache.peer_key_file are for engines whose workers are on one "
+                "host"
+            )
         if cache.disk_path:
-            files = KVFiles.of(cache.disk_path, rank.engine, rank.identify_kv())
+            files = KVFiles.of(
+                cache.disk_path, rank.engine, rank.place.engine_rank, rank.identify_kv()
+            )
             try:
-                self.disk = DiskTier(files, host)
+                self.connectors[DiskPlanning.number] = DiskConnector(files, self.host)
             except OSError as error:
                 raise ConfigError(f"cache.disk_path cannot be used: {error}") from error
+        if cache.peer_key_file:
+            self.connectors[PeerPlanning.number] = self._make_peers(cache.peer_key_file)
+
+    def _make_peers(self, key_file: str) -> PeerConnector:
+        """Returns the connector to other servers. Raises `ConfigError`."""
+        rank, address = self.rank, self.rank.config.cache.peer_address
+        here = None
+        if address is not None:
+            host, port = parse_address(address)
+            ranks = rank.config.parallel.world_size
+            here = host, port + rank.engine * ranks + rank.place.engine_rank
+        try:
+            return PeerConnector(self.host, read_key(key_file), rank.identify_kv(), here)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cache.peer_address cannot be used: {error}") from error
 
     def begin(self, plan: StepPlan) -> None:
         """See `WorkerFeature.begin`."""
@@ -87,33 +137,72 @@ class Work(WorkerFeature):
         if moves is not None:
             self._is_awaited = len(moves.awaited) > 0
             copies.load(moves.loads)
-            self._begin_reads(moves.reads, copies)
+            self._begin_reads(moves, copies)
             self._save(moves, copies)
-        if self.disk is not None and self.disk.has_reads:
+        if self._reading or self._tallied:
             awaits_read = self._is_awaited and not copies.has_loads
-            self._read.extend(self.disk.take_read(_MAX_WAIT_S if awaits_read else 0.0))
+            self._take_reads(_MAX_WAIT_S if awaits_read else 0.0)
 
-    def _begin_reads(self, reads: I32, copies: BlockCopies) -> None:
-        """Has the disk tier read the files of each ticket: `KVMoves.reads`."""
-        if self.disk is None or not len(reads):
-            return
+    def _begin_reads(self, moves: KVMoves, copies: BlockCopies) -> None:
+        """Has connectors read the blocks of each ticket."""
+        reads = moves.reads
         for ticket in dict.fromkeys(reads[:, 2].tolist()):
             own = reads[reads[:, 2] == ticket]
-            blocks = [(int(row[0]), int(row[1]), row[3:].tobytes()) for row in own]
-            self.disk.read(ticket, blocks, copies.until_free(own))
+            blocks = [(int(row[0]), int(row[1]), row[3:7].tobytes()) for row in own]
+            for group, place, _ in blocks:
+                self.host.overwrite(group, place)
+            self._reading[ticket] = _Read(self._num_reads, blocks)
+            self._num_reads += 1
+            connector = self.connectors[int(own[0, 7])]
+            connector.read(ticket, blocks, copies.until_free(own), moves.source_of(ticket))
 
     def _save(self, moves: KVMoves, copies: BlockCopies) -> None:
-        """Saves blocks, and has the disk tier write files of them, and delete files."""
-        if self.disk is None:
-            copies.save(moves.saves)
+        """Saves blocks, and has connectors keep and delete blocks."""
+        for group, place, _ in moves.saves[:, :3].tolist():
+            self.host.overwrite(group, place)  # before the first byte changes
+        saved = copies.save(moves.saves[:, :3])
+        for number, connector in self.connectors.items():
+            for row in moves.saves:
+                if row[7] >> number & 1:
+                    connector.save(int(row[0]), int(row[1]), row[3:7].tobytes(), saved)
+            for row in moves.deletes:
+                if row[0] == number:
+                    connector.delete(int(row[1]), row[2:].tobytes())
+
+    def _take_reads(self, max_wait_s: float) -> None:
+        """Notes the reads that have ended, and waits so long for the first that has ended on every
+        rank."""
+        until = time.monotonic() + max_wait_s
+        while True:
+            for connector in self.connectors.values():
+                left = max(0.0, until - time.monotonic()) if connector.has_reads else 0.0
+                for ticket, count in connector.take_read(left):
+                    self._end_read(ticket, count)
+            tally, ended = self.rank.tally, []
+            for ticket, read in self._tallied.items():
+                fewest = None if tally is None else tally.fewest(read.number)
+                if fewest is not None:
+                    ended.append((ticket, fewest))
+            for ticket, _ in ended:
+                del self._tallied[ticket]
+            self._read.extend(ended)
+            if self._read or time.monotonic() >= until or not self.rank.place.sends_results:
+                return
+            time.sleep(_LOOK_S)
+
+    def _end_read(self, ticket: int, count: int) -> None:
+        """Notes that a read has brought its first `count` blocks to this rank."""
+        read = self._reading.pop(ticket)
+        peers = self.connectors.get(PeerPlanning.number)
+        if peers is not None:
+            for group, place, block_hash in read.blocks[:count]:
+                peers.save(group, place, block_hash, _no_wait)
+        if self.rank.tally is None:
+            self._read.append((ticket, count))
             return
-        for group, place, _ in moves.saves.tolist():
-            self.disk.overwrite(group, place)  # before the first byte changes
-        saved = copies.save(moves.saves)
-        for row in moves.writes:
-            self.disk.write(int(row[0]), int(row[1]), row[2:].tobytes(), saved)
-        for row in moves.deletes:
-            self.disk.delete(int(row[0]), row[1:].tobytes())
+        self.rank.tally.record(self.rank.place.engine_rank, read.number, count)
+        if self.rank.place.sends_results:
+            self._tallied[ticket] = read
 
     def read_step(self, step_id: int) -> PendingSection | None:
         """See `WorkerFeature.read_step`."""
@@ -123,13 +212,14 @@ class Work(WorkerFeature):
         ended = copies.await_ended if self._is_awaited else copies.take_ended
         return PendingLoads(KVLoaded, (), partial(self._take_ended, ended))
 
-    def _take_ended(self, loads: Callable[[], list[int]]) -> EndedMoves:
-        """Returns the tickets that have ended since the last call, and (ticket, number) of what
-        could not be read."""
-        tickets = [] if self._read else loads()
-        failed: list[tuple[int, int]] = []
+    def _take_ended(self, loads: Callable[[], list[int]]) -> Sequence[Ended]:
+        """Returns the tickets that have ended since the last call, and how many blocks of each are
+        there."""
+        ended = [] if self._read else [(ticket, -1) for ticket in loads()]
         while self._read:
-            ticket, numbers = self._read.popleft()
-            tickets.append(ticket)
-            failed += [(ticket, number) for number in numbers]
-        return tickets, failed
+            ended.append(self._read.popleft())
+        return ended
+
+
+def _no_wait() -> None:
+    """Waits for nothing: the block is there."""

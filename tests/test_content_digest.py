@@ -1,0 +1,45 @@
+"""Digests of files: equal where contents are, whatever path and time."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from aioinfer.ipc.content_digest import digest_files
+
+CONTENT = random.Random(1).randbytes(3 << 20)
+
+
+def write(folder: Path, content: bytes, name: str = "weights") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_names_and_contents_count_alone(tmp_path: Path, whole: bool) -> None:
+    first, second = (write(tmp_path / name, CONTENT) for name in ("a", "b"))
+    os.utime(second / "weights", (1, 1))
+    (second / "sub").mkdir()
+    digest = digest_files(first, whole=whole)
+    assert digest_files(second, whole=whole) == digest
+    assert digest_files(write(tmp_path / "c", CONTENT, "other"), whole=whole) != digest
+    changed = bytes(value ^ 1 for value in CONTENT)
+    assert digest_files(write(tmp_path / "d", changed), whole=whole) != digest
+
+
+def test_whole_contents_and_both_ends_of_samples_count(tmp_path: Path) -> None:
+    digest = digest_files(write(tmp_path / "a", CONTENT))
+    for place in (0, len(CONTENT) - 1):
+        changed = bytearray(CONTENT)
+        changed[place] ^= 1
+        assert digest_files(write(tmp_path / "b", bytes(changed))) != digest
+    wholes = set()
+    for place in range(0, len(CONTENT), 500_000):
+        changed = bytearray(CONTENT)
+        changed[place] ^= 1
+        wholes.add(digest_files(write(tmp_path / "b", bytes(changed)), whole=True))
+    assert len(wholes) == 7
