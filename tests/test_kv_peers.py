@@ -103,6 +103,8 @@ def test_nothing_counts_behind_a_missing_block(pair: Pair, monkeypatch: pytest.M
     pair.server.delete(0, NAMES[21])
     assert pair.read(40) == 21
     assert pair.has(21)
+    pair.server.delete(-1, bytes(16))
+    assert pair.read(1) == 0
 
 
 def test_a_block_that_is_about_to_be_saved_is_waited_for(pair: Pair) -> None:

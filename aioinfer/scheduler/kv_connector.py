@@ -64,7 +64,8 @@ class KVConnector:
         """Forgets all blocks."""
 
     def take_deletes(self) -> list[tuple[int, bytes]]:
-        """Returns (group, hash) of the blocks that workers are to delete, behind the saves."""
+        """Returns (group, hash) of the blocks that workers are to delete, behind the saves; a group
+        of -1 stands for all blocks."""
         return []
 
     def succeed(self, former: KVConnector) -> None:

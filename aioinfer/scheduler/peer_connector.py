@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aioinfer.scheduler.block_pool import HASH_BYTES
 from aioinfer.scheduler.group_blocks import Stored
 from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.kv_connector import KVConnector
@@ -70,6 +71,11 @@ class PeerConnector(KVConnector):
         """See `KVConnector.drop`."""
         if self._limits.address is not None:
             self._deletes.append((group, block_hash))
+
+    def clear(self) -> None:
+        """See `KVConnector.clear`."""
+        if self._limits.address is not None:
+            self._deletes = [(-1, bytes(HASH_BYTES))]
 
     def take_deletes(self) -> list[tuple[int, bytes]]:
         """See `KVConnector.take_deletes`."""

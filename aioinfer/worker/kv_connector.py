@@ -39,7 +39,7 @@ class KVConnector(Protocol):
         """Keeps a block that the host gets, once `saved` returns."""
 
     def delete(self, group: int, block_hash: bytes) -> None:
-        """Forgets a block."""
+        """Forgets a block, or all blocks if the group is -1."""
 
     def close(self) -> None:
         """Ends the threads when what they have begun is done."""

@@ -66,8 +66,10 @@ class _Index:
             self._changed.notify_all()
 
     def remove(self, group: int, block_hash: bytes) -> None:
-        """Removes a block."""
+        """Removes a block, or all blocks if the group is -1."""
         with self._changed:
+            if group < 0:
+                self._blocks.clear()
             self._blocks.pop((group, block_hash), None)
 
     def find(self, group: int, block_hash: bytes, until: float) -> tuple[int, int] | None:
