@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,28 +151,31 @@ def box(kind: gl.dtype, *shape: int) -> str:
     return f"tensordesc<{kind}{list(shape)},{layout!r}>"
 
 
-def _print(kernel: CompiledKernel, folder: Path, tool: Any, option: str) -> str:
-    (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    command = [tool.path, option, str(folder / "cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _print(kernel: CompiledKernel, tool: Any, option: str) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [tool.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def resources(kernel: CompiledKernel, folder: Path) -> dict[str, int]:
+def resources(kernel: CompiledKernel) -> dict[str, int]:
     """Returns the resources of a kernel by the names of `cuobjdump`, for instance REG, registers a
     thread, and STACK, bytes to which registers are spilled."""
-    lines = _print(kernel, folder, triton.knobs.nvidia.cuobjdump, "-res-usage").splitlines()
+    lines = _print(kernel, triton.knobs.nvidia.cuobjdump, "-res-usage").splitlines()
     (usage,) = (line for line in lines if "STACK:" in line)
     return {name: int(number) for name, number in (word.rsplit(":", 1) for word in usage.split())}
 
 
-def spilled(kernel: CompiledKernel, folder: Path) -> int:
-    """Returns the bytes of each thread's stack."""
-    return resources(kernel, folder)["STACK"]
+def check_fits(kernel: CompiledKernel, *, spilled: int = 0, shared: int = SHARED_MEMORY) -> None:
+    """Checks the bytes of each thread's stack and the shared memory of a thread block."""
+    assert resources(kernel)["STACK"] <= spilled
+    assert kernel.metadata.shared <= shared
 
 
-def machine_code(kernel: CompiledKernel, folder: Path) -> str:
+def machine_code(kernel: CompiledKernel) -> str:
     """Returns the machine's instructions, one a line."""
-    return _print(kernel, folder, triton.knobs.nvidia.nvdisasm, "-c")
+    return _print(kernel, triton.knobs.nvidia.nvdisasm, "-c")
 
 
 def weight_of(

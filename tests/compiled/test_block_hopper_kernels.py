@@ -3,8 +3,6 @@ registers. What they compute is tested in `tests/gpu/test_block_hopper.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -14,7 +12,7 @@ from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, HALF, STEP, BlockConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, machine_code, spilled
+from tests.compiled.hopper import box, check_fits, compile_gluon, machine_code
 
 pytestmark = pytest.mark.extended
 
@@ -45,14 +43,13 @@ def compile_product(config: BlockConfig, *, gated: bool, residual: bool) -> Comp
     [(config, gated) for gated in (False, True) for config in BLOCK_CONFIGS
      if config.allows(gated=gated)],
 )  # fmt: skip
-def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -> None:
+def test_every_configuration(config: BlockConfig, gated: bool) -> None:
     """Nothing is spilled, no layouts are converted, and products are not waited for one by one,
     as the assembler does where it cannot keep sets of sums apart."""
     kernel = compile_product(config, gated=gated, residual=not gated)
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel)
     assert "convert_layout" not in kernel.asm["ttgir"]
-    lines = machine_code(kernel, tmp_path).splitlines()
+    lines = machine_code(kernel).splitlines()
     products = sum("QGMMA" in line for line in lines)
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     # sets of four products: before, in and after the loop
@@ -61,9 +58,9 @@ def test_every_configuration(config: BlockConfig, gated: bool, tmp_path: Path) -
     assert waits == config.consumers * {2: 3, 4: 7}[sets]
 
 
-def test_one_instruction_for_each_sum(tmp_path: Path) -> None:
+def test_one_instruction_for_each_sum() -> None:
     """Beside a few that multiply the scales of tokens and weight rows."""
     kernel = compile_product(BlockConfig(128, 128), gated=True, residual=False)
-    lines = machine_code(kernel, tmp_path).splitlines()
+    lines = machine_code(kernel).splitlines()
     scaled = 64 * (2 + 2)  # for each thread: in the loop of two stages, and after it
     assert sum(" FFMA " in line for line in lines) == 2 * scaled

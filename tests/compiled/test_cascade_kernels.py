@@ -3,7 +3,6 @@ by warp groups."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from aioinfer.kernels.cascade_attention import (
 )
 from aioinfer.kernels.decode_attention import _decode_kernel
 from aioinfer.kernels.decode_plan import PLAN_FIELDS, _plan_kernel, decode_config
-from hopper import SHARED_MEMORY, compile_call, compile_kernel, spilled
+from hopper import SHARED_MEMORY, check_fits, compile_call, compile_kernel
 from test_decode_attention import KV_HEADS, decode_arguments
 
 pytestmark = pytest.mark.extended
@@ -39,7 +38,7 @@ def prefix_arguments(group: int, head_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("projected", [True, False])
-def test_the_prefix_kernel(head_size: int, projected: bool, tmp_path: Path) -> None:
+def test_the_prefix_kernel(head_size: int, projected: bool) -> None:
     group = 4
     config = cascade_config(head_size, group, 2)
     arguments = decode_arguments(group, head_size, projected=projected)
@@ -47,8 +46,8 @@ def test_the_prefix_kernel(head_size: int, projected: bool, tmp_path: Path) -> N
     wanted = {name: arguments[name] for name in _prefix_kernel.arg_names}
     kernel = compile_call(_prefix_kernel, config, **wanted)
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert kernel.metadata.shared * config.programs_per_sm <= SHARED_MEMORY
-    assert spilled(kernel, tmp_path) <= (0 if head_size <= 128 else 64)
+    of_a_program = SHARED_MEMORY // config.programs_per_sm
+    check_fits(kernel, spilled=0 if head_size <= 128 else 64, shared=of_a_program)
 
 
 @pytest.mark.parametrize("rows", [64, 256])
@@ -64,12 +63,11 @@ def test_the_search_for_a_prefix(rows: int) -> None:
     compile_kernel(_find_kernel, types, constants, SimpleNamespace(num_warps=8))
 
 
-def test_the_decode_kernel_behind_a_prefix(tmp_path: Path) -> None:
+def test_the_decode_kernel_behind_a_prefix() -> None:
     config = decode_config(128, 2)
     arguments = decode_arguments(4, projected=True) | prefix_arguments(4, 128)
     kernel = compile_call(_decode_kernel, config, **arguments)
-    assert kernel.metadata.shared * config.programs_per_sm <= SHARED_MEMORY
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel, shared=SHARED_MEMORY // config.programs_per_sm)
     plan = {
         "KV_HEADS": KV_HEADS, "WINDOW": 0, "TILE": config.tile, "MIN_TILES": 1, "WHOLE_TILES": 8,
         "PROGRAMS": 528, "ROWS_PAD": 256, "FIELDS": PLAN_FIELDS, "CASCADE": True,

@@ -4,7 +4,6 @@ they take."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,7 @@ from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
 from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
 from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
-from tests.compiled.hopper import SHARED_MEMORY, compile_call, spilled
+from tests.compiled.hopper import SHARED_MEMORY, check_fits, compile_call
 
 BF16, FLOATS, INTS = (torch.empty(8, dtype=d) for d in (torch.bfloat16, torch.float32, torch.int32))
 HEADS, CHANNELS, BLOCK = 32, 8192, 64
@@ -35,7 +34,7 @@ KIMI = DeltaShape(32, 1, 128, 128, 128, 128, 4, BLOCK, by_channel=True)
 
 @pytest.mark.parametrize("shape", [SHAPE, KIMI])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_decodes(state_dtype: torch.dtype, shape: DeltaShape, tmp_path: Path) -> None:
+def test_decodes(state_dtype: torch.dtype, shape: DeltaShape) -> None:
     """A matrix stays in registers and is moved in vectors of 16 bytes."""
     config = delta_decode_config(shape)
     kernel = compile_call(
@@ -48,7 +47,7 @@ def test_decodes(state_dtype: torch.dtype, shape: DeltaShape, tmp_path: Path) ->
         window_table_stride=320, matrix_table_stride=320, SHAPE=shape, HAS_STARTS=True, TAPS=4,
         PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) <= (0 if state_dtype == torch.float32 else 32)
+    check_fits(kernel, spilled=0 if state_dtype == torch.float32 else 32)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert "st.global.v4.b32" in kernel.asm["ptx"]
 
@@ -56,9 +55,7 @@ def test_decodes(state_dtype: torch.dtype, shape: DeltaShape, tmp_path: Path) ->
 @pytest.mark.parametrize("has_starts", [False, True])
 @pytest.mark.parametrize("shape", [SHAPE, KIMI])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_lookahead(
-    state_dtype: torch.dtype, shape: DeltaShape, has_starts: bool, tmp_path: Path
-) -> None:
+def test_lookahead(state_dtype: torch.dtype, shape: DeltaShape, has_starts: bool) -> None:
     """A matrix stays in registers from the first token to the last."""
     config = delta_decode_config(shape)
     kernel = compile_call(
@@ -72,23 +69,23 @@ def test_lookahead(
         window_table_stride=320, matrix_table_stride=320, SHAPE=shape, SAVED=5,
         HAS_STARTS=has_starts, PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) <= (0 if state_dtype == torch.float32 else 32)
+    check_fits(kernel, spilled=0 if state_dtype == torch.float32 else 32)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
     assert "st.global.v4.b32" in kernel.asm["ptx"]
 
 
-def test_convolution_of_prefill(tmp_path: Path) -> None:
+def test_convolution_of_prefill() -> None:
     kernel = compile_call(
         _inputs_kernel, SimpleNamespace(num_warps=4, num_stages=1), mixed=BF16, out=BF16, conv=BF16,
         windows=BF16, tables=INTS, tiles=INTS, query_starts=INTS, mixed_stride=CHANNELS + 4096,
         out_stride=CHANNELS, window_stride=CHANNELS * 3, table_stride=320, SHAPE=SHAPE,
         CHANNELS=128, TOKENS=16, TAPS=4, PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]
 
 
-def test_chunks_of_prefill(tmp_path: Path) -> None:
+def test_chunks_of_prefill() -> None:
     """Products by warp groups; two programs fit a multiprocessor."""
     kernel = compile_call(
         _chunk_kernel, SimpleNamespace(num_warps=4, num_stages=1), mixed=BF16, keys=BF16,
@@ -97,11 +94,10 @@ def test_chunks_of_prefill(tmp_path: Path) -> None:
         PRECISION="tf32", PDL=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_MEMORY // 2 - 1024
-    assert spilled(kernel, tmp_path) <= 64
+    check_fits(kernel, spilled=64, shared=SHARED_MEMORY // 2 - 1024)
 
 
-def test_chunks_with_decays_by_channel(tmp_path: Path) -> None:
+def test_chunks_with_decays_by_channel() -> None:
     """Products by warp groups; two programs fit a multiprocessor."""
     config = delta_prefill_config(KIMI, 2)
     kernel = compile_call(
@@ -112,12 +108,11 @@ def test_chunks_with_decays_by_channel(tmp_path: Path) -> None:
         PDL=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_MEMORY // 2 - 1024
-    assert spilled(kernel, tmp_path) <= 64
+    check_fits(kernel, spilled=64, shared=SHARED_MEMORY // 2 - 1024)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, KIMI])
-def test_the_scan_of_prefill(shape: DeltaShape, tmp_path: Path) -> None:
+def test_the_scan_of_prefill(shape: DeltaShape) -> None:
     """Products by warp groups, and the next chunk loaded meanwhile."""
     config = delta_prefill_config(shape, 2)
     options = SimpleNamespace(num_warps=config.scan_warps, num_stages=config.scan_stages)
@@ -130,21 +125,20 @@ def test_the_scan_of_prefill(shape: DeltaShape, tmp_path: Path) -> None:
     )  # fmt: skip
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "cp.async" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_MEMORY
-    assert spilled(kernel, tmp_path) <= 16
+    check_fits(kernel, spilled=16)
 
 
-def test_the_norm_of_prefill(tmp_path: Path) -> None:
+def test_the_norm_of_prefill() -> None:
     kernel = compile_call(
         _norm_kernel, SimpleNamespace(num_warps=4, num_stages=1), out=BF16, z=BF16, norm=BF16,
         norm_eps=1e-6, chunks=INTS, out_stride=4096, z_stride=CHANNELS + 4096, SHAPE=SHAPE,
         LENGTH=64, PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
-def test_short_convolution(tokens: int, tmp_path: Path) -> None:
+def test_short_convolution(tokens: int) -> None:
     """For decodes and for prefill."""
     kernel = compile_call(
         _short_convolution_kernel, SimpleNamespace(num_warps=4, num_stages=1), x=BF16, out=BF16,
@@ -153,7 +147,7 @@ def test_short_convolution(tokens: int, tmp_path: Path) -> None:
         TOKENS=tokens, WIDTH=4, TAPS=4, CHANNELS=128, BLOCK_SIZE=64, HAS_BIAS=True, HAS_SILU=True,
         PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
 
 
 #: Nemotron-3's layers, and Falcon-H1's.
@@ -165,7 +159,7 @@ MAMBA_SHAPES = [
 
 @pytest.mark.parametrize("shape", MAMBA_SHAPES)
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_mamba(shape: MambaShape, is_prefill: bool, tmp_path: Path) -> None:
+def test_mamba(shape: MambaShape, is_prefill: bool) -> None:
     arguments = {
         "mixed": BF16, "steps": BF16, "a_log": FLOATS, "dt_bias": FLOATS, "skip": FLOATS,
         "least": 0.0, "largest": 1e9, "out": FLOATS, "matrices": FLOATS, "tables": INTS,
@@ -185,11 +179,11 @@ def test_mamba(shape: MambaShape, is_prefill: bool, tmp_path: Path) -> None:
         options = SimpleNamespace(num_warps=decode_warps(shape), num_stages=3)
         kernel = compile_call(_mamba_decode, options, **arguments, HAS_STARTS=True)
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
-    assert spilled(kernel, tmp_path) <= (192 if is_prefill else 0)
+    check_fits(kernel, spilled=192 if is_prefill else 0)
 
 
 @pytest.mark.parametrize(("size", "block"), [(512, 512), (8192, 8192)])
-def test_gates_and_norms_of_mamba(size: int, block: int, tmp_path: Path) -> None:
+def test_gates_and_norms_of_mamba(size: int, block: int) -> None:
     """Nemotron-3's groups, and Bamba's only one."""
     kernel = compile_call(
         _gated_norm_kernel, SimpleNamespace(num_warps=4 if block <= 2048 else 8, num_stages=1),
@@ -197,5 +191,5 @@ def test_gates_and_norms_of_mamba(size: int, block: int, tmp_path: Path) -> None
         gate_stride=18560, out_stride=8192, eps=1e-5, BLOCK=block, HAS_NORM=True, GATES_FIRST=True,
         PDL=True,
     )  # fmt: skip
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
     assert "ld.global.v4.b32" in kernel.asm["ptx"]

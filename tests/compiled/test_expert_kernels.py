@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from aioinfer.kernels.expert_routing import RoutingConfig, RoutingSpec, tile_con
 from aioinfer.kernels.expert_selection import FewTokensConfig
 from triton.compiler import CompiledKernel
 
-from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
+from tests.compiled.hopper import check_fits, compile_kernel
 from tests.pairs import pairwise
 
 pytestmark = pytest.mark.extended
@@ -96,13 +95,10 @@ def product(
     config__scanned=[(config, False) for _, config in CONFIGS]
     + [(config, True) for _, config in SCANNED_CONFIGS],
 )
-def test_products(
-    config: ExpertConfig, scanned: bool, gated: bool, partial: bool, tmp_path: Path
-) -> None:
+def test_products(config: ExpertConfig, scanned: bool, gated: bool, partial: bool) -> None:
     kernel = product(config, gated=gated, scanned=scanned, partial=partial)
     ptx = kernel.asm["ptx"]
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel)
     by_warps = r"mma\.sync\S*m16n8k16\S*f32\.bf16\.bf16"
     by_groups = rf"wgmma\.mma_async\S*m64n{config.rows}k16\.f32\.bf16\.bf16"
     assert re.search(by_warps if config.rows == 8 else by_groups, ptx)
@@ -120,14 +116,11 @@ def quantized_products() -> Iterator[tuple[str, ExpertConfig, bool]]:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("format", "config", "scanned"), list(quantized_products()))
-def test_quantized_products(
-    format: str, config: ExpertConfig, scanned: bool, gated: bool, tmp_path: Path
-) -> None:
+def test_quantized_products(format: str, config: ExpertConfig, scanned: bool, gated: bool) -> None:
     """In four bits, two numbers at a time are converted, in the registers of the left operand."""
     kernel = product(config, gated=gated, scanned=scanned, format=format)
     ptx = kernel.asm["ptx"]
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel)
     if "alone" in format:
         shape = rf"wgmma\.mma_async\S*m64n{config.rows}k16\.f32\.bf16\.bf16"
     elif config.tma:
@@ -147,9 +140,7 @@ def test_quantized_products(
     partial=[False, True],
     gated__normed=[(True, True), (True, False), (False, False)],
 )
-def test_products_of_one_token(
-    gated: bool, normed: bool, partial: bool, format: str, tmp_path: Path
-) -> None:
+def test_products_of_one_token(gated: bool, normed: bool, partial: bool, format: str) -> None:
     config = vector_config(gated=gated, itemsize=1 if format else 2)
     types = {
         "x": "*bf16", "weight": "*fp8e4nv" if format else "*bf16", "w_scales": "*fp32",
@@ -163,14 +154,14 @@ def test_products_of_one_token(
     )  # fmt: skip
     constants = {"RUN_OF_INPUTS": 16, "HAS_NORM": normed, "PDL": True, "S": spec}
     kernel = compile_kernel(expert_vector._vector_kernel, types, constants, config)
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
     bytes_of = config.features * config.step * (1 if format else 2)
     wide = (1 + gated) * bytes_of // (config.num_warps * 32 * 16)
     assert kernel.asm["ptx"].count("ld.global.v4.b32") >= wide
 
 
 @pairwise(scaled=[False, True], partial=[False, True], inputs=[CHANNELS, 1024])
-def test_the_summed_product(inputs: int, partial: bool, scaled: bool, tmp_path: Path) -> None:
+def test_the_summed_product(inputs: int, partial: bool, scaled: bool) -> None:
     config = expert_sum.CONFIG
     types = {
         "x": "*bf16", "weight": "*fp8e4nv" if scaled else "*bf16", "scales": "*fp32",
@@ -184,7 +175,7 @@ def test_the_summed_product(inputs: int, partial: bool, scaled: bool, tmp_path: 
         "PDL": True,
     }  # fmt: skip
     kernel = compile_kernel(expert_sum._sum_vector_kernel, types, constants, config)
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
     per_thread = config.features * config.step * (1 if scaled else 2) // (config.num_warps * 32)
     wide = r"ld\.global\.v4\.b32" if per_thread % 16 == 0 else r"ld\.global\.v2\.b32"
     assert len(re.findall(wide, kernel.asm["ptx"])) >= TOP_K * per_thread // 16
@@ -231,30 +222,23 @@ def routing(
 )
 @pytest.mark.parametrize(("experts", "groups", "sigmoid", "copies"), ROUTED)
 def test_routing(
-    tokens: int,
-    experts: int,
-    groups: int,
-    sigmoid: bool,
-    copies: int,
-    by_keys: bool,
-    tmp_path: Path,
+    tokens: int, experts: int, groups: int, sigmoid: bool, copies: int, by_keys: bool
 ) -> None:
     config = replace(tile_config(tokens, experts), by_keys=by_keys)
     kernel = routing(config, experts, groups, sigmoid, tokens > 16, copies)
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel)
     assert "cp.async.ca" not in kernel.asm["ptx"]
 
 
 @pairwise(normed=[False, True], part=[1, 2], experts__groups__sigmoid__copies=ROUTED)
 def test_routing_of_few_tokens(
-    experts: int, groups: int, sigmoid: bool, copies: int, part: int, normed: bool, tmp_path: Path
+    experts: int, groups: int, sigmoid: bool, copies: int, part: int, normed: bool
 ) -> None:
     """The best expert is found by an instruction of the warp, for each of a token's experts, where
     each thread has experts of its own; 16 bytes are loaded at a time."""
     kernel = routing(FewTokensConfig(part), experts, groups, sigmoid, True, copies, normed)
     ptx = kernel.asm["ptx"]
-    assert spilled(kernel, tmp_path) == 0
+    check_fits(kernel)
     if experts >= 128:
         assert ptx.count("redux.sync") >= 2 * TOP_K
     assert ptx.count("ld.global.v4.b32") >= (1 + part) * HIDDEN // (32 * 8)

@@ -3,8 +3,6 @@ a GPU: they fit into shared memory, and none spills."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -17,7 +15,7 @@ from aioinfer.kernels.few_rows_dense import (
     other_configs,
 )
 
-from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, names_to_types, spilled
+from tests.compiled.hopper import check_fits, compile_kernel, names_to_types
 
 pytestmark = pytest.mark.extended
 
@@ -45,7 +43,7 @@ TYPES = names_to_types(
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(("rows", "features", "inputs", "normed", "gated"), PRODUCTS)
 def test_they_fit(
-    rows: int, features: int, inputs: int, normed: bool, gated: bool, adapted: bool, tmp_path: Path
+    rows: int, features: int, inputs: int, normed: bool, gated: bool, adapted: bool
 ) -> None:
     shape = {"normed": normed, "gated": gated}
     configs = other_configs(rows, features, inputs, **shape)
@@ -63,5 +61,4 @@ def test_they_fit(
             fixed |= {"ROWS_PAD": 8 if rows <= 8 else 16, "BLOCK": 64}
         kernel = _vector_kernel if rows == 1 else _tensor_kernel
         compiled = compile_kernel(kernel, TYPES, fixed, config)
-        assert compiled.metadata.shared <= SHARED_MEMORY
-        assert spilled(compiled, tmp_path) == 0
+        check_fits(compiled)

@@ -5,7 +5,6 @@ float16. What they compute is tested in `tests/gpu/test_few_rows_float8.py`."""
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,9 +47,9 @@ def compile_product(
     )
 
 
-def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
+def instructions(kernel: CompiledKernel) -> list[str]:
     """Returns the names of the machine instructions of the loop over output tiles."""
-    text = machine_code(kernel, folder)
+    text = machine_code(kernel)
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", text)
     return names[names.index("EXIT") + 1 :]  # a program without a tile ends before the loop
 
@@ -68,12 +67,12 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     ],
 )
 def test_the_tables_configurations(
-    rows: int, lines: int, inputs: int, run: int, normed: bool, gated: bool, tmp_path: Path
+    rows: int, lines: int, inputs: int, run: int, normed: bool, gated: bool
 ) -> None:
     config = few_rows_float8_config(rows, lines, inputs, grouped=run > 0)
     kernel = compile_product(config, rows, inputs, normed=normed, gated=gated, run=run)
     ptx = kernel.asm["ptx"]
-    used = resources(kernel, tmp_path)
+    used = resources(kernel)
     assert used["STACK"] == 0
     assert used["REG"] * 32 * config.num_warps * config.programs <= 65536
     assert kernel.metadata.shared * config.programs <= SHARED_MEMORY
@@ -85,7 +84,7 @@ def test_the_tables_configurations(
     assert ptx.count("ld.global.v4.b32") >= vectors
     assert ptx.index("ld.global.v4.b32") < ptx.index("griddepcontrol.wait")
     assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1
-    loop = instructions(kernel, tmp_path)
+    loop = instructions(kernel)
     weights = steps * config.features * 4  # of a thread in a tile
     assert loop.count("F2FP.F16.E4M3.UNPACK_B") <= weights / 2  # less where K is no whole step
     assert loop.count("HMMA.16816.F32") <= weights / 8

@@ -7,7 +7,6 @@ Gluon has no interpreter; what it computes is tested in `tests/gpu/test_few_rows
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ from aioinfer.kernels.few_rows_grouped import (
 from aioinfer.kernels.grouped_weight import PackedGroups
 from triton.compiler import CompiledKernel
 
-from tests.compiled.hopper import compile_gluon, spilled, weight_of
+from tests.compiled.hopper import check_fits, compile_gluon, weight_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,12 +67,12 @@ def count_loads(ptx: str) -> dict[str, int]:
     ],
 )
 def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
-    shape: tuple[int, int], dtype: str, has_zeros: bool, gated: bool, tmp_path: Path
+    shape: tuple[int, int], dtype: str, has_zeros: bool, gated: bool
 ) -> None:
     weight = weight_of(*shape, has_zeros=has_zeros)
     config = few_rows_grouped_config(weight)
     kernel = compile_kernel(weight, config, dtype, gated=gated)
-    assert spilled(kernel, tmp_path) <= 64
+    check_fits(kernel, spilled=64)
     ptx, shares = kernel.asm["ptx"], weight.units // config.warps
     # words: four loads a unit, those before the loop and those in it; x: eight a unit
     loads, in_loop = count_loads(ptx), config.depth if shares == 1 else shares
@@ -87,21 +86,21 @@ def test_words_and_x_are_loaded_by_sixteen_bytes_without_spilling(
     assert kernel.metadata.shared <= 16 * 1024
 
 
-def test_the_norm_of_one_row_is_part_of_the_kernel(tmp_path: Path) -> None:
+def test_the_norm_of_one_row_is_part_of_the_kernel() -> None:
     weight = weight_of(24576, 4096)
     config = FewRowsGroupedConfig(16, 2)
     assert fuses_norm(1, weight, torch.bfloat16, config)
     assert not fuses_norm(1, weight, torch.bfloat16)  # two warps would have to share x
     kernel = compile_kernel(weight, config, normed=True, gated=True)
-    assert spilled(kernel, tmp_path) <= 64
+    check_fits(kernel, spilled=64)
     assert count_loads(kernel.asm["ptx"])["v4.b32"] == 4 * 4 + 2 * 8  # the norm's weights like x
 
 
 @pytest.mark.parametrize(("group", "inputs"), [(32, 4096), (64, 320), (384, 768), (None, 1000)])
-def test_other_groups_and_edges_compile(group: int | None, inputs: int, tmp_path: Path) -> None:
+def test_other_groups_and_edges_compile(group: int | None, inputs: int) -> None:
     weight = weight_of(40, inputs, group=group, has_zeros=True)
     kernel = compile_kernel(weight, few_rows_grouped_config(weight))
-    assert spilled(kernel, tmp_path) <= 48  # groups of 64 need twice the sums of x
+    check_fits(kernel, spilled=48)  # groups of 64 need twice the sums of x
     width = "v2.b32" if weight.run == 32 else "v4.b32"
     # rows of x, whose stride is a multiple of eight elements, are read by as much as words are
     assert count_loads(kernel.asm["ptx"])[width] >= 8

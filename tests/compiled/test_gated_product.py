@@ -7,7 +7,6 @@ Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,10 +67,10 @@ def compile_kernel(
     ("config", "dtype", "pdl"), [(config, "bf16", True) for config in CONFIGS] + FULLEST
 )
 def test_every_configuration_compiles_without_spilling_registers(
-    config: GatedConfig, dtype: str, pdl: bool, tmp_path: Path
+    config: GatedConfig, dtype: str, pdl: bool
 ) -> None:
     kernel = compile_kernel(config, dtype, pdl)
-    used = resources(kernel, tmp_path)
+    used = resources(kernel)
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] * 32 * (4 * config.consumers + 4) <= 65536
     assert kernel.metadata.shared <= SHARED_MEMORY
@@ -82,10 +81,8 @@ def test_every_configuration_compiles_without_spilling_registers(
 
 
 @pytest.mark.parametrize("config", TILE_TIMES)
-def test_products_with_adapters_compile_without_spilling_registers(
-    config: GatedConfig, tmp_path: Path
-) -> None:
-    used = resources(compile_kernel(config, "bf16", True, adapted=True), tmp_path)
+def test_products_with_adapters_compile_without_spilling_registers(config: GatedConfig) -> None:
+    used = resources(compile_kernel(config, "bf16", True, adapted=True))
     assert used["STACK"] == used["LOCAL"] == 0
 
 

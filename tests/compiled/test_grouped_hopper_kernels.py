@@ -4,8 +4,6 @@ tested in `tests/gpu/test_grouped_hopper.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -23,11 +21,10 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
 from tests.compiled.hopper import (
-    SHARED_MEMORY,
     box,
+    check_fits,
     compile_gluon,
     machine_code,
-    spilled,
     weight_of,
 )
 
@@ -61,12 +58,11 @@ def compile_product(
     return compile_gluon(_kernel, types, constants, aligned=("partials", "counters"))
 
 
-def check(kernel: CompiledKernel, folder: Path) -> None:
+def check(kernel: CompiledKernel) -> None:
     """Checks what every configuration has in common."""
     # Programs that share a tile displace a few numbers over the loop.
-    assert spilled(kernel, folder) <= 48
-    assert kernel.metadata.shared <= SHARED_MEMORY
-    code = machine_code(kernel, folder)
+    check_fits(kernel, spilled=48)
+    code = machine_code(kernel)
     # Each of three consumers multiplies 4 runs of 4 steps, and waits for all of its products only
     # after the last run: ptxas waits after each where registers do not suffice.
     assert code.count("HGMMA.64x") == 3 * 16
@@ -87,26 +83,26 @@ def check(kernel: CompiledKernel, folder: Path) -> None:
         (4096, True, "fp16"),
     ],
 )
-def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str, tmp_path: Path) -> None:
+def test_groups(tokens: int, group: int, has_zeros: bool, dtype: str) -> None:
     weight = weight_of(4096, 4096, group=group, has_zeros=has_zeros)
     for gated in (False, True):
         config = next(c for c in configs(256, weight, gated) if c.tokens == tokens)
-        check(compile_product(weight, config, gated=gated, dtype=dtype), tmp_path)
+        check(compile_product(weight, config, gated=gated, dtype=dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_configuration(shape: str, tmp_path: Path) -> None:
+def test_every_configuration(shape: str) -> None:
     weight = weight_of(*SHAPES[shape])
     is_gated = shape == "gate_up"
     for config in set(configs(128, weight, is_gated)):
-        check(compile_product(weight, config, gated=is_gated), tmp_path)
+        check(compile_product(weight, config, gated=is_gated))
 
 
 @pytest.mark.sample
-def test_one_configuration(tmp_path: Path) -> None:
+def test_one_configuration() -> None:
     weight = weight_of(512, 4096)
     config = GroupedHopperConfig(64, 4, 8, splits=2)
-    check(compile_product(weight, config, gated=False), tmp_path)
+    check(compile_product(weight, config, gated=False))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

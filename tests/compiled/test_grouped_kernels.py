@@ -4,7 +4,6 @@ table fits, and weights go from shared memory to the tensor cores without a deto
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -46,14 +45,14 @@ def compile_product(
     ],
 )
 def test_configurations_fit(
-    rows: int, gated: bool, bits: int, group: int, has_zeros: bool, dtype: str, tmp_path: Path
+    rows: int, gated: bool, bits: int, group: int, has_zeros: bool, dtype: str
 ) -> None:
     shape = (24576, 4096) if gated else (4096, 12288)
     weight = weight_of(*shape, bits=bits, group=group, has_zeros=has_zeros)
     config = grouped_config(rows, weight)
     kernel = compile_product(weight, config, dtype, gated=gated)
     assert kernel.metadata.shared <= SHARED_MEMORY
-    used = resources(kernel, tmp_path)
+    used = resources(kernel)
     assert used["STACK"] == used["LOCAL"] == 0
     code = kernel.asm["ttgir"]
     words = rf"tensor<{config.features}x{weight.run}xi16, #ttg.dot_op<{{opIdx = 0"

@@ -3,8 +3,6 @@ the registers. What they compute is tested in `tests/gpu/test_scaled_hopper.py`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -15,7 +13,7 @@ from aioinfer.kernels.scaled_tiles import CONFIGS, STEP, HopperConfig
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, machine_code, spilled
+from tests.compiled.hopper import box, check_fits, compile_gluon, machine_code
 
 pytestmark = pytest.mark.extended
 
@@ -46,16 +44,13 @@ def compile_product(
     ("config", "gated", "grouped"),
     [(config, *kind) for kind, configs in CONFIGS.items() for config in configs],
 )
-def test_every_configuration(
-    config: HopperConfig, gated: bool, grouped: bool, tmp_path: Path
-) -> None:
+def test_every_configuration(config: HopperConfig, gated: bool, grouped: bool) -> None:
     run = (8 if gated else 128) if grouped else 1
     kernel = compile_product(
         config, gated=gated, grouped=grouped, residual=not gated, rows_per_scale=run
     )
     # With scales of blocks, three times the sums of 128 tokens displace a few addresses.
-    assert spilled(kernel, tmp_path) <= (48 if grouped and config.tokens == 128 else 0)
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel, spilled=48 if grouped and config.tokens == 128 else 0)
     assert "wgmma.mma_async.sync.aligned.m64n" in kernel.asm["ptx"]
     assert "f32.e4m3.e4m3" in kernel.asm["ptx"]
 
@@ -65,15 +60,13 @@ def test_every_configuration(
     [(config, gated) for (gated, grouped), configs in CONFIGS.items() if grouped
      for config in configs],
 )  # fmt: skip
-def test_a_stage_is_multiplied_while_another_is_scaled(
-    config: HopperConfig, gated: bool, tmp_path: Path
-) -> None:
+def test_a_stage_is_multiplied_while_another_is_scaled(config: HopperConfig, gated: bool) -> None:
     """In the machine's instructions: the assembler waits for every single product where it cannot
     keep two sets of sums apart."""
     kernel = compile_product(
         config, gated=gated, grouped=True, residual=not gated, rows_per_scale=8 if gated else 128
     )
-    lines = machine_code(kernel, tmp_path).splitlines()
+    lines = machine_code(kernel).splitlines()
     products = sum("QGMMA" in line for line in lines)
     waits = sum("WARPGROUP.DEPBAR" in line for line in lines)
     assert products == config.consumers * 4 * (1 + 2 + 1)  # before, in and after the loop

@@ -4,7 +4,6 @@ spilled, 16 bytes move at a time, and epochs are released and acquired for other
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels import peer_messages
 
-from tests.compiled.hopper import compile_kernel, spilled
+from tests.compiled.hopper import check_fits, compile_kernel
 
 TYPES = {
     "source": "*i32", "target": "*i32", "addresses": "*i64", "state": "*i32", "chunks": "i32",
@@ -22,11 +21,11 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", ["send", "receive"])
-def test_kernels(name: str, tmp_path: Path) -> None:
+def test_kernels(name: str) -> None:
     kernel = getattr(peer_messages, f"_{name}_kernel")
     constants = {"SLOTS": 2, "CHUNKS": 512}
     found = compile_kernel(kernel, TYPES, constants, SimpleNamespace(num_warps=4))
-    assert spilled(found, tmp_path) == 0
+    check_fits(found)
     for pattern in (
         r"ld\.global\.sys\.acquire",
         r"atom\.global\.sys\.release\.exch",

@@ -6,8 +6,6 @@ Gluon has no interpreter; what the kernel computes is tested in `tests/gpu/test_
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
@@ -16,7 +14,7 @@ from aioinfer.kernels.prefill_hopper import ROWS, _prefill_kernel, pipeline_stag
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 
-from tests.compiled.hopper import SHARED_MEMORY, box, compile_gluon, spilled
+from tests.compiled.hopper import SHARED_MEMORY, box, check_fits, compile_gluon
 
 POINTERS = {
     "q": "*bf16",
@@ -93,7 +91,7 @@ def test_block_tables_of_one_column(is_float8: bool) -> None:
     ],
 )
 def test_a_float8_cache(
-    head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool, tmp_path: Path
+    head_size: int, block_size: int, window: int, soft_cap: bool, has_sinks: bool
 ) -> None:
     """Two numbers are converted in one instruction, each of a block of keys and one of values once;
     what is spilled is spilled outside of the loops over blocks."""
@@ -101,4 +99,4 @@ def test_a_float8_cache(
     check(kernel)
     conversions = kernel.asm["ptx"].count("cvt.rn.f16x2.e4m3x2")
     assert conversions == 2 * block_size * head_size // 128 // 2
-    assert spilled(kernel, tmp_path) <= 128
+    check_fits(kernel, spilled=128)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from aioinfer.kernels.few_rows_scaled import few_rows_scaled_config
 from aioinfer.kernels.scaled_product import BLOCK_CONFIGS, CONFIGS, PLAIN_CONFIG, ProductConfig
 from triton.compiler import CompiledKernel
 
-from tests.compiled.hopper import SHARED_MEMORY, compile_kernel, spilled
+from tests.compiled.hopper import check_fits, compile_kernel
 
 pytestmark = pytest.mark.extended
 
@@ -58,14 +57,13 @@ WGMMA = {FP8: "f32.e4m3.e4m3", INT8: "s32.s8.s8", BF16: "f32.bf16.bf16"}
     + [(CONFIGS[-1][1][0], INT8, 1, 1, True), (PLAIN_CONFIG, BF16, 0, 1, False)],
 )
 def test_products_of_many_rows(
-    config: ProductConfig, kind: str, scaling: int, run: int, gated: bool, tmp_path: Path
+    config: ProductConfig, kind: str, scaling: int, run: int, gated: bool
 ) -> None:
     weight = FP8 if kind == BF16 else kind
     kernel = product(config, kind, weight, scaling, run, gated=gated)
     # the widest tiles have as many sums as warps have registers for, and spill a few addresses
     is_widest = config.tokens * config.features >= 32768
-    assert spilled(kernel, tmp_path) <= (64 if is_widest else 0)
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel, spilled=64 if is_widest else 0)
     products = set(re.findall(r"wgmma\.mma_async\S*", kernel.asm["ptx"]))
     assert {name.partition("k")[2].partition(".")[2] for name in products} == {WGMMA[kind]}
 
@@ -82,7 +80,7 @@ def test_products_of_many_rows(
     ],
 )
 def test_products_of_few_rows(
-    rows: int, kind: str, run: int, gated: bool, features: int, inputs: int, tmp_path: Path
+    rows: int, kind: str, run: int, gated: bool, features: int, inputs: int
 ) -> None:
     grouped, normed = run > 1, rows == 1 and inputs == 4096
     config = few_rows_scaled_config(
@@ -105,8 +103,7 @@ def test_products_of_few_rows(
     source = few_rows_dense._vector_kernel if rows == 1 else few_rows_dense._tensor_kernel
     kernel = compile_kernel(source, types, constants, config)
     ptx = kernel.asm["ptx"]
-    assert spilled(kernel, tmp_path) == 0
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    check_fits(kernel)
     assert "wgmma" not in ptx
     if rows == 1:
         wide = (1 + gated) * config.features * config.step // (config.num_warps * 32 * 16)
