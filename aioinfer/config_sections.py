@@ -339,6 +339,11 @@ class LoraConfig:
     experts: bool = key(
         "Whether adapters may change experts. Each slot then has matrices for every expert.", False
     )
+    embeddings: bool = key(
+        "Whether adapters may change the embedding and the head. Each slot then has matrices for "
+        "the vocabulary.",
+        False,
+    )
     max_prompt_tokens: int = key(
         "Maximum of virtual tokens of a soft prompt; 0 for none.", 0, minimum=0, maximum=4096
     )

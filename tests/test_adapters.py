@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.worker import HostAdapters, Work
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
-from tests.adapters import adapted_text, make_adapter
+from tests.adapters import adapted_text, make_adapter, prompt_scores
 from tests.test_multiprocess import workers
 from tests.tiny_models import tiny_model
 
@@ -118,6 +118,88 @@ def test_products_of_other_families(family: str, tmp_path: Path) -> None:
     texts = [output.completions[0].token_ids for output in outputs]
     assert texts == [adapted_text(model, folder, prompt, 4) for folder in (None, adapter)]
     assert texts[0] != texts[1]
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "both": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "embedding": {"target_modules": ["embed_tokens"], "rank": 9, "use_rslora": True},
+    "head": {"target_modules": ["lm_head"], "rank": 16},
+}
+
+
+def check_texts(model: Path, adapters: dict[str, Path], **settings: Any) -> None:
+    """Texts of all adapters and of none in the same steps, twice, are those of peft."""
+    prompt = [random.Random(4).randrange(3, 500) for _ in range(40)]
+    names: list[str | None] = [None, *adapters]
+    texts = [adapted_text(model, name and adapters[name], prompt, OUTPUT) for name in names]
+    assert texts[0] not in texts[1:]
+    params = [SamplingParams(temperature=0, max_tokens=OUTPUT, adapter=name) for name in names]
+    paths = {name: str(path) for name, path in adapters.items()}
+    given = {**SETTINGS, "lora.adapters": paths, **settings}
+    with LLM(str(model), settings=given, progress=False) as llm:
+        for _ in range(2):  # the second from the prefix cache
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(names), params)
+            assert [output.completions[0].token_ids for output in outputs] == texts
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "ranks"), [("llama", False, 1), ("gemma2", True, 1), ("qwen3", True, 2)]
+)
+def test_embeddings_and_heads_have_adapters(
+    family: str, tied: bool, ranks: int, tmp_path: Path
+) -> None:
+    """Scaled embeddings, capped logits, weights that both ends share, of which an adapter changes
+    one alone, and a vocabulary that the ranks do not divide."""
+    model = tiny_model(family, tmp_path / "model", tie_word_embeddings=tied, vocab_size=501)
+    adapters = {
+        name: make_adapter(model, tmp_path / name, seed=seed, **fields)
+        for seed, (name, fields) in enumerate(ENDS.items())
+    }
+    settings: dict[str, Any] = {"lora.embeddings": True}
+    if ranks > 1:
+        settings |= {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": ranks}
+    check_texts(model, adapters, **settings)
+
+
+def test_tokens_of_a_prompt_are_scored_with_its_adapter(tmp_path: Path) -> None:
+    """By the head, beside a request without one and requests that are sampled."""
+    model = tiny_model("llama", tmp_path / "model")
+    adapter = make_adapter(model, tmp_path / "adapter", seed=0, target_modules=["lm_head"])
+    prompt = [random.Random(4).randrange(3, 500) for _ in range(20)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1, adapter=name, prompt_logprobs=scored)
+        for name, scored in ((None, 0), ("one", None), ("one", 0))
+    ]
+    settings = {**SETTINGS, "lora.embeddings": True, "lora.adapters": {"one": str(adapter)}}
+    with LLM(str(model), settings=settings, progress=False) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 3, params)
+    for output, folder in ((outputs[0], None), (outputs[2], adapter)):
+        assert output.prompt_scores is not None
+        expected = prompt_scores(model, folder, prompt)
+        assert output.prompt_scores.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latent_attention_has_adapters(ranks: int, tmp_path: Path) -> None:
+    """Of all of its projections: that to keys and values is applied to the context of prompts, and
+    to the queries and outputs of decodes."""
+    model = tiny_model("deepseek_v2", tmp_path / "model")
+    adapters = {
+        "all": make_adapter(
+            model,
+            tmp_path / "all",
+            seed=0,
+            target_modules=["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        ),
+        "latents": make_adapter(
+            model, tmp_path / "latents", seed=1, target_modules=["kv_b_proj"], rank=9
+        ),
+    }
+    settings: dict[str, Any] = {}
+    if ranks > 1:
+        settings |= {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": ranks}
+    check_texts(model, adapters, **settings)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -345,7 +427,7 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
             {elsewhere: wide, elsewhere.replace("_A", "_B"): wide + 1},
             r"cannot change model\.layers\.7\.self_attn\.q_proj",
         ),
-        ({}, {"base_model.model.lm_head.weight": wide}, "no LoRA of linear layers"),
+        ({}, {"base_model.model.lm_head.weight": wide}, "is no LoRA"),
     ]
     with llama.llm() as llm:
         for number, (fields, more, message) in enumerate(cases):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel

@@ -16,7 +16,7 @@ from aioinfer.layers.state_rows import SavedInputs
 
 if TYPE_CHECKING:
     from aioinfer.kernels.all_reduce import AllReduce
-    from aioinfer.layers.adapters import AdapterSlots
+    from aioinfer.layers.adapters.slots import AdapterSlots
 
 
 class Scratch:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from aioinfer.layers.adapters.experts import ExpertAdapters
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.expert_adapters import ExpertAdapters
 from aioinfer.layers.formats.base import ACTIVATIONS, Epilogue, Weight
 from aioinfer.layers.layer import Part
 from aioinfer.layers.linear import ColumnParallelLinear
@@ -37,7 +37,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source, StackIndex, Weigh
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
-    from aioinfer.layers.adapters import AdaptedProduct
+    from aioinfer.layers.adapters.products import AdaptedProduct
 
 
 class Expert:

@@ -51,8 +51,8 @@ from aioinfer.kernels.expert_sum import summed_product
 from aioinfer.kernels.expert_sum import supports as supports_sum
 from aioinfer.kernels.expert_weights import ExpertWeights, PackedExperts, format_name
 from aioinfer.kernels.quantize import InputFormat, ScaledInputs, quantize
+from aioinfer.layers.adapters.experts import ExpertAdapters
 from aioinfer.layers.backend import Backend
-from aioinfer.layers.expert_adapters import ExpertAdapters
 from aioinfer.layers.expert_stacks import StackedExperts
 from aioinfer.layers.experts import (
     ClampedSwiGLU,

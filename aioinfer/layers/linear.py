@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from aioinfer.layers.adapters.products import RowProduct
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue, Weight
 from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards, Shard, Source, WeightShard
+from aioinfer.layers.step import Step
 
 
 class ColumnParallelLinear:
@@ -216,10 +218,15 @@ class LatentExpansion:
             values'.
         shape: of this rank.
         backend: of the rank.
+        adapted: what adapters add to the projection; None where there are none.
     """
 
-    def __init__(self, weight: Weight, shape: LatentShape, backend: Backend):
+    def __init__(
+        self, weight: Weight, shape: LatentShape, backend: Backend,
+        adapted: RowProduct | None = None,
+    ):  # fmt: skip
         self._weight: Weight | None = weight
+        self._adapted = adapted
         self._shape = shape
         self._backend = backend
         self._matrix: torch.Tensor | None = None
@@ -241,52 +248,78 @@ class LatentExpansion:
         assert self._matrix is not None, "finalize was not called"
         return self._matrix
 
+    def adapters_of(self, step: Step) -> torch.Tensor | None:
+        """Returns the adapter slot of each of a step's tokens (int32 [T], negative for none), for
+        the arguments `adapters` below; None where no token may have one."""
+        return None if self._adapted is None else self._adapted.adapters_of(step)
+
     @property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights of keys [num_heads, plain_size, latent_size] and of values [num_heads,
         value_size, latent_size]."""
-        shape = self._shape
-        by_head = self.matrix.view(shape.num_heads, -1, shape.latent_size)
-        return by_head[:, : shape.plain_size], by_head[:, shape.plain_size :]
+        return self._of_heads(self.matrix)
+
+    def _of_heads(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows of keys and of values of [out, columns], by head."""
+        by_head = matrix.unflatten(0, (self._shape.num_heads, -1))
+        return by_head[:, : self._shape.plain_size], by_head[:, self._shape.plain_size :]
 
     def expand(
-        self, latents: torch.Tensor, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, latents: torch.Tensor, out: torch.Tensor | None = None,
+        adapters: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Returns keys [N, num_heads, plain_size] and values [N, num_heads, value_size] of latents
         [N, latent_size], as views of one tensor.
 
         Args:
             out: [N, num_heads * (plain_size + value_size)] to write to; by default a new tensor.
+            adapters: int32 [N], the adapter slot of each latent; None where none has one.
         """
         shape = self._shape
         if out is None:
             out = F.linear(latents, self.matrix)
         else:
             torch.mm(latents, self.matrix.t(), out=out)
+        if self._adapted is not None and adapters is not None:
+            self._adapted.add_rows(latents, out, adapters)
         both = out.view(len(latents), shape.num_heads, shape.plain_size + shape.value_size)
         keys, values = both.split((shape.plain_size, shape.value_size), dim=-1)
         return keys, values
 
-    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
+    def absorb(self, queries: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """Returns queries over latents [T, num_heads, latent_size] for queries [T, num_heads,
-        plain_size]."""
+        plain_size]; adapters: of the tokens, as in `expand`. With W + B A in the place of W, W^T q
+        becomes W^T q + A^T (B^T q)."""
         weight, _ = self._parts
         shape = len(queries), self._shape.num_heads, self._shape.latent_size
         absorbed = queries.new_empty(shape)
         torch.bmm(queries.transpose(0, 1), weight, out=absorbed.transpose(0, 1))
+        if self._adapted is not None and adapters is not None:
+            up, _ = self._of_heads(self._adapted.up)
+            shrunk = self._adapted.keep_own(torch.bmm(queries.transpose(0, 1), up), adapters)
+            absorbed.add_((shrunk @ self._adapted.down).transpose(0, 1))
         return absorbed
 
-    def values_of(self, sums: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def values_of(
+        self, sums: torch.Tensor, out: torch.Tensor | None = None,
+        adapters: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns outputs [T, num_heads, value_size] for sums of latents [T, num_heads,
         latent_size].
 
         Args:
             out: to write to; by default a new tensor.
+            adapters: of the tokens, as in `expand`.
         """
         _, weight = self._parts
         if out is None:
             out = sums.new_empty(len(sums), self._shape.num_heads, self._shape.value_size)
         torch.bmm(sums.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        if self._adapted is not None and adapters is not None:
+            _, up = self._of_heads(self._adapted.up)
+            shrunk = (sums @ self._adapted.down.t()).transpose(0, 1)
+            shrunk = self._adapted.keep_own(shrunk, adapters)
+            out.add_(torch.bmm(shrunk, up.transpose(1, 2)).transpose(0, 1))
         return out
 
 

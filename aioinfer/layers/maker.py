@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.layers.adapters.experts import ExpertAdapters, ExpertProduct
 from aioinfer.layers.attention import make_attention
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.bidirectional_attention import (
@@ -26,7 +27,6 @@ from aioinfer.layers.bidirectional_attention import (
 from aioinfer.layers.convolution import make_short_convolution
 from aioinfer.layers.cross_attention import make_cross_attention
 from aioinfer.layers.delta_net import make_gated_delta_net, make_kimi_delta_attention
-from aioinfer.layers.expert_adapters import ExpertAdapters, ExpertProduct
 from aioinfer.layers.experts import (
     BiasedExpert,
     ClampedSwiGLU,

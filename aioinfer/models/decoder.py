@@ -182,12 +182,17 @@ class CausalLM(Protocol):
         not have the last layer returns the stream [T, stream_size]."""
         ...
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns [S, local_size] for hidden states [S, hidden_size]: the logits of the token ids
         that this rank has, in the model's dtype or in float32.
 
         Args:
             out: [S, shard_size] in the model's dtype that may be written to.
+            tokens: integers [S], which tokens of the planned step these are; by default the last of
+                each sampled row.
         """
         ...
 
@@ -197,7 +202,7 @@ class CausalLM(Protocol):
         take."""
         ...
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns the logits, as `logits` does, for hidden states of `finish_all`."""
         ...
 
@@ -269,8 +274,6 @@ class DecoderModel(BuiltModel):
         self._is_last = self.backend.is_last_stage
         embedding = embedding or make.embedding("model.embed_tokens", config.vocab_size)
         self.embedding: Embedding | None = embedding
-        if self.backend.adapters is not None:
-            self.backend.adapters.add_prompts(config.hidden_size)
         self.vocabulary = embedding.vocabulary
         #: Tensors of the checkpoint that this rank need not load, since other stages do.
         self._elsewhere: set[str] = set()
@@ -285,6 +288,7 @@ class DecoderModel(BuiltModel):
         tied = config.tied_embeddings
         self.head: LMHead | None = head or make.head("lm_head", embedding, tied=tied)
         self._forget_ends(tied=tied)
+        self._adapt_ends()
         if self.backend.num_stages == 1:
             self.kv_specs = [layer.kv_specs for layer in self.layers]
         self.mtp: MtpHead | None = None
@@ -376,6 +380,18 @@ class DecoderModel(BuiltModel):
             self._elsewhere.update(name for name, _ in part.weight_shards())
             self._make.forget(part)
 
+    def _adapt_ends(self) -> None:
+        """Lets adapters change the embedding and the head, where that is wanted."""
+        slots = self.backend.adapters
+        if slots is None:
+            return
+        slots.add_prompts(self.hidden_size)
+        if slots.has_embeddings and self.backend.stage == 0:
+            assert self.embedding is not None
+            self.embedding.adapt(slots)
+        if slots.has_embeddings and self.head is not None:
+            self.head.adapt(slots)
+
     def _is_unused(self, name: str) -> bool:
         """See `BuiltModel`."""
         if self._make.is_elsewhere(name) or (self._has_other_parts and is_other_part(name)):
@@ -412,7 +428,7 @@ class DecoderModel(BuiltModel):
         """See `CausalLM.plan`."""
         super().plan(step)
         if self.backend.adapters is not None:
-            self.backend.adapters.plan(step)
+            self.backend.adapters.tokens.plan(step)
 
     def connect_experts(self, max_tokens: int) -> None:
         """See `CausalLM.connect_experts`."""
@@ -441,7 +457,9 @@ class DecoderModel(BuiltModel):
         has_side = self.stream_size > self.hidden_size
         if received is None:
             assert self.embedding is not None
-            stream = self.embedding(step.inputs.input_ids, None if has_side else out)
+            slots, ids = self.backend.adapters, step.inputs.input_ids
+            adapters = None if slots is None else slots.tokens.of_tokens(step)
+            stream = self.embedding(ids, None if has_side else out, adapters)
             if step.prompts is not None:
                 step.prompts.enter(stream.hidden)
             if self._positions is not None:
@@ -473,19 +491,24 @@ class DecoderModel(BuiltModel):
         if step.taps is not None and number in self.tapped_layers:
             step.taps[:, self.tapped_layers.index(number)].copy_(stream.hidden)
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `CausalLM.logits`."""
         assert self.head is not None
         assert self.norm is not None
-        return self.head(hidden, self.norm, out)
+        slots = self.backend.adapters
+        adapters = None if slots is None else slots.tokens.adapters_at(tokens)
+        return self.head(hidden, self.norm, out, adapters)
 
     def finish_all(self, step: Step, stream: ResidualStream) -> torch.Tensor:
         """See `CausalLM.finish_all`."""
         return self.finish(step, stream)
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits_of`."""
-        return self.logits(hidden)
+        return self.logits(hidden, tokens=tokens)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.normed`."""

@@ -194,11 +194,14 @@ class EncoderModel(BuiltModel):
         hidden = stream.hidden
         return hidden if ordered is None else hidden.index_select(0, ordered.places)
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """See `CausalLM.logits`. Raises TypeError: there are none."""
         raise TypeError("an encoder has no logits")
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits_of`. Raises TypeError: there are none."""
         raise TypeError("an encoder has no logits")
 

@@ -319,7 +319,10 @@ class FallbackModel:
             attention.step = step
         return self._forward(inputs.input_ids.long()[None], inputs.positions.long()[None], rows)
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns `hidden`, the result of `finish`, which is the logits."""
         return hidden if self.backend.has_kernels else hidden.float()
 
@@ -335,7 +338,7 @@ class FallbackModel:
             use_cache=False,
         ).last_hidden_state[0]
 
-    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `CausalLM.logits_of`. The model's own code computes them, with its scales and caps:
         it is called with its decoder replaced by one that returns `hidden`."""
         prefix = self._model.base_model_prefix

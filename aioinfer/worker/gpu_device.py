@@ -22,7 +22,7 @@ from aioinfer.kernels.adapter_tiles import assign_adapters
 from aioinfer.kernels.lookahead import resolve_starts
 from aioinfer.kernels.slots import grow_tables
 from aioinfer.kernels.states import plan_replays
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.step import (
     GroupInputs,
@@ -186,7 +186,8 @@ class StepBuffers:
             )  # fmt: skip
         if inputs.replays is not None:
             plan_replays(rows, offsets, slots.state_lens, inputs.replays, self._max_pending)
-        if inputs.adapters is not None and self._adapters is not None and self._adapters.is_active:
+        adapters = self._adapters
+        if inputs.adapters is not None and adapters is not None and adapters.tokens.is_active:
             of_slots = slots.params["adapter"]
             assign_adapters(rows[0], inputs.query_starts, of_slots, inputs.adapters)
         if inputs.token_types is not None:

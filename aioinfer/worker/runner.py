@@ -204,10 +204,11 @@ class ModelRunner:
         if not count or not model.scores_tokens:
             return hidden, None, computed
         if every:
-            last = hidden.index_select(0, device.last_tokens(plan))
+            tokens = device.last_tokens(plan)
+            last = hidden.index_select(0, tokens)
             if not model.finishes_with_hidden_states:
-                return hidden, model.logits_of(last), computed
-            return hidden, model.logits(last, device.logits_buffer(count)), computed
+                return hidden, model.logits_of(last, tokens), computed
+            return hidden, model.logits(last, device.logits_buffer(count), tokens), computed
         return hidden, model.logits(hidden, device.logits_buffer(count)), computed
 
     def compute(self, step: Step, *, every_token: bool = False) -> torch.Tensor:

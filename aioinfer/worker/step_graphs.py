@@ -23,7 +23,7 @@ import torch
 from aioinfer.ipc.lookahead import LookaheadRows
 from aioinfer.ipc.plan import I32, StepPlan
 from aioinfer.ipc.request_record import AppendedTokens
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.worker.slots import Slots
 
 #: Steps with prompts of more tokens, beside one for each slot, are launched kernel by kernel: each
@@ -277,7 +277,7 @@ class StepGraphs:
     @property
     def has_adapters(self) -> bool:
         """Whether a row of the step may have an adapter."""
-        return self._adapters is not None and self._adapters.is_active
+        return self._adapters is not None and self._adapters.tokens.is_active
 
     @property
     def layers(self) -> CudaGraphs:

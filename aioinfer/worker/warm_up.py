@@ -274,7 +274,7 @@ class GraphBodies:
         device, adapters = self._device, self._model.backend.adapters
         taps = None if device.taps is None else device.taps[:tokens]
         step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
-        with nullcontext() if adapters is None else adapters.expecting(tokens):
+        with nullcontext() if adapters is None else adapters.tokens.expecting(tokens):
             _ = self._runner.begin(step, device.stream[:tokens]).hidden  # reduced over the ranks
 
     @torch.inference_mode()

@@ -22,7 +22,7 @@ from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
 from aioinfer.ipc.read_tally import ReadTally
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
 from aioinfer.models.drafters.drafter import Drafter
@@ -277,7 +277,7 @@ class Worker:
         return AdapterSlots(
             lora.num_slots, lora.max_rank, dtype, self.device,
             uses_kernels=backend.has_kernels, pdl=backend.pdl, has_experts=lora.experts,
-            max_prompt_tokens=lora.max_prompt_tokens,
+            has_embeddings=lora.embeddings, max_prompt_tokens=lora.max_prompt_tokens,
         )  # fmt: skip
 
     @property

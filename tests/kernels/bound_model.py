@@ -10,8 +10,8 @@ import torch
 from aioinfer.config import MediaConfig
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import group_layers
-from aioinfer.layers.adapter_parts import AdapterWeights
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.parts import AdapterWeights
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.kv_cache import FLOAT8
 from aioinfer.layers.parallel import ParallelGroup
@@ -48,6 +48,7 @@ class Bound:
                 CPU,
                 uses_kernels=kernels,
                 has_experts=has_adapted_experts,
+                has_embeddings=True,
             )
         self.model: Any = build_model(
             folder, self.backend, model_options(quantization=quantization), media

@@ -27,8 +27,8 @@ from aioinfer.ipc.lookahead import SKIPPED, LookaheadRows
 from aioinfer.ipc.masks import ConstrainedRows
 from aioinfer.ipc.plan import I32, Admission, Admissions, StepPlan, StepResult
 from aioinfer.ipc.sections import Section
-from aioinfer.layers.adapter_parts import AdapterWeights
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.parts import AdapterWeights
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.registry import build_model
@@ -484,10 +484,9 @@ def enter_adapter(slots: AdapterSlots, slot: int, rank: int) -> None:
         return torch.empty(shape).normal_(0.0, 0.3, generator=generator)
 
     weights = {}
-    for product in slots.products:
-        for module in product.modules:
-            out, inputs = product.shape_of(module)
-            weights[module] = AdapterWeights(random(rank, inputs), random(out, rank), 0.5)
+    for module, shape in slots.modules.items():
+        given = {side: random(*size) for side, size in shape.of_rank(rank).items()}
+        weights[module] = AdapterWeights(**given, scale=0.5)
     slots.enter(slot, slots.pack(weights, pinned=False), rank)
 
 

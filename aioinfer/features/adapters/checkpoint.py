@@ -16,13 +16,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.layers.adapter_parts import PROMPT, AdapterWeights
+from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights
 from aioinfer.models.text_model import own_name
 
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
-    r"\.lora_(?P<side>[AB])(\.\w+)?\.weight"
+    r"\.lora_((?P<side>[AB])(\.\w+)?\.weight|embedding_(?P<table>[AB])(\.\w+)?)"
 )
+#: Weights of the model, which peft saves along with adapters of embeddings and heads.
+_BASE = re.compile(r"base_model\.model\..+\.base_layer\.weight")
 _T = TypeVar("_T")
 _SIDES = {"A": "down", "B": "up"}
 #: Kinds of peft whose saved tensor is a soft prompt.
@@ -244,14 +246,14 @@ class _Tensors:
     def __enter__(self) -> _Tensors:
         try:
             self.file: Any = safe_open(self._path, "pt")
-            names = list(self.file.keys())
+            names = [name for name in self.file.keys() if not _BASE.fullmatch(name)]  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}") from error
         matched = {name: _TENSOR.fullmatch(name) for name in names}
         unknown = [name for name, match in matched.items() if match is None]
         if unknown or not names:
             what = f"it holds {unknown[0]}" if unknown else "it holds nothing"
-            raise ConfigError(f"{self._path} is no LoRA of linear layers: {what}")
+            raise ConfigError(f"{self._path} is no LoRA: {what}")
         found = [(name, match) for name, match in matched.items() if match is not None]
         depths: dict[str, int] = {}
         for _, match in found:
@@ -259,7 +261,7 @@ class _Tensors:
             depths[module] = max(depth, depths.get(module, 0))
         self.names = {}
         for name, match in found:
-            module, side = match["module"], _SIDES[match["side"]]
+            module, side = match["module"], _SIDES[match["side"] or match["table"]]
             stacks = self._config.stacks_of(module)
             if stacks:
                 number = depths[module] - match["depth"].count(".")

@@ -19,8 +19,8 @@ from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights, write_adapter
 from aioinfer.ipc.content_digest import digest_files
-from aioinfer.layers.adapter_parts import PROMPT, ModuleShape
-from aioinfer.layers.adapters import AdapterSlots, rank_of
+from aioinfer.layers.adapters.parts import PROMPT, ModuleShape, rank_of
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
@@ -189,8 +189,11 @@ class AdapterRegistry:
     def _refusal(self, module: str) -> str:
         """Returns why adapters cannot change a module."""
         text = f"adapters cannot change {module} of this model"
-        if ".experts." in module and not self._config.lora.experts:
+        lora, is_in_layer = self._config.lora, any(map(str.isdigit, module.split(".")))
+        if ".experts." in module and not lora.experts:
             text += ": lora.experts is false"
+        elif not is_in_layer and not lora.embeddings:
+            text += ": lora.embeddings is false"
         return text
 
 
@@ -206,7 +209,7 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     device, group = torch.device("meta"), ParallelGroup(0, 1)
     slots = AdapterSlots(
         1, 1, torch.float32, device, uses_kernels=False, has_experts=config.lora.experts,
-        max_prompt_tokens=config.lora.max_prompt_tokens,
+        has_embeddings=config.lora.embeddings, max_prompt_tokens=config.lora.max_prompt_tokens,
     )  # fmt: skip
     backend = Backend(device, torch.float32, group, adapters=slots)
     if not isinstance(build_model(folder, backend, config.model), DecoderModel):

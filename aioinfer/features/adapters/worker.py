@@ -20,7 +20,8 @@ import torch
 from aioinfer.features.adapters.checkpoint import read_weights
 from aioinfer.features.adapters.sections import DROP, READ, AdapterChanges, AdapterStates
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.layers.adapters import AdapterSlots, rank_of
+from aioinfer.layers.adapters.parts import rank_of
+from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Work(WorkerFeature):
             self._take(changes)
         records = plan.admissions.records
         self._of_slots[records["slot"]] = records["adapter"]
-        self._adapters.is_active = bool(self._of_slots[plan.slots].any())
+        self._adapters.tokens.is_active = bool(self._of_slots[plan.slots].any())
 
     def _take(self, changes: AdapterChanges) -> None:
         folders = changes.folders_by_number()
@@ -156,7 +157,7 @@ class Work(WorkerFeature):
         try:
             packed = reading.result()
         except Exception:  # `report` tells of it
-            self._adapters.ranks[slot] = 0
+            self._adapters.tokens.ranks[slot] = 0
             return
         if self._copies is None:
             self._copy(slot, packed)

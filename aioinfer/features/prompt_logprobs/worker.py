@@ -68,7 +68,7 @@ class Work(WorkerFeature):
         top = min(int(section.num_top.max()), rank.model.vocabulary.vocab_size)
         size = CHUNK_ROWS if top <= _KERNEL_TOP else _SORTED_ROWS
         chunks = [
-            self._score_chunk(hidden.index_select(0, tokens), of_tokens, top)
+            self._score_chunk(hidden.index_select(0, tokens), tokens, of_tokens, top)
             for tokens, of_tokens in zip(there[0].split(size), targets.split(size), strict=True)
         ]
         parts = tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -87,13 +87,13 @@ class Work(WorkerFeature):
         )
 
     def _score_chunk(
-        self, hidden: torch.Tensor, targets: torch.Tensor, top: int
+        self, hidden: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor, top: int
     ) -> tuple[torch.Tensor, ...]:
         """Returns log-probabilities float32 [c], ranks int32 [c], and the `top` likeliest tokens
         and their log-probabilities, int32 and float32 [c, top], of the tokens `targets` (int32
-        [c])."""
+        [c]) behind the step's `tokens` (integers [c])."""
         model, vocabulary = self.rank.model, self.rank.model.vocabulary
-        logits = model.logits_of(hidden)
+        logits = model.logits_of(hidden, tokens)
         found = self._find_in_shard(logits, targets, top)
         own = vocabulary.group.all_gather_last(found[1][:, None]).amax(dim=1, keepdim=True)
         likelier = (logits > own).sum(dim=1)

@@ -29,7 +29,7 @@ from aioinfer.layers.shards import NamedShards, Shard, Source
 if TYPE_CHECKING:
     from aioinfer.kernels.adapters import AdapterOperand
     from aioinfer.kernels.quantize import InputFormat
-    from aioinfer.layers.adapters import AdaptedProduct
+    from aioinfer.layers.adapters.products import AdaptedProduct
 
 
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:

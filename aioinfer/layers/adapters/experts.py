@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aioinfer.layers.adapter_parts import AdapterPart, AdapterWeights, ModuleShape
+from aioinfer.layers.adapters.parts import AdapterPart, AdapterWeights, ModuleShape
 from aioinfer.layers.shards import Shard, Source
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
     from aioinfer.kernels.expert_adapters import PairTiles
     from aioinfer.kernels.expert_routing import RoutedTokens
-    from aioinfer.layers.adapters import AdapterSlots
+    from aioinfer.layers.adapters.slots import AdapterSlots
 
 
 class ExpertProduct(AdapterPart):
@@ -46,7 +46,7 @@ class ExpertProduct(AdapterPart):
         self._columns, self._experts, self._total = columns, experts, total
         self._merged, self._order = merged, order
         rows = sum(source.rows.size for source in sources[0])
-        width = merged * slots.max_rank
+        width = merged * slots.tokens.max_rank
         self.shapes = [(len(sources), width, columns.size), (len(sources), rows, width)]
         slots.parts.add(self)
 
@@ -107,7 +107,7 @@ class ExpertProduct(AdapterPart):
         """
         down, up = self.tensors
         for slot in adapters.unique().tolist():
-            used = 0 if slot < 0 else int(self._slots.ranks[slot]) * self._merged
+            used = 0 if slot < 0 else int(self._slots.tokens.ranks[slot]) * self._merged
             if used:
                 rows = torch.nonzero(adapters == slot)[:, 0]
                 shrunk = x.index_select(0, rows) @ down[slot, place, :used].t()
@@ -119,8 +119,8 @@ class ExpertProduct(AdapterPart):
         """Adds the products of all pairs; see `kernels.expert_adapters.add_to_pairs`."""
         from aioinfer.kernels.expert_adapters import add_to_pairs
 
-        down, up = self.tensors
-        add_to_pairs(x, down, up, y, tiles, self._slots.ranks, self._merged, is_first=is_first)
+        (down, up), ranks = self.tensors, self._slots.tokens.ranks
+        add_to_pairs(x, down, up, y, tiles, ranks, self._merged, is_first=is_first)
 
 
 class ExpertAdapters:
@@ -138,11 +138,11 @@ class ExpertAdapters:
     @property
     def is_active(self) -> bool:
         """Whether a token of the step may have an adapter."""
-        return self._slots.is_active
+        return self._slots.tokens.is_active
 
     def of_rows(self, step: Step, rows: int) -> torch.Tensor | None:
-        """See `AdapterSlots.adapters_of`."""
-        return self._slots.adapters_of(step, rows)
+        """See `AdapterTokens.adapters_of`."""
+        return self._slots.tokens.adapters_of(step, rows)
 
     def tiles_of(self, adapters: torch.Tensor, routed: RoutedTokens) -> PairTiles:
         """Returns the pairs of tokens with adapters (int32 [T], negative for none), sorted."""

@@ -1,5 +1,5 @@
 """What a slot of adapters holds beside the matrices of linear layers: those of experts
-(`expert_adapters`) and soft prompts."""
+(`experts`) and soft prompts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class SlotParts:
     @property
     def size(self) -> int:
         """Numbers of a packed slot."""
-        return sum(_aligned(shape) for part in self._parts for shape in part.shapes)
+        return sum(aligned(math.prod(shape)) for part in self._parts for shape in part.shapes)
 
     def allocate(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the tensors of all parts."""
@@ -154,9 +154,15 @@ class SlotParts:
             tensors = []
             for shape in part.shapes:
                 tensors.append(packed[first : first + math.prod(shape)].view(shape))
-                first += _aligned(shape)
+                first += aligned(math.prod(shape))
             yield part, tensors
 
 
-def _aligned(shape: tuple[int, ...]) -> int:
-    return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+def aligned(numbers: int) -> int:
+    """Returns so many numbers, or a few more: where the next tensor of a packed slot may begin."""
+    return -(-numbers // _ALIGNMENT) * _ALIGNMENT
+
+
+def rank_of(weights: Mapping[str, AdapterWeights]) -> int:
+    """Returns the largest rank of an adapter's modules."""
+    return max(-(-each.down.shape[-2] // each.merged) for each in weights.values())

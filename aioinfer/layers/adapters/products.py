@@ -1,0 +1,224 @@
+"""What adapters add to products (LoRA, Hu et al. 2021): to a linear layer's product y = x W^T, a
+token with an adapter adds (x A^T) B^T, with matrices of low rank.
+
+A slot holds the matrices of all of them. Modules that a product merges have their ranks one after
+the other: A is [modules * rank, in], and B [out, modules * rank] with zeros where a row's module
+has other ranks. The matrices B of all slots lie side by side, as one matrix that a kernel may
+multiply with together with the layer's weight. Tensor-parallel ranks have the rows of B or the
+columns of A that belong to their part of the weight, so no sum over the ranks is added.
+
+`Weight.multiply` adds an `AdaptedProduct` while a step has adapters. The embedding, the head and
+the expansion of latent vectors, whose rows are not the step's tokens, add a `RowProduct`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioinfer.layers.adapters.parts import AdapterWeights, aligned
+from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.layers.shards import Shard, Source
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.adapters import AdapterOperand, Adapters
+
+
+class AdaptedProduct:
+    """What the adapters add to one product on one rank.
+
+    Args:
+        tokens: of a step by adapter.
+        sources, columns: of the product's weight.
+
+    Attributes:
+        modules: the checkpoint modules that it merges.
+        width: columns of a slot in B.
+        sizes: numbers of A and of B in a packed slot.
+        places: where they begin, among the numbers A and B of all products; set by `AdapterSlots`.
+        row_order: int64 [out], the row in checkpoint order at each place; None for the same order.
+        input_order: int64 [in], the input at each place; None for the same order.
+    """
+
+    places: tuple[int, int]
+
+    def __init__(self, tokens: AdapterTokens, sources: Sequence[Source], columns: Shard):
+        self._tokens, self._sources, self._columns = tokens, sources, columns
+        self.modules = list(dict.fromkeys(source.name for source in sources))
+        self.row_order: torch.Tensor | None = None
+        self.input_order: torch.Tensor | None = None
+        self._out = sum(source.rows.size for source in sources)
+        self.width = len(self.modules) * tokens.max_rank
+        self.sizes = self.width * columns.size, self._out * self.width
+        self._down: torch.Tensor
+        self._up: torch.Tensor
+
+    @property
+    def inputs(self) -> int:
+        """Input features on this rank."""
+        return self._columns.size
+
+    def allocate(self, memory: torch.Tensor) -> None:
+        """Makes the matrices B of all slots. `memory` [slots, numbers] has A of all products."""
+        columns = aligned(len(memory) * self.width)
+        self._down, self._up = self._down_of(memory), memory.new_zeros(self._out, columns)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a token of the step may have an adapter."""
+        return self._tokens.is_active
+
+    def shape_of(self, module: str) -> tuple[int, int]:
+        """Returns (out, in) of a checkpoint module."""
+        rows = next(source.rows for source in self._sources if source.name == module)
+        return rows.total, self._columns.total
+
+    def put(
+        self, downs: torch.Tensor, ups: torch.Tensor, weights: Mapping[str, AdapterWeights],
+        rank: int,
+    ) -> None:  # fmt: skip
+        """Writes an adapter's matrices into the numbers A and B of a slot of zeros on the host;
+        `rank`: the largest of its modules."""
+        down, up = self._down_of(downs[None])[0], self._up_of(ups)
+        columns = slice(self._columns.start, self._columns.start + self._columns.size)
+        first_row = 0
+        for source in self._sources:
+            rows = slice(first_row, first_row := first_row + source.rows.size)
+            found = weights.get(source.name)
+            if found is None:
+                continue
+            number = self.modules.index(source.name) * rank
+            ranks = slice(number, number + len(found.down))
+            given = found.down[:, columns]
+            down[ranks] = given if self.input_order is None else given[:, self.input_order]
+            own = found.up[source.rows.start : source.rows.start + source.rows.size].float()
+            up[rows, ranks] = (own * (found.scale * source.scale)).to(up.dtype)
+        if self.row_order is not None:
+            up.copy_(up[self.row_order])
+
+    def _down_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns A [slots, width, in] in memory of slots [slots, numbers]."""
+        first, size = self.places[0], self._columns.size
+        return memory[:, first : first + self.width * size].view(len(memory), self.width, size)
+
+    def _up_of(self, ups: torch.Tensor) -> torch.Tensor:
+        """Returns B [out, width] in the numbers B of a slot."""
+        first = self.places[1]
+        return ups[first : first + self._out * self.width].view(self._out, self.width)
+
+    def enter(self, slot: int, ups: torch.Tensor) -> None:
+        """Copies B to the columns of a slot, from its numbers B on the device."""
+        columns = slice(slot * self.width, (slot + 1) * self.width)
+        self._up[:, columns].copy_(self._up_of(ups))
+
+    # ---------------------------------------------------------------- products
+
+    def _matrices(self) -> Adapters:
+        """Returns the matrices as kernels take them."""
+        from aioinfer.kernels.adapters import Adapters
+
+        return Adapters(self._down, self._up, self._tokens.ranks, len(self.modules))
+
+    def may_fuse(self, x: torch.Tensor) -> bool:
+        """Whether a kernel may add the adapters to the product of x [T, in] in its own launch."""
+        return x.ndim == 2 and self._tokens.may_fuse(len(x), self._up.shape[1], self.inputs)
+
+    def shrink(self, x: torch.Tensor, norm: Any = None) -> AdapterOperand:
+        """Returns the adapters of the step's few tokens x [T, in], whose product with B a kernel
+        adds to the weight's (`AdapterTokens.may_fuse`).
+
+        Args:
+            norm: the RMSNorm that x passes through first, or None; of one token alone.
+        """
+        from aioinfer.kernels.adapters import shrink
+
+        tokens = self._tokens
+        given: dict[str, Any] = {}
+        if norm is not None:
+            given = {"norm_weight": norm.weight, "eps": norm.eps}
+        tiles = tokens.tiles_of(len(x))
+        operand = shrink(x, self._matrices(), tiles, tokens.workspace, **given, pdl=tokens.pdl)
+        assert operand is not None, "too many tokens"
+        return operand
+
+    def begin(self, x: torch.Tensor) -> None:
+        """Begins to compute what `add` adds for x [T, in], beside the weight's product with x."""
+        tokens = self._tokens
+        if not tokens.uses_kernels or not len(x):
+            return
+        from aioinfer.kernels.adapters import shrink
+
+        with tokens.beside():
+            shrink(x, self._matrices(), tokens.tiles_of(len(x)), tokens.workspace)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds the products of the step's tokens x [T, in] with their adapters to y [T, out], after
+        `begin`."""
+        tokens = self._tokens
+        if not len(x):
+            return
+        if tokens.uses_kernels:
+            from aioinfer.kernels.adapters import expand
+
+            tokens.join()
+            expand(y, self._matrices(), tokens.tiles_of(len(x)), tokens.workspace)
+            return
+        for slot, own in tokens.tokens_of(len(x)):
+            used = int(tokens.ranks[slot]) * len(self.modules)
+            first = slot * self.width
+            shrunk = x.index_select(0, own) @ self._down[slot, :used].t()
+            y.index_add_(0, own, shrunk @ self._up[:, first : first + used].t())
+
+
+class RowProduct(AdaptedProduct):
+    """What the adapters add to a product of rows [N, in], given the adapter slot of each (int32
+    [N], negative for none): x A^T in the columns of all slots, of which those of the row's adapter
+    are kept, times B of all slots. In plain torch, which CUDA graphs may capture."""
+
+    def allocate(self, memory: torch.Tensor) -> None:
+        """See `AdaptedProduct.allocate`."""
+        super().allocate(memory)
+        slots = torch.arange(len(memory), dtype=torch.int32, device=self._up.device)
+        self._slot_of = slots.repeat_interleave(self.width)
+
+    def adapters_of(self, step: Step) -> torch.Tensor | None:
+        """See `AdapterTokens.of_tokens`."""
+        return self._tokens.of_tokens(step)
+
+    @property
+    def down(self) -> torch.Tensor:
+        """A of all slots, [columns, in]."""
+        return self._down.flatten(0, 1)
+
+    @property
+    def up(self) -> torch.Tensor:
+        """B of all slots, [out, columns]."""
+        return self._up[:, : len(self._slot_of)]
+
+    def keep_own(self, shrunk: torch.Tensor, adapters: torch.Tensor) -> torch.Tensor:
+        """Returns products with A of all slots [..., N, columns] with zeros in the columns of other
+        adapters than each row's; they are written to."""
+        return shrunk.masked_fill_(adapters[:, None] != self._slot_of, 0)
+
+    def add_rows(self, x: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
+        """Adds the products of the rows x [N, in] to y [N, out]."""
+        y.addmm_(self.keep_own(x @ self.down.t(), adapters), self.up.t())
+
+    def add_looked_up(self, numbers: torch.Tensor, y: torch.Tensor, adapters: torch.Tensor) -> None:
+        """Adds the products of inputs that are one at one channel each, and else zero, to y [N,
+        out].
+
+        Args:
+            numbers: integers [N], these channels, among all that the ranks have together; a rank
+                adds nothing for those of others.
+        """
+        if not self._columns.size:
+            return
+        local = numbers.long() - self._columns.start
+        is_own = (local >= 0) & (local < self._columns.size)
+        slots = torch.where(is_own, adapters, -1)
+        columns = self._down[slots.long().clamp(min=0), :, torch.where(is_own, local, 0)]
+        y.addmm_(self.keep_own(columns.repeat(1, len(self._down)), slots), self.up.t())

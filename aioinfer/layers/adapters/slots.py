@@ -1,0 +1,166 @@
+"""The adapters on one rank's device (LoRA, Hu et al. 2021), in slots of one size each: a slot holds
+the matrices of all adapted layers.
+
+The products of a step's adapters are added while `AdapterSlots.is_active`; a step without adapters
+computes what it would without slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import torch
+
+from aioinfer.layers.adapters.parts import (
+    AdapterWeights,
+    ModuleShape,
+    SlotParts,
+    SoftPrompts,
+    aligned,
+    rank_of,
+)
+from aioinfer.layers.adapters.products import AdaptedProduct, RowProduct
+from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.layers.shards import Shard, Source
+
+
+class AdapterSlots:
+    """The adapters on one rank's device.
+
+    Args:
+        count: how many there can be at a time.
+        max_rank: of an adapter.
+        dtype, device: of the rank.
+        uses_kernels: whether Triton kernels compute the products.
+        has_experts, has_embeddings: whether adapters may change experts, and the embedding and the
+            head.
+        max_prompt_tokens: maximum of a soft prompt; 0 for none.
+
+    Attributes:
+        tokens: of a step by adapter.
+        products: that adapters may change, of a step's tokens.
+        row_products: the others.
+        prompts: the soft prompts, if there may be any.
+        parts: what a slot holds beside their matrices.
+        memory: [count, numbers], the matrices A of each slot; made by `allocate`.
+    """
+
+    memory: torch.Tensor
+
+    def __init__(
+        self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
+        *, uses_kernels: bool, pdl: bool = False, has_experts: bool = False,
+        has_embeddings: bool = False, max_prompt_tokens: int = 0,
+    ):  # fmt: skip
+        self._max_prompt_tokens = max_prompt_tokens
+        self.prompts: SoftPrompts | None = None
+        self.has_experts, self.has_embeddings = has_experts, has_embeddings
+        self.tokens = AdapterTokens(count, max_rank, device, uses_kernels=uses_kernels, pdl=pdl)
+        self.count = count
+        self.products: list[AdaptedProduct] = []
+        self.row_products: list[RowProduct] = []
+        self.parts = SlotParts()
+        self._dtype, self._device = dtype, device
+        #: numbers of a packed slot in A and in B
+        self._sizes = [0, 0]
+        self._entering: torch.Tensor
+
+    @property
+    def modules(self) -> dict[str, ModuleShape]:
+        """The checkpoint's modules that adapters may change."""
+        found = {
+            module: ModuleShape(*product.shape_of(module))
+            for product in self._all_products
+            for module in product.modules
+        }
+        for part in self.parts:
+            found |= part.modules
+        return found
+
+    @property
+    def _all_products(self) -> Iterator[AdaptedProduct]:
+        return chain(self.products, self.row_products)
+
+    def __enter__(self) -> None:
+        """Begins a block in which tokens may have adapters."""
+        self.tokens.is_active = True
+
+    def __exit__(self, *error: object) -> None:
+        self.tokens.is_active = False
+
+    # ---------------------------------------------------------------- matrices
+
+    def add_prompts(self, hidden_size: int) -> None:
+        """Adds soft prompts to the slots of a model, before `allocate`, if there may be any."""
+        if self._max_prompt_tokens:
+            self.prompts = SoftPrompts(self._max_prompt_tokens, hidden_size)
+            self.parts.add(self.prompts)
+
+    def adapt(self, sources: Sequence[Source], columns: Shard) -> AdaptedProduct:
+        """Returns what adapters add to the product of a weight, before `allocate`."""
+        product = AdaptedProduct(self.tokens, sources, columns)
+        product.places = self._reserve(product)
+        self.products.append(product)
+        return product
+
+    def adapt_rows(self, sources: Sequence[Source], columns: Shard) -> RowProduct:
+        """Returns what adapters add to a product whose rows are not the step's tokens, before
+        `allocate`."""
+        product = RowProduct(self.tokens, sources, columns)
+        product.places = self._reserve(product)
+        self.row_products.append(product)
+        return product
+
+    def _reserve(self, product: AdaptedProduct) -> tuple[int, int]:
+        """Returns where the product's A begins among a slot's, and its B."""
+        places = self._sizes[0], self._sizes[1]
+        self._sizes = [
+            place + aligned(numbers) for place, numbers in zip(places, product.sizes, strict=True)
+        ]
+        return places
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return (sum(self._sizes) + self.parts.size) * self._dtype.itemsize
+
+    def allocate(self, tokens: int) -> None:
+        """Makes the memory of the slots, for steps of up to `tokens` tokens."""
+        dtype, device = self._dtype, self._device
+        self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
+        for product in self._all_products:
+            product.allocate(self.memory)
+        self.parts.allocate(self.count, dtype, device)
+        if self.tokens.uses_kernels:
+            merged = sorted({len(product.modules) for product in self.products})
+            inputs = max(product.inputs for product in self.products)
+            self.tokens.allocate(tokens, tuple(merged), inputs, dtype)
+            self._entering = torch.empty(sum(self._sizes), dtype=dtype, device=device)
+
+    def pack(self, weights: Mapping[str, AdapterWeights], *, pinned: bool) -> torch.Tensor:
+        """Returns this rank's part of an adapter in the form of a slot, on the host.
+
+        Args:
+            weights: by checkpoint module.
+            pinned: in pinned memory.
+        """
+        packed = torch.zeros(sum(self._sizes), dtype=self._dtype, pin_memory=pinned)
+        rank, (downs, ups) = rank_of(weights), packed.split(self._sizes)
+        for product in self._all_products:
+            product.put(downs, ups, weights, rank)
+        return packed
+
+    def pack_parts(self, weights: Mapping[str, AdapterWeights], *, pinned: bool) -> torch.Tensor:
+        """Returns this rank's `parts` of an adapter on the host; arguments as of `pack`."""
+        return self.parts.pack(weights, rank_of(weights), self._dtype, pinned=pinned)
+
+    def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
+        """Puts an adapter into a slot, on the current stream."""
+        if self.tokens.uses_kernels:
+            packed = self._entering.copy_(packed, non_blocking=True)
+        downs, ups = packed.split(self._sizes)
+        self.memory[slot].copy_(downs)
+        for product in self._all_products:
+            product.enter(slot, ups)
+        self.tokens.ranks[slot] = rank

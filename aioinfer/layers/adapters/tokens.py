@@ -1,0 +1,169 @@
+"""The tokens of a step by adapter, for the products that add what the adapters of the tokens give.
+
+On a GPU they are sorted on the device (`kernels.adapter_tiles`), so that a CUDA graph holds for any
+adapters; on a CPU, and for the rows of `RowProduct`, in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioinfer.layers.step import Step
+
+if TYPE_CHECKING:
+    from aioinfer.kernels.adapter_tiles import AdapterTiles
+    from aioinfer.kernels.adapters import AdapterWorkspace
+
+#: Of more rows than `kernels.adapter_tiles.MAX_FUSED_ROWS` a product has the adapters in its launch
+#: only if it has so many times as many input features as columns of B.
+_COLUMN_SHARE = 8
+
+
+class AdapterTokens:
+    """The tokens of a step by adapter.
+
+    Args:
+        count: of the slots.
+        max_rank: of an adapter.
+        device: of the rank.
+        uses_kernels: whether Triton kernels compute the products.
+        pdl: whether they are launched as programmatic dependents.
+
+    Attributes:
+        is_active: whether a token of the step that is being computed may have an adapter.
+        ranks: int32 [count], of the adapter in each slot.
+        workspace: of the kernels; made by `allocate`.
+    """
+
+    workspace: AdapterWorkspace
+
+    def __init__(
+        self, count: int, max_rank: int, device: torch.device, *, uses_kernels: bool, pdl: bool
+    ):
+        self.count, self.max_rank = count, max_rank
+        self.uses_kernels, self.pdl = uses_kernels, pdl
+        self.is_active = False
+        self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tokens = 0
+        #: of the planned step: the adapter slots of all tokens, and of the sampled ones
+        self._given: torch.Tensor | None = None
+        self._sampled: torch.Tensor | None = None
+        #: on a CPU: by the number of tokens, the tokens of each slot
+        self._by_slot: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._tiles: AdapterTiles
+        self._sampled_tiles: AdapterTiles
+
+    def allocate(
+        self, tokens: int, merged: tuple[int, ...], inputs: int, dtype: torch.dtype
+    ) -> None:
+        """Makes the memory that kernels need, for steps of up to `tokens` tokens.
+
+        Args:
+            merged: the numbers of modules that products merge, in ascending order.
+            inputs: the maximum of a product's input features.
+            dtype: of the products.
+        """
+        from aioinfer.kernels.adapter_tiles import AdapterTiles, RankLayout
+        from aioinfer.kernels.adapters import AdapterWorkspace
+
+        layout, device = RankLayout(self.count, self.max_rank, merged), self.ranks.device
+        self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
+        self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+        self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+
+    def adapters_of(self, step: Step, rows: int) -> torch.Tensor | None:
+        """Returns the adapter slot (int32 [rows], negative for none) of each row of a layer, which
+        has all tokens of a step or the sampled ones; None where no token may have an adapter."""
+        given, sampled = step.inputs.adapters, step.sampled
+        if not self.is_active or given is None or rows == len(given):
+            return given if self.is_active else None
+        assert sampled is not None, "neither all tokens nor the sampled ones"
+        return given.index_select(0, sampled.last)
+
+    def of_tokens(self, step: Step) -> torch.Tensor | None:
+        """Returns the adapter slot (int32 [T], negative for none) of each of a step's tokens; None
+        where none may have an adapter."""
+        return step.inputs.adapters if self.is_active else None
+
+    def adapters_at(self, tokens: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the adapter slots (int32 [N], negative for none) of tokens of the planned step,
+        integers [N], by default of the sampled ones; None where no token may have an adapter."""
+        if not self.is_active or self._given is None:
+            return None
+        return self._sampled if tokens is None else self._given.index_select(0, tokens)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Context of launches beside those that follow on the current stream, until `join`; on a
+        CPU of calls in their order."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def join(self) -> None:
+        """Lets the current stream wait for the launches of `beside`."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+    def plan(self, step: Step) -> None:
+        """Finds the tokens of each adapter in a step, while `is_active`; before its products. On a
+        GPU this may be captured in a CUDA graph."""
+        adapters, sampled = step.inputs.adapters, step.sampled
+        if not self.is_active or adapters is None:
+            return
+        self._tokens = len(adapters)
+        self._by_slot = {}
+        self._given = self._sampled = adapters
+        self._sort(adapters, is_sampled=False)
+        if sampled is not None:
+            self._sampled = adapters.index_select(0, sampled.last)
+            self._sort(self._sampled, is_sampled=True)
+
+    def _sort(self, adapters: torch.Tensor, *, is_sampled: bool) -> None:
+        if not self.uses_kernels:
+            self._by_slot[len(adapters)] = [
+                (slot, torch.nonzero(adapters == slot)[:, 0])
+                for slot in adapters.unique().tolist()
+                if slot >= 0
+            ]
+            return
+        if not len(adapters):
+            return
+        from aioinfer.kernels.adapter_tiles import sort_by_adapter
+
+        tiles = self._sampled_tiles if is_sampled else self._tiles
+        sort_by_adapter(adapters, tiles, self.ranks)
+
+    @contextmanager
+    def expecting(self, tokens: int) -> Iterator[None]:
+        """Context in which products read the tiles of all tokens of a step of up to so many, which
+        `plan` finds before they are computed: for a CUDA graph of layers alone."""
+        planned, self._tokens = self._tokens, tokens
+        yield
+        self._tokens = planned
+
+    def tiles_of(self, rows: int) -> AdapterTiles:
+        """Returns the tiles of a product of so many rows: all tokens of the step, or the sampled
+        ones."""
+        tiles = self._tiles if rows == self._tokens else self._sampled_tiles
+        return tiles.views(rows)
+
+    def may_fuse(self, rows: int, columns: int, inputs: int) -> bool:
+        """Whether a kernel may add the adapters to a product of so many rows in its own launch: few
+        rows read the matrices B that they need anyway, while many would take arithmetic for each
+        column of B beside the input features."""
+        if not self.uses_kernels or not 0 < rows <= len(self._tiles.shrunk):
+            return False
+        from aioinfer.kernels.adapter_tiles import MAX_FUSED_ROWS
+
+        return rows <= MAX_FUSED_ROWS or _COLUMN_SHARE * columns <= inputs
+
+    def tokens_of(self, rows: int) -> list[tuple[int, torch.Tensor]]:
+        """Returns (slot, int64 tokens) of the adapters in a product of so many rows, in plain
+        torch."""
+        return self._by_slot[rows]
