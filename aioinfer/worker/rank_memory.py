@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from aioinfer.errors import WorkerCallError
-from aioinfer.layers.adapters import AdapterSlots
+from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.layers.adapters.tokens import AdapterTokens
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.worker.host_blocks import pin, unpin
@@ -41,7 +42,9 @@ TAGS = ("weights", "kv_cache")
 #: Where tensors begin in a range, in bytes: kernels load 128 bits at a time, and TMA needs 128.
 _ALIGNMENT = 512
 #: What models refer to and does not belong to them.
-_FOREIGN = (Backend, ParallelGroup, AdapterSlots, type, types.ModuleType, weakref.ref)
+_FOREIGN = (
+    Backend, ParallelGroup, AdapterSlots, AdapterTokens, type, types.ModuleType, weakref.ref
+)  # fmt: skip
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 _MADV_DONTNEED = 4
 
