@@ -287,7 +287,7 @@ async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes
         request.writer.output_size = 0  # the response itself has not begun
     name = purpose = None
     form = await request.multipart()
-    async with receiving(request.app[REQUEST_BODIES].counts) as count:
+    async with receiving(request.app[REQUEST_BODIES].counts, request.content):
         while (part := await form.next()) is not None:
             if not isinstance(part, BodyPartReader):
                 raise RequestError("a form within the form is not understood")
@@ -295,7 +295,7 @@ async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes
                 if name is not None:
                     raise RequestError("the form has two files", param="file")
                 name = shorten(part.filename or "file")
-                await _write(part, place, count)
+                await _write(part, place)
             elif part.name == "purpose":
                 purpose = await _field(part)
             else:
@@ -304,14 +304,12 @@ async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes
     return name, purpose
 
 
-async def _write(part: BodyPartReader, place: Path, count: Callable[[int], None]) -> None:
-    """Writes a part of a form to a file, in pieces, and counts the bytes. Raises
-    `RequestError`."""
+async def _write(part: BodyPartReader, place: Path) -> None:
+    """Writes a part of a form to a file, in pieces. Raises `RequestError`."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
     try:
         size, buffer = 0, bytearray()
         while chunk := await part.read_chunk(2**16):
-            count(len(chunk))
             size += len(chunk)
             if size > MAX_FILE_BYTES:
                 raise web.HTTPRequestEntityTooLarge(MAX_FILE_BYTES, size)
