@@ -205,15 +205,20 @@ class HeldBody:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the response itself has not begun
         if request.content.is_eof():  # all of it came with the head
-            self._add(request.content.read_nowait(), limit)
+            self.add(request.content.read_nowait(), limit)
         else:
             async with receiving(self._bodies.counts, request.content):
                 while chunk := await request.content.readany():
-                    self._add(chunk, limit)
+                    self.add(chunk, limit)
+        return self.take()
+
+    def take(self) -> list[bytes]:
+        """Returns what was added, in parts."""
         self._parts.append(bytes(self._latest))
         return self._parts
 
-    def _add(self, chunk: bytes, limit: int) -> None:
+    def add(self, chunk: bytes, limit: int) -> None:
+        """Adds bytes of the body, which has `limit` of them at most. Raises as `receive`."""
         size = self._size + len(chunk)
         if size > limit:
             raise web.HTTPRequestEntityTooLarge(limit)
