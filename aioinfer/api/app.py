@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from aioinfer.api.event_stream import GatewayAccess
 from aioinfer.api.http.logs import FieldsMessage, LogWriter, LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
@@ -77,7 +78,7 @@ async def serve(config: Config, announce: Callable[[str], None] | None = None) -
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, "blocking"))
     errors = LoopErrors(loop)
     stop = _StopSignals()
-    server = HttpServer(config)
+    server = HttpServer(config, gateways=GatewayAccess.of(config))
     try:
         # a taken port or a missing file is reported now, and not after the model has been loaded
         url = await server.start()

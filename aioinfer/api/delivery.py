@@ -11,19 +11,28 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from aioinfer.api.admission import ADMISSION, admit, deadline_of, sharer
 from aioinfer.api.context import FRONTEND, read_body
 from aioinfer.api.errors import renamed
-from aioinfer.api.event_stream import EventStream, mark_frame, stream_state
+from aioinfer.api.event_stream import (
+    EventStream,
+    handover_of,
+    mark_frame,
+    stream_state,
+    wants_offer,
+)
 from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressReader
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
+from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput
@@ -56,11 +65,28 @@ async def deliver(
     request: web.Request, generation: Generation, dialect: Dialect[Any]
 ) -> web.StreamResponse:
     """Answers a request with what is generated. Raises what `submitted` and `collect` do."""
+    if wants_offer(request):
+        return await _offer(request, generation)
     async with submitted(request, generation) as outputs:
         if generation.streams:
             return await stream(request, outputs, dialect)
         choices = await collect(outputs)
     return await dialect.respond(outputs, choices)
+
+
+async def _offer(request: web.Request, generation: Generation) -> web.Response:
+    """Computes the prompt of a request, and answers with the `Handover` of its KV blocks to a
+    gateway; without a body where there are none, or several prompts."""
+    if len(generation.prompts) != 1:
+        return web.Response(status=204)
+    params = SamplingParams(max_tokens=1, temperature=0.0, adapter=generation.params.adapter)
+    alone = replace(generation, params=params, streams=False, second_texts=())
+    async with submitted(request, alone) as outputs:
+        await collect(outputs)
+    offered = request.app[FRONTEND].offer(outputs[0])
+    if offered is None:
+        return web.Response(status=204)
+    return web.Response(body=msgspec.json.encode(offered), content_type="application/json")
 
 
 @asynccontextmanager
@@ -98,6 +124,7 @@ async def submitted(
                         flow=account.flow,
                         cache_salt=generation.cache_salt or "",
                         known=stream_state(request).known,
+                        handover=handover_of(request) if len(prompts) == 1 else None,
                     )
                 )
                 places.use(params.num_sequences)

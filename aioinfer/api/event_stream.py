@@ -16,6 +16,7 @@ written for them. `gateway.relay` is the other side of this.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import time
 from collections.abc import Sequence
@@ -27,8 +28,12 @@ from aiohttp import web
 
 from aioinfer.api.context import RECEIVED, REQUEST_BODIES, STREAM_HEADERS
 from aioinfer.api.errors import ERROR_CODE, Handler, error_response
+from aioinfer.config import Config
+from aioinfer.config_keys import parse_address
 from aioinfer.engine.output import KnownDelta
 from aioinfer.errors import EngineDeadError, OverloadedError, RequestError
+from aioinfer.ipc.peer_link import read_key
+from aioinfer.scheduler.handover import Handover
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import Delta, RequestOutput
@@ -38,6 +43,10 @@ if TYPE_CHECKING:
 #: stream began in Unix seconds, and a key, of which the ids are made that several of its events
 #: share.
 STREAM_HEADER = "X-Aioinfer-Stream"
+#: In a gateway's request: `offer` where the server is to compute the prompt alone, and its reply to
+#: be a `Handover`; or the `Handover` of another server that has computed it.
+HANDOVER_HEADER = "X-Aioinfer-Handover"
+OFFER = "offer"
 #: In a reply to a gateway: the code of an error, whose body may have the shape of any API.
 ERROR_HEADER = "X-Aioinfer-Error"
 
@@ -52,7 +61,10 @@ class StreamState(NamedTuple):
 
 _STATE: web.RequestKey[StreamState] = web.RequestKey("stream_state")
 _IS_GATEWAYS = web.RequestKey("is_gateways", bool)
+_HANDOVER: web.RequestKey[Handover] = web.RequestKey("handover")
+_IS_OFFER = web.RequestKey("is_offer", bool)
 _decoder = msgspec.json.Decoder(list[KnownDelta])
+_handover_decoder = msgspec.json.Decoder(Handover)
 #: Restored deltas, some 10 us each, between which other work of the event loop gets its turn.
 _RESTORED_AT_ONCE = 64
 
@@ -64,11 +76,34 @@ def stream_state(request: web.Request) -> StreamState:
     return request[_STATE]
 
 
+def handover_of(request: web.Request) -> Handover | None:
+    """Returns the KV blocks that another server has computed for a request, by its gateway."""
+    return request.get(_HANDOVER)
+
+
+def wants_offer(request: web.Request) -> bool:
+    """Whether a gateway wants the prompt of a request computed, and nothing generated."""
+    return request.get(_IS_OFFER, False)
+
+
+def gateway_token(key_file: str) -> str:
+    """Returns the token of gateways that have a key of `cache.peer_key_file`. Raises
+    `ConfigError`."""
+    return hmac.digest(read_key(key_file), b"gateway", "sha256").hex()
+
+
 class GatewayAccess:
     """Knows the requests of gateways by their token."""
 
     def __init__(self, token: str):
         self._token = token.encode()
+
+    @classmethod
+    def of(cls, config: Config) -> GatewayAccess | None:
+        """Returns the access of gateways that have the key of `cache.peer_key_file`; None without
+        one. Raises `ConfigError`."""
+        path = config.cache.peer_key_file
+        return None if path is None else cls(gateway_token(path))
 
     @web.middleware
     async def accept(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -90,6 +125,10 @@ class GatewayAccess:
         if not secrets.compare_digest(token.encode(), self._token):
             raise RequestError(f"{STREAM_HEADER} needs the token of a gateway", status=403)
         request[_IS_GATEWAYS] = True
+        if (handover := request.headers.get(HANDOVER_HEADER)) == OFFER:
+            request[_IS_OFFER] = True
+        elif handover is not None:
+            request[_HANDOVER] = decode_handover(handover.encode())
         if state:
             created, key, size = state
             with request.app[REQUEST_BODIES].hold() as held:
@@ -101,6 +140,16 @@ class GatewayAccess:
             except msgspec.DecodeError as error:
                 raise RequestError(f"the marks behind the body are wrong: {error}") from error
             request[_STATE] = StreamState(int(created), key, known)
+
+
+def decode_handover(data: bytes) -> Handover:
+    """Returns the handover that a header or a reply holds. Raises `RequestError`."""
+    try:
+        found = _handover_decoder.decode(data)
+        parse_address(found.address)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RequestError(f"{HANDOVER_HEADER} is wrong: {error}") from error
+    return found
 
 
 class EventStream(web.StreamResponse):

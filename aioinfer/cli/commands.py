@@ -21,6 +21,7 @@ COMMANDS = {
     "batch": "answer a file of requests without a server, in OpenAI's batch format",
     "chat": "chat in the terminal, with a server or with an engine of its own",
     "deploy": "serve replicas of a model behind a gateway, under Ray Serve",
+    "gateway": "pass requests on to servers, some of which may compute prompts for the others",
     "bench": "measure a server: the load generator scripts/bench.py",
     "completion": "print a script that completes this command line in a shell",
 }

@@ -37,6 +37,7 @@ from aioinfer.ipc.plan import StepPlan, StepResult
 from aioinfer.scheduler.features import StepFeatures
 from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.peer_connector import PeerLimits
 from aioinfer.scheduler.scheduler import Scheduler
 
 
@@ -174,6 +175,7 @@ class Engine:
                 self._config.cache.host_bytes, report.num_blocks, report.kv_cache_bytes
             ),
             disk=self._disk_limits(report),
+            peers=self._peer_limits(),
             plan_ahead=limits.plan_ahead,
         )
 
@@ -185,6 +187,13 @@ class Engine:
         memory = cache.disk_bytes // self._config.parallel.world_size
         num_files = blocks_in(memory, report.num_blocks, report.kv_cache_bytes)
         return DiskLimits(num_files, report.kv_files)
+
+    def _peer_limits(self) -> PeerLimits | None:
+        """Returns how prompts are handed over between servers, if they are."""
+        cache, ranks = self._config.cache, self._config.parallel.world_size
+        if not cache.peer_key_file:
+            return None
+        return PeerLimits(cache.peer_address, self.number * ranks, ranks)
 
     def _list_kv_files(self, report: WorkerReport) -> list[list[bytes]]:
         """Returns `WorkerReport.kv_files`."""

@@ -54,6 +54,7 @@ from aioinfer.features.token_states.planning import check_states
 from aioinfer.ipc.anonymous_file import RendezvousFiles
 from aioinfer.models.source import SourceFormat
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.request import ONE_FLOW, Flow
 from aioinfer.text.constraints import CompiledConstraint
 from aioinfer.text.generation_defaults import GenerationDefaults
@@ -435,6 +436,7 @@ class Frontend:
         flow: Flow = ONE_FLOW,
         cache_salt: str = "",
         known: Sequence[KnownDelta] = (),
+        handover: Handover | None = None,
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -448,6 +450,7 @@ class Frontend:
             flow: the requests that it shares a part of the server with.
             cache_salt: prompts share KV blocks only under the same one.
             known: the part of the output that the client has already, from another server.
+            handover: the KV blocks of the prompt that another server has.
 
         Raises:
             RequestError: the request is wrong or could never fit, or the model sleeps.
@@ -467,6 +470,7 @@ class Frontend:
             flow=flow,
             arrived=arrived,
             known=known,
+            handover=handover,
         )
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
@@ -527,6 +531,7 @@ class Frontend:
         flow: Flow = ONE_FLOW,
         arrived: float,
         known: Sequence[KnownDelta] = (),
+        handover: Handover | None = None,
     ) -> RequestOutput:
         """The second half of `submit`, without a wait: requests that are admitted one after the
         other share a step.
@@ -560,13 +565,21 @@ class Frontend:
         hashes = prompt.hashes if may_hit else []
         route = self._router.route(len(prompt.tokens), hashes, params.num_sequences)
         engine = self.engines[route.engine]
-        first.num_expected = route.num_tokens
+        first.num_expected, first.handover = route.num_tokens, handover
         output.on_abort = engine.requests.abort
         output.restore(known)
         self._router.promise(route, first)
         engine.add(output, arrived)
         self.loop_lag.watch()
         return output
+
+    def offer(self, output: RequestOutput) -> Handover | None:
+        """Returns the KV blocks of a prompt that was computed, which another server may read; None
+        if there are none."""
+        stores = (engine.scheduler.kv_cache.store for engine in self.engines)
+        request = output.sequences[0].request
+        offers = (store.offer(request) for store in stores if store is not None)
+        return next((found for found in offers if found is not None), None)
 
     # ---------------------------------------------------------------- failure
 

@@ -105,14 +105,12 @@ class Members:
         """Hands the reports of a replica to the router, as long as it is a member."""
         while True:
             try:
-                await self._read(address)
+                await (self._read(address) if address.reports_url else self._watch(address))
             except TimeoutError:  # of connecting, or of a report
                 self._warn(address.name, f"replica {address.name} is silent")
                 self._on_silence(address.name)
             except aiohttp.ClientResponseError as error:
-                self._warn(
-                    address.name, f"replica {address.name} answers {error.status} for reports"
-                )
+                self._warn(address.name, f"replica {address.name} answers {error.status}")
             except aiohttp.ClientError as error:
                 reason = no_answer(address.reports_url, error)
                 self._warn(address.name, f"replica {address.name} reports no more: {reason}")
@@ -121,6 +119,17 @@ class Members:
             finally:
                 self._router.leave(address.name)
             await asyncio.sleep(_PAUSE_S)
+
+    async def _watch(self, address: Address) -> None:
+        """Has a replica without reports get requests while it says that it is ready."""
+        timeout, is_known = aiohttp.ClientTimeout(total=_SILENCE_S), False
+        while True:
+            async with self._http.get(f"{address.url}/health/ready", timeout=timeout) as response:
+                response.raise_for_status()
+            if not is_known:
+                self._router.join(address.name)
+                is_known = True
+            await asyncio.sleep(_ASK_S)
 
     async def _read(self, address: Address) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)

@@ -12,6 +12,10 @@ nothing listens there any more) goes to another. So does one whose replica is lo
 client has a part of the reply that no other replica can go on with (`relay`). Whether the request
 caused the loss is not known: when two replicas were lost without a token between, it ends with an
 error, and takes no more of them down.
+
+Prefill and decode may be on different replicas: some compute prompts alone (`prefill`), and the
+gateway tells the replica that generates where the KV blocks are (`scheduler.handover`). Whatever
+goes wrong with that, the replica that generates computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from yarl import URL
 
 from aioinfer.api.context import MAX_BYTES, RequestBodies
 from aioinfer.api.errors import error_response, json_response
+from aioinfer.api.event_stream import decode_handover
 from aioinfer.api.http.connections import ConnectionServer, RequestCount
 from aioinfer.api.http.keys import ApiKeys
 from aioinfer.api.http.limits import ADMIN_PATHS, authorizations
@@ -48,6 +53,10 @@ _MAX_TRIES = 4
 #: Serve starts in its place; how often it looks.
 _MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
+#: A prompt of fewer tokens that are not in the cache is computed where it is generated.
+MIN_HANDED_OVER = 256
+#: Bytes of a `Handover`, which goes into a header.
+_MAX_HANDOVER_BYTES = 6000
 #: Paths, or prefixes of paths, whose state a single replica keeps.
 _KEPT = (
     "/v1/batches",
@@ -91,6 +100,10 @@ class GatewayMetrics:
             "resumed_requests",
             "Requests that were sent on to another replica when the first one was lost.",
         )
+        self.handed_over = counter(
+            "handed_over_prompts",
+            "Prompts that another replica computed than the one that generates.",
+        )
         self.tokens = counter("prompt_tokens", "Prompt tokens of routed requests.")
         self.expected = counter(
             "expected_cached_tokens", "Prompt tokens that the chosen replica was expected to hold."
@@ -116,11 +129,16 @@ class Gateway:
         discover: Callable[[], Awaitable[Iterable[Address]]],
         token: str,
         router: ClusterRouter | None = None,
+        discover_prefill: Callable[[], Awaitable[Iterable[Address]]] | None = None,
     ):
+        """`discover_prefill` is asked for the replicas that compute prompts for the others."""
         self._config, self._settings = config, config.server
         self.router = router or ClusterRouter()
         self.metrics = GatewayMetrics(self.router)
         self._discover, self._token = discover, token
+        self._discover_prefill = discover_prefill
+        self.prefill_router = ClusterRouter()
+        self._prefill_members: Members | None = None
         self._reader = PromptReader(config)
         self._root = config.server.path_prefix
         # what ends the requests that are under way, by replica
@@ -148,11 +166,24 @@ class Gateway:
             self._reader.set_block_size,
             self._cut_off,
         )
+        if self._discover_prefill is not None:
+            self._prefill_members = Members(
+                self._discover_prefill,
+                self._token,
+                self.prefill_router,
+                self._http,
+                self._reader.set_block_size,
+                self._cut_off,
+            )
+        if self._config.cache.block_size:
+            self._reader.set_block_size(self._config.cache.block_size)
         self._connections = ConnectionServer(self._handle, self._make_request)
         self._bodies = RequestBodies(self._connections.counts, MAX_BYTES)
         self._listener = Listener(self._connections, self._settings)
         url = await self._listener.bind()
         self._members.start()
+        if self._prefill_members is not None:
+            self._prefill_members.start()
         self._listener.listen()
         return url
 
@@ -167,6 +198,8 @@ class Gateway:
                 self._handling.wait_for_none(), self._settings.shutdown_timeout_s
             )
         await self._members.close()
+        if self._prefill_members is not None:
+            await self._prefill_members.close()
         await self._listener.close()
         self._connections.pre_shutdown()
         await self._connections.shutdown(0.5)
@@ -264,6 +297,10 @@ class Gateway:
                 continue
             avoided.add(choice.replica)
             try:
+                if relay.handover is None and self._prefill_members is not None:
+                    relay.handover = await self._have_computed(
+                        relay, relay.prompt.length - choice.num_tokens, self._prefill_members
+                    )
                 return await self._send(relay, choice)
             except RefusedError as error:
                 self.metrics.retries.inc()
@@ -282,6 +319,46 @@ class Gateway:
         if last is not None:
             return last
         raise NotReadyError("no replica is ready")
+
+    async def _have_computed(self, relay: Relay, num_tokens: int, members: Members) -> str:
+        """Has another replica compute a prompt of which `num_tokens` tokens are not cached. Returns
+        the `Handover` of its blocks, in JSON; empty where there is none."""
+        if relay.request.method != "POST" or num_tokens < MIN_HANDED_OVER:
+            return ""
+        choice = self.prefill_router.route(relay.prompt.length, relay.prompt.hashes)
+        if choice is None:
+            return ""
+        asking = asyncio.ensure_future(self._ask_for_offer(relay, members.urls.get(choice.replica)))
+        try:
+            with self._ended_by_silence(choice.replica, asking.cancel):
+                return await asking
+        except (aiohttp.ClientError, ConnectionError, TimeoutError, RequestError):
+            return ""
+        except asyncio.CancelledError:
+            asking.cancel()
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the client is gone
+            return ""
+        finally:
+            self.prefill_router.end(choice)
+
+    async def _ask_for_offer(self, relay: Relay, base: str | None) -> str:
+        if base is None:
+            return ""
+        headers, body = relay.offer_message()
+        async with self._http.post(
+            URL(base + relay.target, encoded=True),
+            data=body,
+            headers=headers,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        ) as reply:
+            offered = await reply.read()
+            if reply.status != 200 or len(offered) > _MAX_HANDOVER_BYTES:
+                return ""
+        decode_handover(offered)
+        self.metrics.handed_over.inc()
+        return offered.decode()
 
     async def _send(self, relay: Relay, choice: Choice) -> web.StreamResponse:
         """Sends a request to a replica and passes its reply on.

@@ -15,7 +15,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from aioinfer.api.errors import error_event
-from aioinfer.api.event_stream import ERROR_HEADER, STREAM_HEADER
+from aioinfer.api.event_stream import ERROR_HEADER, HANDOVER_HEADER, OFFER, STREAM_HEADER
 from aioinfer.api.http.logs import REQUEST_ID_HEADER
 from aioinfer.errors import RequestError
 from aioinfer.gateway.prompt_reader import Prompt
@@ -41,6 +41,7 @@ _HOP = frozenset(
         "upgrade",
         STREAM_HEADER.lower(),
         ERROR_HEADER.lower(),
+        HANDOVER_HEADER.lower(),
     )
 )
 #: Error codes of a replica that has done nothing for a request.
@@ -77,6 +78,8 @@ class Relay:
         request: the client's.
         target: its path and query below `server.root_path`.
         prompt: its prompt, as the router needs it.
+        handover: the `Handover` of the server that has computed its prompt, in JSON; empty if none
+            has, and None before one was asked.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Relay:
         """`token` identifies gateways to replicas."""
         self.request, self.target, self.prompt = request, target, prompt
         self._body, self._token = body, token
+        self.handover: str | None = None
         self._request_id: str | None = None
         self._response: web.StreamResponse | None = None
         self._began: str | None = None  # what marked replies say of the stream
@@ -92,6 +96,11 @@ class Relay:
         self._num_sent = 0  # bytes
         self._rest = b""
         self._num_marks_at_loss = self._num_losses = 0
+
+    def offer_message(self) -> tuple[list[tuple[str, str]], bytes | None]:
+        """Returns the headers and the body for the server that computes the prompt alone."""
+        given = [(k, v) for k, v in self.request.headers.items() if k.lower() not in _HOP]
+        return [*given, (STREAM_HEADER, self._token), (HANDOVER_HEADER, OFFER)], self._body
 
     def message(self) -> tuple[list[tuple[str, str]], bytes | None]:
         """Returns the headers and the body for the next replica."""
@@ -102,6 +111,8 @@ class Relay:
         body = self._body
         if self.request.method == "POST":
             headers[STREAM_HEADER] = self._token
+            if self.handover:
+                headers[HANDOVER_HEADER] = self.handover
             if self._began is not None:
                 marks = b"[%b]" % b",".join(self._marks)
                 headers[STREAM_HEADER] += f" {self._began} {len(marks)}"

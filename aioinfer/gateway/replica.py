@@ -25,7 +25,8 @@ _LEAVING_S = 0.5
 
 
 class Address(NamedTuple):
-    """The address of a replica. `name` differs after each start."""
+    """The address of a replica. `name` differs after each start. One without `reports_url` is
+    asked for its health."""
 
     name: str
     url: str

@@ -18,7 +18,9 @@ from typing import ClassVar
 
 from aioinfer.scheduler.copy_rates import Rate
 from aioinfer.scheduler.group_blocks import Stored
+from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.stored_blocks import StoredBlocks
 
 
 class KVConnector:
@@ -46,6 +48,11 @@ class KVConnector:
     def source_of(self, request: Request) -> str:
         """Returns where workers read a request's blocks, in words of the connector's own."""
         return ""
+
+    def offer(self, request: Request, groups: Sequence[StoredBlocks]) -> Handover | None:
+        """Returns what another server may read of the blocks of a request that has ended, of which
+        `groups` are on the host; None if nothing."""
+        return None
 
     def use(self, group: int, block_hash: bytes) -> None:
         """Counts a block as used now."""

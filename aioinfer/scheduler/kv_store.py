@@ -47,6 +47,7 @@ from dataclasses import replace
 from aioinfer.errors import IntegrityError
 from aioinfer.ipc.read_tally import MAX_READS
 from aioinfer.scheduler.copy_rates import CopyRates
+from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.kv_connector import KVConnector
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.stored_blocks import Move, StoredBlocks
@@ -263,6 +264,11 @@ class KVStore:
         is_spoiled = request in self._spoiled
         self._spoiled.discard(request)
         return is_spoiled
+
+    def offer(self, request: Request) -> Handover | None:
+        """See `KVConnector.offer`."""
+        offers = (connector.offer(request, self.groups) for connector in self.connectors)
+        return next((found for found in offers if found is not None), None)
 
     def use(self, hashes: Sequence[bytes]) -> None:
         """Counts the blocks of a prefix as used now, wherever they are."""

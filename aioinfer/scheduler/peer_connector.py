@@ -83,8 +83,7 @@ class PeerConnector(KVConnector):
         return deletes
 
     def offer(self, request: Request, groups: Sequence[StoredBlocks]) -> Handover | None:
-        """Returns what another server may read of a request's prompt: the blocks that the host has
-        or is about to have; None if nothing."""
+        """See `KVConnector.offer`: the blocks that the host has or is about to have."""
         limits, hashes = self._limits, request.block_hashes
         if limits.address is None:
             return None

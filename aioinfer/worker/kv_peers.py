@@ -174,9 +174,16 @@ class PeerConnector:
     """Reads blocks of other servers, and serves the host's. Implements `KVConnector`."""
 
     def __init__(
-        self, host: HostBlocks, key: bytes, identity: bytes, address: tuple[str, int] | None
+        self,
+        host: HostBlocks,
+        key: bytes,
+        identity: bytes,
+        address: tuple[str, int] | None,
+        rank: int = 0,
     ):
-        """`address` is where blocks are served; None: nowhere. Raises OSError."""
+        """`address` is where blocks are served; None: nowhere. `rank` is the number of this rank in
+        its engine. Raises OSError."""
+        self._rank = rank
         self._host, self._key, self._identity = host, key, identity
         self._index = _Index(host)
         self._server = None
@@ -197,7 +204,7 @@ class PeerConnector:
         self._index.remove(group, block_hash)
 
     def read(self, ticket: int, blocks: Sequence[HostBlock], free: Wait, source: str) -> None:
-        """See `KVConnector.read`; `source` is the `HOST:PORT` of the server's same rank."""
+        """See `KVConnector.read`; `source` is the `HOST:PORT` of the server's first rank."""
         size = min(MAX_BLOCKS, max(_MIN_PART, -(-len(blocks) // _READERS)))
         parts = [blocks[first : first + size] for first in range(0, len(blocks), size)]
         jobs = [(len(part), self._threads.submit(self._read, part, free, source)) for part in parts]
@@ -235,7 +242,8 @@ class PeerConnector:
             return links.pop() if links else None
 
     def _connect(self, source: str) -> PeerLink:
-        return PeerLink(parse_address(source), self._key, self._identity)
+        host, port = parse_address(source)
+        return PeerLink((host, port + self._rank), self._key, self._identity)
 
     @property
     def has_reads(self) -> bool:

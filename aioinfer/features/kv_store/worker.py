@@ -123,7 +123,9 @@ class Work(WorkerFeature):
             ranks = rank.config.parallel.world_size
             here = host, port + rank.engine * ranks + rank.place.engine_rank
         try:
-            return PeerConnector(self.host, read_key(key_file), rank.identify_kv(), here)
+            return PeerConnector(
+                self.host, read_key(key_file), rank.identify_kv(), here, rank.place.engine_rank
+            )
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cache.peer_address cannot be used: {error}") from error
 
