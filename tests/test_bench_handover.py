@@ -12,6 +12,7 @@ from tests.tiny_models import tiny_model
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(500)
 def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts are computed where they are not generated, and where they are."""
     folder = tiny_model("qwen3", tmp_path / "model", max_position_embeddings=4096)
