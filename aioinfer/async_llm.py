@@ -182,6 +182,7 @@ class RequestStream:
         request = sequences[min(delta.index, len(sequences) - 1)].request
         completion.num_preemptions = request.num_preemptions
         self._last.num_cached_tokens = self._output.num_cached_tokens
+        self._last.weight_versions = tuple(self._output.weight_versions)
         self._last.num_prefill_steps = self._output.sequences[0].request.num_prefill_steps
         self._last.prompt_scores = self._output.prompt_scores
         self._last.is_finished = self._output.is_finished and not self._output.has_deltas
@@ -459,6 +460,12 @@ class AsyncLLM:
     async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
         """See `LLM.wake_up`."""
         await self.frontend.control.wake_up(tags)
+
+    async def update_weights(
+        self, folder: str | Path, *, version: str | None = None, mode: Mode = "keep"
+    ) -> None:
+        """See `LLM.update_weights`."""
+        await self.frontend.control.update_from_disk(Path(folder), version=version, mode=mode)
 
     @property
     def is_sleeping(self) -> bool:

@@ -101,7 +101,8 @@ class BackgroundModel:
         model that sleeps.
 
         Args:
-            level: 1 keeps the weights in memory of the host.
+            level: 1 keeps the weights in memory of the host, 2 drops them: they are loaded again
+                when the model wakes up.
             mode: what happens to requests that run: "keep" has them go on after waking, "wait"
                 finishes them first, "abort" ends them.
 
@@ -113,8 +114,25 @@ class BackgroundModel:
 
     def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
         """Takes memory again for "weights", "kv_cache" or, by default, both, and then goes on with
-        the requests. Raises `WorkerCallError` where the device has none."""
+        the requests. After level 2 the weights are loaded again, unless there are tags: then an
+        update brings them. Raises `WorkerCallError` where the device has no memory."""
         self.run(self.frontend.control.wake_up(tags))
+
+    def update_weights(
+        self, folder: str | Path, *, version: str | None = None, mode: Mode = "keep"
+    ) -> None:
+        """Loads the weights of a checkpoint of the same model.
+
+        Args:
+            folder: of the checkpoint.
+            version: its name in `Output.weight_versions`; by default the number of updates.
+            mode: what happens to requests that run, as for `sleep`.
+
+        Raises:
+            WorkerCallError: the checkpoint does not go with the model; nothing has changed.
+        """
+        update = self.frontend.control.update_from_disk(Path(folder), version=version, mode=mode)
+        self.run(update)
 
     @property
     def is_sleeping(self) -> bool:

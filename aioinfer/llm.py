@@ -81,6 +81,7 @@ class Output:
         prompt_scores: the log-probabilities of the prompt's tokens, under `prompt_logprobs`.
         pooled: the pooled hidden state of the prompt, under `pooling`; with "all" the hidden states
             of all its tokens, float32 [tokens, hidden_size].
+        weight_versions: of the weights that computed it, oldest first.
     """
 
     prompt_token_ids: list[int]
@@ -89,6 +90,7 @@ class Output:
     num_prefill_steps: int
     prompt_scores: PromptScores | None = None
     pooled: F32 | None = None
+    weight_versions: Sequence[str] = ()
 
     @property
     def text(self) -> str:
@@ -384,4 +386,5 @@ async def _collect(output: RequestOutput, progress: Progress, task: TaskID) -> O
         requests[0].num_prefill_steps,
         output.prompt_scores,
         output.pooled,
+        tuple(output.weight_versions),
     )

@@ -5,9 +5,9 @@ answered with status 500 and that every answer is as described.
         [--set section.key=value] [-- OPTIONS OF SCHEMATHESIS]
 
 schemathesis makes the requests, in its phases `coverage` and `fuzzing`: right ones and wrong ones
-for every endpoint but `/page/live`, which has no end, and `/pause`, which lets all others wait. By
-default the server has a tiny model of random weights with SmolLM2's tokenizer. Prints
-schemathesis's report, which ends with the number of cases; its exit status is the script's.
+for every endpoint but `/page/live`, which has no end, and `/pause` and `/sleep`, which let all
+others wait. By default the server has a tiny model of random weights with SmolLM2's tokenizer.
+Prints schemathesis's report, which ends with the number of cases; its exit status is the script's.
 `tests/test_openapi.py` does the same with few requests and no model.
 """
 
@@ -61,7 +61,7 @@ def command_of(url: str, options: argparse.Namespace) -> list[str]:
         *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(CONFIG)),
         *("run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)),
         *("--header", f"Authorization: Bearer {KEY}"),
-        *("--exclude-path", "/page/live", "--exclude-path", "/pause"),
+        *("--exclude-path", "/page/live", "--exclude-path", "/pause", "--exclude-path", "/sleep"),
         *("--phases", "coverage,fuzzing", "--max-examples", str(options.max_examples)),
         *("--seed", str(options.seed), "--generation-database", "none", "--no-color"),
         *("--continue-on-failure", "--request-timeout", str(TIMEOUT_S + 10), *options.further),

@@ -24,7 +24,7 @@ from aioinfer.models.registry import build_model
 from tests.tiny_models import tiny_model
 
 Tensors = dict[str, torch.Tensor]
-open_tensors = loader._open
+open_tensors = loader.open_file
 
 
 @pytest.fixture
@@ -158,7 +158,9 @@ def test_a_rank_reads_its_parts_alone(folder: Path, size: int, monkeypatch: pyte
     taken = [Counter[str]() for _ in range(size)]
     for rank in range(size):
         monkeypatch.setattr(
-            loader, "_open", lambda file, rank=rank: CountedSlices(open_tensors(file), taken[rank])
+            loader,
+            "open_file",
+            lambda file, rank=rank: CountedSlices(open_tensors(file), taken[rank]),
         )
         load(folder, rank=rank, size=size)
     sharers = {

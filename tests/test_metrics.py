@@ -25,6 +25,7 @@ from aioinfer.api.server import HttpServer
 from aioinfer.config import load_config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.metrics import PHASES, EngineMetrics, Histogram, LoopLag
+from aioinfer.engine.model_control import ModelControl
 from aioinfer.executor.base import StageTime
 from aioinfer.features.expert_load.planning import Planning as ExpertReports
 from aioinfer.features.expert_load.sections import ExpertTokens
@@ -240,6 +241,7 @@ async def scrape_text(*metrics: EngineMetrics, report: ExpertTokens | None = Non
         for number, one in enumerate(metrics)
     ]
     frontend = SimpleNamespace(
+        control=ModelControl([]),
         config=config, engines=engines, loop_lag=LoopLag(lambda: False), is_healthy=lambda: True,
         max_model_len=8,
     )  # fmt: skip

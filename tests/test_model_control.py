@@ -138,7 +138,7 @@ async def test_modes_of_a_pause(folder: Path, mode: Mode) -> None:
 async def test_workers_that_cannot_sleep_go_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Worker) -> None:
+    def refuse(self: Worker, level: int) -> None:
         raise WorkerCallError("there is no room")
 
     monkeypatch.setattr(Worker, "sleep", refuse)
@@ -166,7 +166,9 @@ async def test_with_a_store_of_kv_blocks_come_back(folder: Path) -> None:
 
 
 @pytest.mark.extended
-async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path) -> None:
+async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path, other: Path) -> None:
+    async with launched(other) as frontend:
+        new = await tokens_of(await submit_all(frontend))
     settings = {"parallel.tensor_parallel_size": 2, "parallel.restart_workers": 3}
     async with launched(folder, "auto", **settings) as frontend:
         (engine,), control = frontend.engines, frontend.control
@@ -180,3 +182,153 @@ async def test_two_ranks_sleep_and_new_ones_sleep_again(folder: Path) -> None:
         assert control.sleep_level == 1
         await control.wake_up()
         assert await tokens_of(outputs) == expected
+        await control.update_from_disk(other)
+        assert await tokens_of(await submit_all(frontend)) == new
+        engine.executor.hosts[0]._processes[0].kill()  # type: ignore[attr-defined]
+        await until(lambda: engine.state is EngineState.RESTARTING)
+        await until(lambda: engine.state is EngineState.SERVING, 60)
+        assert await tokens_of(await submit_all(frontend)) == new
+        assert control.weight_version == "1"
+        await control.sleep(2)
+        await control.wake_up()
+        assert await tokens_of(await submit_all(frontend)) == new
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same model with other weights."""
+    return tiny_llama(tmp_path_factory.mktemp("other"), seed=1)
+
+
+async def texts_with(folder: Path) -> list[list[int]]:
+    async with launched(folder) as frontend:
+        return await tokens_of(await submit_all(frontend))
+
+
+async def test_new_requests_have_the_text_of_the_new_weights(folder: Path, other: Path) -> None:
+    new = await texts_with(other)
+    async with launched(folder) as frontend:
+        control = frontend.control
+        old = await tokens_of(await submit_all(frontend))
+        assert old != new
+        assert control.weight_version == "0"
+        await control.update_from_disk(other, version="step-7")
+        assert control.weight_version == "step-7"
+        outputs = await submit_all(frontend)
+        assert await tokens_of(outputs) == new, "the prefix cache is of the old weights"
+        assert outputs[0].weight_versions == ["step-7"]
+        await control.update_from_disk(folder)
+        assert control.weight_version == "2"
+        assert await tokens_of(await submit_all(frontend)) == old
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+async def test_streams_stay_open_while_weights_are_updated(
+    folder: Path, other: Path, is_paused: bool
+) -> None:
+    async with launched(folder) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend, 20)
+        if is_paused:
+            await frontend.control.pause()
+        known = [len(output.generated()[0]) for output in outputs]
+        await frontend.control.update_from_disk(other)
+        assert frontend.control.is_paused is is_paused
+        frontend.control.resume()
+        texts = await tokens_of(outputs)
+        assert [len(text) for text in texts] == [40] * 3
+        assert texts != expected
+        for text, before, count in zip(texts, expected, known, strict=True):
+            assert text[:count] == before[:count]
+        assert outputs[0].weight_versions == ["0", "1"]
+
+
+async def test_equal_weights_change_no_text(folder: Path) -> None:
+    async with launched(folder) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend, 20)
+        await frontend.control.update_from_disk(folder)
+        assert await tokens_of(outputs) == expected
+
+
+async def test_a_checkpoint_of_another_model_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    wrong = tiny_llama(tmp_path, inner=128)
+    async with launched(folder) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        with pytest.raises(WorkerCallError, match="has the shape"):
+            await frontend.control.update_from_disk(wrong)
+        with pytest.raises(WorkerCallError, match="holds no safetensors"):
+            await frontend.control.update_from_disk(tmp_path / "nowhere")
+        assert await tokens_of(outputs) == expected
+        assert await tokens_of(await submit_all(frontend)) == expected
+        assert frontend.control.weight_version == "0"
+
+
+async def test_weights_that_sleep_cannot_be_updated(folder: Path, other: Path) -> None:
+    new = await texts_with(other)
+    async with launched(folder) as frontend:
+        control = frontend.control
+        await control.sleep()
+        with pytest.raises(RequestError, match="wake them up first"):
+            await control.update_from_disk(other)
+        await control.wake_up(["weights"])
+        await control.update_from_disk(other)
+        assert control.sleep_level == 1
+        await control.wake_up()
+        assert await tokens_of(await submit_all(frontend)) == new
+
+
+async def test_new_workers_load_weights_that_are_quantized(folder: Path, other: Path) -> None:
+    settings = {"model.quantization": "int8"}
+    async with launched(other, **settings) as frontend:
+        new = await tokens_of(await submit_all(frontend))
+    async with launched(folder, **settings) as frontend:
+        old = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        await frontend.control.update_from_disk(other)
+        assert await tokens_of(await submit_all(frontend)) == new
+        for text, before in zip(await tokens_of(outputs), old, strict=True):
+            assert text[:3] == before[:3]
+            assert len(text) == 40
+        with pytest.raises(WorkerCallError, match="nowhere"):
+            await frontend.control.update_from_disk(folder / "nowhere")
+        await until(lambda: frontend.engines[0].state is EngineState.SERVING)
+        assert await tokens_of(await submit_all(frontend)) == new
+
+
+async def test_weights_that_were_dropped_are_loaded_again(folder: Path, other: Path) -> None:
+    new = await texts_with(other)
+    async with launched(folder) as frontend:
+        control = frontend.control
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        await control.sleep(2)
+        await control.wake_up()
+        assert await tokens_of(outputs) == expected
+        await control.sleep(2)
+        waiting = await submit_all(frontend)
+        await control.wake_up(["weights"])
+        await control.wake_up(["kv_cache"])
+        assert (control.sleep_level, control.asleep) == (2, set()), "the weights are missing"
+        await asyncio.sleep(0.05)
+        assert frontend.engines[0].scheduler.num_waiting == 3
+        await control.update_from_disk(other)
+        assert control.sleep_level == 0
+        assert await tokens_of(waiting) == new
+
+
+async def test_weights_that_cannot_be_loaded_again_are_not_dropped(folder: Path) -> None:
+    async with launched(folder, **{"model.quantization": "int8"}) as frontend:
+        expected = await tokens_of(await submit_all(frontend))
+        with pytest.raises(WorkerCallError, match="quantized"):
+            await frontend.control.sleep(2)
+        assert await tokens_of(await submit_all(frontend)) == expected

@@ -122,7 +122,14 @@ async def test_the_server_does_what_it_says(tmp_path: Path) -> None:
             *("run", f"{url}/openapi.json", "--checks", ",".join(CHECKS)),
             *("--header", "Authorization: Bearer admin"),
             # the first has no end, the second lets all others wait
-            *("--exclude-path", "/page/live", "--exclude-path", "/pause"),
+            *(
+                "--exclude-path",
+                "/page/live",
+                "--exclude-path",
+                "/pause",
+                "--exclude-path",
+                "/sleep",
+            ),
             # the worker here has no hidden states
             *("--exclude-path-regex", "embed|pooling|classify|score|rerank"),
             *("--phases", "fuzzing", "--max-examples", "4", "--no-shrink"),

@@ -134,6 +134,22 @@ def test_weights_come_back_and_keys_are_zero(memory: VirtualRankMemory) -> None:
     assert torch.equal(owner.first, kept[0] + 1)
 
 
+def test_weights_that_are_dropped_are_not_copied(memory: VirtualRankMemory) -> None:
+    owner = SimpleNamespace(weight=torch.randn(1000), table=torch.randn(70))
+    table = owner.table.clone()
+    memory.take_weights([owner])
+    memory.begin_service()
+    memory.sleep([owner.weight[500:600]])
+    memory.note_update()
+    memory.wake_up(["weights", "kv_cache"])
+    assert torch.equal(owner.table, table)
+    assert bool(owner.weight.isnan().all()), "nothing has brought it back"
+    owner.weight.fill_(1.0)
+    memory.sleep()
+    memory.wake_up(["weights"])
+    assert bool((owner.weight == 1.0).all())
+
+
 def test_without_memory_they_go_on_sleeping(
     memory: VirtualRankMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +178,7 @@ async def test_a_model_computes_the_same_with_moved_weights_and_after_sleep(
         run = Run(InlineExecutor(config, folder))
         await run.start()
         tokens = await greedy(run, 6)
-        await run.executor.call("sleep", {}, 10)
+        await run.executor.call("sleep", {"level": 1}, 10)
         await run.executor.call("wake_up", {"tags": ["weights", "kv_cache"]}, 10)
         assert await greedy(run, 6) == tokens
         await run.executor.shutdown()

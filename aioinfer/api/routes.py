@@ -25,8 +25,7 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.llama_cpp import TemplateReply
-from aioinfer.api.openai import audio, chat, completions, pooling, responses, tokenization
-from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
+from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
@@ -115,14 +114,6 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/batches", BATCHES.list, query=_PAGE),
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    _post(
-        "/v1/audio/transcriptions",
-        audio.transcribe,
-        form=TranscriptionForm,
-        reply=Transcription,
-        stream=_SSE,
-    ),
-    _post("/v1/audio/translations", audio.translate, form=TranslationForm, reply=Transcription),
     # Anthropic
     _dialect("/v1/messages", anthropic.AnthropicDialect),
     _post("/v1/messages/count_tokens", anthropic.count_tokens),
@@ -172,6 +163,9 @@ ROUTES: tuple[Route, ...] = (
     _post("/sleep", control.sleep, query=control.SLEEP_QUERY),
     _post("/wake_up", control.wake_up, query=control.WAKE_QUERY),
     _get("/is_sleeping", control.show_sleeping),
+    _get("/weight_info", control.show_weights),
+    _post("/update_weight_version", control.update_version),
+    _post("/update_weights_from_disk", control.update_from_disk),
     _post("/reset_prefix_cache", control.reset_prefix_cache),
     _get("/experts", control.show_experts),
     _get("/experts/placement", control.make_placement, query=_PLACEMENT),

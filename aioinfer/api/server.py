@@ -20,6 +20,7 @@ from yarl import URL
 
 from aioinfer.api import routes
 from aioinfer.api.admin import info, page
+from aioinfer.api.admin.control import mark_version
 from aioinfer.api.admin.info import READINESS, Readiness
 from aioinfer.api.admission import ADMISSION, AdmissionControl, bound_time
 from aioinfer.api.batch import batches
@@ -124,6 +125,7 @@ class HttpServer:
         )
         app.on_cleanup.append(log.close)
         app.on_response_prepare.append(mark_response)
+        app.on_response_prepare.append(mark_version)
         app.on_response_prepare.append(cors.mark_response)
         app[FRONTEND] = frontend
         app[ACCOUNTS] = self._accounts

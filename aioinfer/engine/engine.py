@@ -25,7 +25,7 @@ from aioinfer.engine.beam_search import BeamSearches
 from aioinfer.engine.emission import Emission
 from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.open_requests import OpenRequests
-from aioinfer.engine.output import Delta, OutputSequence, RequestOutput
+from aioinfer.engine.output import FIRST_VERSION, Delta, OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState, Lockstep, RecordCheck, Recovery, Workers
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
@@ -52,6 +52,7 @@ class Engine:
         features: what requests may ask of a step beside tokens.
         scheduler: set once `start` has returned.
         is_paused: whether no further step is planned until `resume`, but to save KV blocks.
+        weight_version: of the weights that its workers have.
         turn: set by each turn of the step loop, and when workers are lost.
         lockstep: of the engines that share experts; None for others.
         emission, recovery: see there.
@@ -84,6 +85,7 @@ class Engine:
         self._config = config
         self.metrics = EngineMetrics()
         self.is_paused = False
+        self.weight_version = FIRST_VERSION
         self.lockstep: Lockstep | None = None
         # a step for each stage, and one ahead
         self._pipeline_depth = config.parallel.pipeline_parallel_size + config.scheduler.plan_ahead

@@ -41,7 +41,6 @@ from aioinfer.engine.served_model import (
     with_speculation,
 )
 from aioinfer.engine.sources import SourcePrompt, text_prompt
-from aioinfer.engine.transcription import SpeechTokens, Transcriber
 from aioinfer.errors import EngineDeadError, FieldError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
@@ -125,7 +124,6 @@ class Frontend:
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
         self._pictures: PictureReader | None = None
-        self._transcriber: Transcriber | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._request_numbers = count()
@@ -153,10 +151,12 @@ class Frontend:
         on_progress("start the workers", 0, 0)
         shares = config.parallel.data_parallel_attention
         files = RendezvousFiles(config.parallel.data_parallel_size) if shares else None
-        new_executor = partial(
-            make_executor, config, folder, find=find_model, rendezvous_files=files
-        )
-        executors = [*map(new_executor, range(config.parallel.data_parallel_size))]
+        make = partial(make_executor, config, find=find_model, rendezvous_files=files)
+
+        def new_executor(number: int) -> Executor:
+            return make(frontend.control.weights_folder or folder, number)
+
+        executors = [make(folder, n) for n in range(config.parallel.data_parallel_size)]
         frontend = cls(config, executors, new_executor if can_restart(config) else None)
         try:
             await frontend.start(folder, on_progress)
@@ -190,6 +190,7 @@ class Frontend:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self._require_alive()
+        self.control.weights_folder = folder
         self.max_model_len = min(engine.report.max_model_len for engine in self.engines)
         self._router = Router(
             [engine.scheduler for engine in self.engines],
@@ -254,10 +255,6 @@ class Frontend:
         self.is_encoder = model.is_encoder
         if model.pictures is not None and model.tokenizer is not None:
             self._pictures = PictureReader(model.pictures, self.config, model.tokenizer)
-        source = model.source
-        if source is not None and source.kind == "sound" and model.tokenizer is not None:
-            tokens = SpeechTokens.load(folder, model.tokenizer)
-            self._transcriber = Transcriber(source, tokens, model.tokenizer, self.config)
         self._restrictions = RestrictionCompiler(
             model.tokenizer if model.generates else None,
             model.vocab_size,
@@ -325,8 +322,6 @@ class Frontend:
         self._threads.shutdown()
         if self._pictures is not None:
             self._pictures.shutdown()
-        if self._transcriber is not None:
-            self._transcriber.shutdown()
         if self._restrictions is not None:
             self._restrictions.shutdown()
 
@@ -409,20 +404,9 @@ class Frontend:
         )
         return reader.place(ids, pictures)
 
-    def require_transcriber(self) -> Transcriber:
-        """Returns what makes prompts of sound. Raises `RequestError` for a model that does not
-        transcribe."""
-        if self._transcriber is None:
-            name = self.config.served_model_names[0]
-            raise RequestError(f"the model {name!r} does not transcribe", param="model")
-        return self._transcriber
-
     @property
     def input_modalities(self) -> list[str]:
-        """What prompts may consist of: "text", and "image" if the model reads pictures; or
-        "audio" if it transcribes."""
-        if self._transcriber is not None:
-            return ["audio"]
+        """What prompts may consist of: "text", and "image" if the model reads pictures."""
         return ["text"] if self._pictures is None else ["text", "image"]
 
     async def submit(
@@ -567,6 +551,7 @@ class Frontend:
         engine = self.engines[route.engine]
         first.num_expected, first.handover = route.num_tokens, handover
         output.on_abort = engine.requests.abort
+        output.weight_versions = [engine.weight_version]
         output.restore(known)
         self._router.promise(route, first)
         engine.add(output, arrived)

@@ -1,4 +1,5 @@
-"""Control of the model that is served: pause, sleep and waking, on all engines together.
+"""Control of the model that is served: pause, sleep and waking, and new weights, on all engines
+together.
 
 `Frontend` owns one, and the admin endpoints and `LLM` call it. Calls are carried out one after the
 other. What happens to requests at a pause or before sleep is the caller's to say (`Mode`):
@@ -18,11 +19,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from aioinfer.engine.engine import Engine
+from aioinfer.engine.output import FIRST_VERSION
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import EngineDeadError, NotReadyError, RequestError
+from aioinfer.errors import EngineDeadError, NotReadyError, RequestError, WorkerCallError
 
 Mode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
@@ -94,6 +97,7 @@ class ModelControl:
         is_paused: whether no step is planned until `resume`, or `wake_up`.
         sleep_level: 0 for a model that is awake; see `sleep`.
         asleep: what has no memory on the device.
+        weights_folder: where new workers find their weights; None before the start.
     """
 
     def __init__(self, engines: Sequence[Engine]):
@@ -104,8 +108,12 @@ class ModelControl:
         self._resleeping: set[asyncio.Task[None]] = set()
         self.sleep_level = 0
         self.asleep: set[Tag] = set()
+        self.weights_folder: Path | None = None
+        self._lacks_weights = False  # whether they were dropped, and not loaded again
+        self._folder_version = FIRST_VERSION  # of the weights there
+        self._num_updates = 0
         for engine in engines:
-            engine.recovery.on_restart = partial(self._send_to_sleep_again, engine)
+            engine.recovery.on_restart = partial(self._follow_restart, engine)
 
     @property
     def is_paused(self) -> bool:
@@ -184,15 +192,16 @@ class ModelControl:
         """Frees the memory of weights and KV cache. Does nothing for a model that sleeps.
 
         Args:
-            level: 1 keeps the weights in memory of the host.
+            level: 1 keeps the weights in memory of the host; 2 drops them: they are loaded again
+                when the model wakes up.
             mode: what happens to requests.
 
         Raises:
             WorkerCallError: the workers cannot sleep; requests go on.
             EngineDeadError: workers died meanwhile.
         """
-        if level != 1:
-            raise RequestError("level must be 1", param="level")
+        if level not in (1, 2):
+            raise RequestError("level must be 1 or 2", param="level")
         async with self._lock:
             if self.sleep_level:
                 return
@@ -200,16 +209,19 @@ class ModelControl:
             try:
                 for engine in self._living:
                     await HeldEngine(engine).release_blocks()
-                await self._call("sleep")
+                await self._call("sleep", level=level)
             except Exception:
                 await self._wake_all()
                 raise
-            self.sleep_level, self.asleep = level, set(TAGS)
+            self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
             self._rejects = mode == "abort"
 
     async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
         """Takes memory again for `tags`, by default for all; when nothing sleeps any more, requests
         go on, unless `pause` was called. Does nothing for what is awake.
+
+        After level 2 the weights are loaded as well, unless tags are given: then an update has to
+        bring them.
 
         Raises:
             RequestError: an unknown tag.
@@ -224,10 +236,18 @@ class ModelControl:
                 return
             await self._call("wake_up", tags=list(tags or TAGS))
             self.asleep.difference_update(tags or TAGS)
-            if not self.asleep:
-                self.sleep_level = 0
-                if not self._is_held:
-                    self._go_on()
+            if self._lacks_weights and tags is None:
+                await self._call("update_from_disk", folder=str(self.weights_folder))
+                self._lacks_weights = False
+                self._note_version(self._folder_version)
+            self._finish_waking()
+
+    def _finish_waking(self) -> None:
+        """Goes on with requests if nothing sleeps any more."""
+        if self.sleep_level and not self.asleep and not self._lacks_weights:
+            self.sleep_level = 0
+            if not self._is_held:
+                self._go_on()
 
     async def end_pause(self) -> None:
         """Wakes the model up, and goes on with all requests."""
@@ -249,8 +269,15 @@ class ModelControl:
         if not self._is_held:
             self._go_on()
 
-    def _send_to_sleep_again(self, engine: Engine) -> None:
-        """Has new workers sleep if the others do. New workers are awake."""
+    def _follow_restart(self, engine: Engine) -> None:
+        """Records which weights new workers have, and has them sleep if the others do: new workers
+        are awake."""
+        if engine.weight_version != self._folder_version:
+            _log.warning(
+                "the new workers have the weights of version %s again, no longer of version %s",
+                self._folder_version, engine.weight_version,
+            )  # fmt: skip
+            engine.weight_version = self._folder_version
         if self.sleep_level:
             task = asyncio.ensure_future(self._sleep_again(engine))
             self._resleeping.add(task)
@@ -260,11 +287,99 @@ class ModelControl:
         async with self._lock:
             if self.sleep_level and engine.state is EngineState.SERVING:
                 try:
-                    await HeldEngine(engine).call_workers("sleep")
+                    await HeldEngine(engine).call_workers("sleep", level=self.sleep_level)
                     if awake := [tag for tag in TAGS if tag not in self.asleep]:
                         await HeldEngine(engine).call_workers("wake_up", tags=awake)
                 except Exception as error:
                     _log.error("restarted workers could not be sent to sleep: %s", error)
+
+    # ---------------------------------------------------------------- weights
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the weights: of the first engine that serves."""
+        engines = self._living or self._engines
+        return engines[0].weight_version if engines else FIRST_VERSION
+
+    def name_weights(self, version: str) -> None:
+        """Gives the weights another version."""
+        if self._folder_version == self.weight_version:
+            self._folder_version = version
+        for engine in self._engines:
+            engine.weight_version = version
+
+    async def update_from_disk(
+        self, folder: Path, *, version: str | None = None, mode: Mode = "keep"
+    ) -> None:
+        """Loads the weights of a checkpoint; then requests go on, unless they were paused before.
+        Where weights cannot be loaded again, as quantized ones, new workers load them.
+
+        Args:
+            folder: of the checkpoint.
+            version: its name in answers; by default the number of updates.
+            mode: what happens to requests that run. Those that go on keep their KV blocks, unless
+                there are new workers.
+
+        Raises:
+            WorkerCallError: the checkpoint does not go with the model; nothing has changed.
+            RequestError: the weights sleep.
+        """
+        async with self._lock:
+            self._require_weights()
+            was_paused = self.is_paused
+            await self._stop(mode)
+            try:
+                if not all(await self._call("update_from_disk", folder=str(folder))):
+                    await self._replace_workers(folder)
+                self.weights_folder = folder
+                self._note_update(version, of_folder=True)
+            finally:
+                if not was_paused:
+                    self._go_on()
+            self._finish_waking()
+
+    def _require_weights(self) -> None:
+        if "weights" in self.asleep:
+            raise RequestError(
+                'the weights sleep: wake them up first, with tags "weights"', status=409,
+                code="model_sleeps",
+            )  # fmt: skip
+
+    def _note_update(self, version: str | None, *, of_folder: bool = False) -> None:
+        """Names the new weights, and forgets what was computed with the old ones; requests that run
+        keep their KV blocks."""
+        self._num_updates += 1
+        version = str(self._num_updates) if version is None else version
+        self._lacks_weights = False
+        if of_folder:
+            self._folder_version = version
+        self._note_version(version)
+
+    def _note_version(self, version: str) -> None:
+        for engine in self._living:
+            if engine.weight_version != version:
+                engine.weight_version = version
+                for output in engine.requests.outputs():
+                    output.weight_versions.append(version)
+            engine.scheduler.kv_cache.reset_prefix_cache()
+            for feature in engine.features:
+                feature.forget_results()
+
+    async def _replace_workers(self, folder: Path) -> None:
+        """Starts new workers, with the weights in `folder`, for all engines. If they cannot be
+        started, new ones with the former weights take their place."""
+        before, self.weights_folder = self.weights_folder, folder
+        engines = self._living
+        for engine in engines:
+            await HeldEngine(engine).release_blocks()
+        try:
+            await asyncio.gather(*(engine.recovery.replace_workers() for engine in engines))
+        except Exception as error:
+            self.weights_folder = before
+            for engine in engines:
+                engine.recovery.state = EngineState.SERVING
+                engine.handle_loss(EngineDeadError(f"new workers could not be started: {error}"))
+            raise WorkerCallError(f"the weights in {folder} cannot be loaded: {error}") from error
 
     # ---------------------------------------------------------------- the workers
 

@@ -113,6 +113,10 @@ class Sink(Protocol):
         ...
 
 
+#: The version of the weights that a server starts with.
+FIRST_VERSION = "0"
+
+
 class RequestOutput:
     """The output of one request: n sequences for one prompt. Iterate over it for their deltas, or
     `collect` it.
@@ -124,6 +128,8 @@ class RequestOutput:
         sequences: the n sequences, by index; of a beam search, the beams.
         stops: the search for the request's stop strings, which each sequence starts from scratch;
             None if it has none.
+        weight_versions: of the weights that its tokens are computed with, oldest first; several
+            if they were updated meanwhile.
         on_abort: called with this object when the reader aborts the request; changes when the
             request moves to another engine.
     """
@@ -141,6 +147,7 @@ class RequestOutput:
         self.params = params
         self.sequences: list[OutputSequence] = []
         self.stops = StopStrings(params.stop, params.include_stop) if params.stop else None
+        self.weight_versions: list[str] = []
         self.on_abort = abort or _not_queued
         self._queue: dict[int, Delta] = {}
         self._num_unfinished = params.n

@@ -302,6 +302,20 @@ class Recovery:
         self._give_up(f"{reason} (after {self.policy.max_restarts} restarts)")
         await workers.end()
 
+    async def replace_workers(self) -> None:
+        """Has new workers take the place of workers that are not needed any more: no request has a
+        slot, and no step is in flight.
+
+        Raises:
+            ConfigError: they cannot be started; then there are none.
+            EngineDeadError: as before.
+        """
+        self.state = EngineState.RESTARTING
+        self._metrics.is_serving = False
+        await self._workers.end()
+        self._workers.executor = self._replacement_executor()
+        self._resume(await self._workers.start(no_progress))
+
     def _replacement_executor(self) -> Executor:
         if self.new_executor is None:
             raise EngineDeadError("this kind of executor cannot be started again")

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aioinfer.errors import EngineDeadError, WorkerCallError
 
-if TYPE_CHECKING:
-    from aioinfer.executor.worker_executor import WorkerExecutor
+
+class CalledHost(Protocol):
+    """A host with some of the ranks; see `HostRanks.call`."""
+
+    def call(self, method: str, arguments: Mapping[str, Any]) -> None: ...
+
+
+class CalledRanks(Protocol):
+    """What calls need of a `WorkerExecutor`, which documents it."""
+
+    @property
+    def hosts(self) -> Sequence[CalledHost]: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def answers(self) -> Sequence[Sequence[Any]]: ...
+
+    async def gather(self, kind: str) -> list[Any]: ...
+
+    def fail(self, error: Exception) -> None: ...
 
 
 class WorkerCalls:
     """The calls of the ranks of a `WorkerExecutor`, one after the other."""
 
-    def __init__(self, executor: WorkerExecutor):
+    def __init__(self, executor: CalledRanks):
         self._executor = executor
         self._lock = asyncio.Lock()
 

@@ -18,6 +18,7 @@ def make_executor(
     config: Config,
     folder: Path,
     engine: int = 0,
+    *,
     find: Callable[[Config], Path] | None = None,
     rendezvous_files: RendezvousFiles | None = None,
 ) -> Executor:

@@ -134,6 +134,9 @@ class InlineExecutor:
             error = EngineDeadError(f"{method} did not end within {timeout_s:g} s")
             self._fail(error)
             raise error from None
+        except Exception as failure:
+            self._fail(_as_engine_error(failure))
+            raise _as_engine_error(failure) from failure
         if not is_done:
             raise WorkerCallError(f"{method} failed: {result}")
         return [result]

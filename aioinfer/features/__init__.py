@@ -32,7 +32,6 @@ FEATURES = (
     "soft_prompts",
     "pictures",
     "sources",
-    "speech",
     "kv_store",
     "masks",
 )

@@ -69,7 +69,8 @@ class Convolution:
 
     def finalize(self) -> None:
         """Lays out the taps for products with the tokens of a row."""
-        self._taps = self.weight.float().t().contiguous()
+        taps = self.weight.float().t().contiguous()
+        self._taps = taps if self._taps is self.weight else self._taps.copy_(taps)
 
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, rows: StateRows) -> torch.Tensor:
         """Returns the convolution of a step's tokens [T, channels], behind those that it replays,
@@ -160,13 +161,12 @@ class ShortConvolution(Mixer):
             from aioinfer.layers.kernel_states import KernelConvolution
 
             self._kernel = KernelConvolution(
-                self.convolution.weight, self.convolution.bias, self._cache,
-                self._saved.tensors[0], plans, pdl=self._pdl,
-            )  # fmt: skip
+                self.convolution.weight, self.convolution.bias, self._cache, plans, pdl=self._pdl
+            )
 
     def looks_ahead(self, *, on_kernels: bool) -> bool:
         """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
-        return on_kernels or self._backend.device.type == "cpu"
+        return not on_kernels and self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""

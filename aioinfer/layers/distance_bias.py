@@ -45,7 +45,8 @@ class DistanceBias:
         """Makes the table."""
         distances = torch.arange(1 - self._max_len, self._max_len, device=self._weight.device)
         found = self._weight[buckets_of(distances, len(self._weight))]
-        self.table = found.float().t().contiguous()
+        table = found.float().t().contiguous()
+        self.table = table if self.table is self._weight else self.table.copy_(table)
 
     def of_length(self, length: int) -> torch.Tensor:
         """Returns the biases of a text of so many tokens: float32 [heads, length, length], by query

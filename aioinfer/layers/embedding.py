@@ -289,6 +289,8 @@ class LMHead:
         """Dequantizes a quantized weight. On a CPU, repacks the weight; a tied weight then also
         stays for the embedding. Called after the embedding's `finalize`."""
         backend, tied = self._backend, self._tied
+        if tied is not None and self.weight is not None and backend.has_kernels:
+            return  # loaded again: it is the embedding's memory
         quantized = self._quantized if tied is None else tied.quantized
         self._quantized = None
         if quantized is None:
@@ -306,6 +308,12 @@ class LMHead:
             self.held_bytes = weight.held_bytes
         if self._bias is not None:
             self.held_bytes += self._bias.nbytes
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        if self._tied is None and isinstance(self.weight, DenseWeight):
+            self.weight.begin_reload()
+            self.weight.loaded[self._vocabulary.local_size :].zero_()
 
     @property
     def _source(self) -> Source:

@@ -107,6 +107,10 @@ class ProjectionStack(ABC, Generic[_Part]):
     def finalize(self) -> None:
         """Puts the loaded weights into the kernels' order."""
 
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        raise NotImplementedError
+
     def _reorder(self, weight: torch.Tensor) -> None:
         """Puts the rows of one expert's weight into their order, in place."""
         if self._shape.order is not None:
@@ -120,6 +124,11 @@ class DenseStack(ProjectionStack[DenseWeight]):
         super().__init__(shape, backend)
         size = len(shape.sources), shape.rows, shape.columns.size
         self._memory = torch.empty(size, dtype=backend.dtype, device=backend.device)
+        self.begin_reload()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        shape, backend = self._shape, self._backend
         self._parts = [
             DenseWeight(sources, shape.columns, backend, memory)
             for sources, memory in zip(shape.sources, self._memory, strict=True)
@@ -410,6 +419,11 @@ class StackedExperts:
                 rows = source.rows
                 shard = WeightShard(bias, 0, rows.start, rows.total, stack=source.stack)
                 yield f"{source.name}_bias", shard
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self.first.begin_reload()
+        self.second.begin_reload()
 
     def finalize(self) -> None:
         """Puts the loaded weights into the kernels' order. The output's biases are added by the

@@ -65,6 +65,11 @@ class Expert:
         self.gate_up.finalize()
         self.down.finalize()
 
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self.gate_up.begin_reload()
+        self.down.begin_reload()
+
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights."""
@@ -266,6 +271,10 @@ class SharedExpert:
         """Prepares the loaded weights for the device."""
         self._expert.finalize()
 
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self._expert.begin_reload()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of the output [T, hidden_size] for x [T, hidden_size]."""
         output = self._expert(x)
@@ -338,6 +347,13 @@ class MixtureMLP(Part):
             expert.finalize()
         if self._shared is not None:
             self._shared.finalize()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        for expert in self.experts:
+            expert.begin_reload()
+        if self._shared is not None:
+            self._shared.begin_reload()
 
     @property
     def kinds(self) -> tuple[Hashable, ...]:

@@ -137,6 +137,12 @@ class KernelMixtureMLP(MixtureMLP):
         if self._shared is not None:
             self._shared.finalize()
 
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self.stacked.begin_reload()
+        if self._shared is not None:
+            self._shared.begin_reload()
+
     @property
     def kinds(self) -> tuple[Hashable, ...]:
         """The kinds of its weights."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from aioinfer.layers.adapters.products import RowProduct
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.formats.base import Epilogue, Weight
+from aioinfer.layers.formats.dense import DenseWeight
 from aioinfer.layers.kv_cache import LatentShape
 from aioinfer.layers.norm import Norm
 from aioinfer.layers.residual import ResidualStream
@@ -39,6 +40,7 @@ class ColumnParallelLinear:
         self._backend = backend
         self.weight = weight
         self.bias: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None  # of the rows
         if bias:
             rows = sum(source.rows.size for source in sources)
             self.bias = torch.zeros(rows, dtype=backend.dtype, device=backend.device)
@@ -60,15 +62,19 @@ class ColumnParallelLinear:
 
     def reorder_rows(self, order: torch.Tensor) -> None:
         """Puts output feature `order[i]` (int64 [out]) at place i. Called before `finalize`."""
-        self.weight.row_order = order
+        self.weight.row_order = self._order = order
         if self.weight.adapted is not None:
             self.weight.adapted.row_order = order
-        if self.bias is not None:
-            self.bias.copy_(self.bias[order.to(self.bias.device)])
 
     def finalize(self) -> None:
-        """Prepares the loaded weight for the device."""
+        """Prepares the loaded weight and bias for the device."""
         self.weight.finalize()
+        if self.bias is not None and self._order is not None:
+            self.bias.copy_(self.bias[self._order.to(self.bias.device)])
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self.weight.begin_reload()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [..., out] for x [..., in]."""
@@ -140,6 +146,10 @@ class RowParallelLinear:
     def finalize(self) -> None:
         """Prepares the loaded weight for the device."""
         self.weight.finalize()
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`."""
+        self.weight.begin_reload()
 
     def read_in_order(self, order: torch.Tensor) -> None:
         """Has the input `order[i]` (int64 [in]) at place i: that of `Weight.input_order`. Called
@@ -240,7 +250,11 @@ class LatentExpansion:
         """Dequantizes the weight, if it is quantized."""
         assert self._weight is not None
         self._matrix = self._weight.dequantized().to(self._backend.dtype)
-        self._weight = None
+        if not isinstance(self._weight, DenseWeight):
+            self._weight = None  # what was dequantized is not needed any more
+
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`: the weight is the matrix."""
 
     @property
     def matrix(self) -> torch.Tensor:

@@ -267,6 +267,11 @@ class PartMaker:
         """Forgets a layer that this rank does not need."""
         self._made.layers = [kept for kept in self._made.layers if kept is not layer]
 
+    @property
+    def loadable(self) -> Sequence[Loadable]:
+        """The layers with parameters."""
+        return self._made.layers
+
     def weight_shards(self) -> NamedShards:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor."""
         for layer in self._made.layers:

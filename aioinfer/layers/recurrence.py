@@ -192,7 +192,7 @@ class HeadDecay:
 
     def finalize(self) -> None:
         """Computes what steps are multiplied with."""
-        self._factors = -self.logs.exp()
+        torch.neg(self.logs.exp(), out=self._factors)
 
     def steps(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the steps, float32 [T, heads, channels], for x [T, heads * channels]."""

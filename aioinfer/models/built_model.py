@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aioinfer.layers.maker import LayerMaker
 from aioinfer.layers.shards import NamedShards
 from aioinfer.models.bound_layers import BoundLayers
 from aioinfer.models.loader import load_weights
+from aioinfer.models.weight_update import LayerForm
 
 
 class BuiltModel(BoundLayers):
@@ -16,10 +17,17 @@ class BuiltModel(BoundLayers):
 
     Attributes:
         weights_bytes: see `CausalLM.weights_bytes`.
+        forms: of its layers with parameters, once they are loaded; for `WeightUpdate`.
     """
 
     _make: LayerMaker
     weights_bytes: int
+    forms: Sequence[LayerForm] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any weight is quantized."""
+        return self._make.quantization is not None
 
     def weight_shards(self) -> NamedShards:
         """Yields (checkpoint name, where this rank's part of it goes) of every tensor, before
@@ -37,10 +45,11 @@ class BuiltModel(BoundLayers):
         quantization = self._make.quantization
         zero = () if quantization is None else quantization.zero
         shards = list(self.weight_shards())
-        load_weights(shards, folder, load_format, seed, on_progress, self._is_unused, zero)
+        self.forms = LayerForm.of_layers(self._make.loadable, folder, load_format)
+        load_weights(shards, folder, load_format, seed, on_progress, self.is_unused, zero)
         del shards  # loaded tensors are freed layer by layer
         self.finalize()
 
-    def _is_unused(self, name: str) -> bool:
+    def is_unused(self, name: str) -> bool:
         """Whether a checkpoint may have a tensor that this rank does not need."""
         raise NotImplementedError

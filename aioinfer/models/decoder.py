@@ -392,7 +392,7 @@ class DecoderModel(BuiltModel):
         if slots.has_embeddings and self.head is not None:
             self.head.adapt(slots)
 
-    def _is_unused(self, name: str) -> bool:
+    def is_unused(self, name: str) -> bool:
         """See `BuiltModel`."""
         if self._make.is_elsewhere(name) or (self._has_other_parts and is_other_part(name)):
             return True

@@ -131,7 +131,7 @@ class EncoderModel(BuiltModel):
         self.tapped_layers: Sequence[int] = ()
         self.weights_bytes = sum(shard.destination.nbytes for _, shard in self.weight_shards())
 
-    def _is_unused(self, name: str) -> bool:
+    def is_unused(self, name: str) -> bool:
         """See `BuiltModel`."""
         return name.endswith(".position_ids") or not name.startswith(_OWN)
 

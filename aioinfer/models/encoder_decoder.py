@@ -163,9 +163,9 @@ class EncoderDecoderModel(DecoderModel):
             for mixer in cross:
                 mixer.write(source, block)
 
-    def _is_unused(self, name: str) -> bool:
+    def is_unused(self, name: str) -> bool:
         """See `BuiltModel`: heads that are tied may be there all the same."""
-        return name == "proj_out.weight" or super()._is_unused(name)
+        return name == "proj_out.weight" or super().is_unused(name)
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""

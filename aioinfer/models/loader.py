@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def load_weights(
             _skew([shard for _, shard in shards])
     else:
         located = locate_tensors(folder)
-        shards = [_as_stored(name, shard, located) for name, shard in shards]
+        shards = [as_stored(name, shard, located) for name, shard in shards]
         known = {*(name for name, _ in shards), *_OTHERS}
         others = [
             name
@@ -96,9 +96,7 @@ def load_weights(
         )
 
 
-def _as_stored(
-    name: str, shard: WeightShard, located: Mapping[str, StoredTensor]
-) -> tuple[str, WeightShard]:
+def as_stored(name: str, shard: WeightShard, located: Container[str]) -> tuple[str, WeightShard]:
     """Returns a shard of a stack of experts as a shard of one expert's tensor, if the checkpoint
     has such instead of the stack: of Qwen3.5-MoE there are both kinds. Gates and ups, which a stack
     has one after the other, then have tensors of their own."""
@@ -176,23 +174,7 @@ def _load_safetensors(
     total: int,
     is_unused: Callable[[str], bool],
 ) -> None:
-    missing = list(dict.fromkeys(name for name, _ in shards if name not in located))
-    wanted = {name for name, _ in shards}
-    unknown = [
-        name
-        for name in located
-        if name not in wanted
-        and not name.endswith((*_COMPUTED, *_CACHE_SCALES))
-        and name not in _OTHERS
-        and not is_unused(name)
-    ]
-    if missing or unknown:
-        listed = [
-            f"{len(names)} {kind} ({_first(names)})"
-            for kind, names in (("missing", missing), ("unknown", unknown))
-            if names
-        ]
-        raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
+    check_names([name for name, _ in shards], folder, located, is_unused)
     by_file: dict[Path, list[tuple[str, WeightShard]]] = {}
     for name, shard in shards:
         by_file.setdefault(located[name].file, []).append((located[name].name, shard))
@@ -201,14 +183,34 @@ def _load_safetensors(
     mode = torch.is_inference_mode_enabled()  # which each thread has for itself
 
     def read(file: Path) -> None:
-        with torch.inference_mode(mode), _open(file) as tensors:
+        with torch.inference_mode(mode), open_file(file) as tensors:
             for name, shard in by_file[file]:
-                _copy_part(_slice_of(tensors, name, file, shard), name, shard)
+                copy_part(slice_of(tensors, name, file, shard), name, shard)
                 progress.add(shard.destination.nbytes)
 
     with ThreadPoolExecutor(_reading_threads(shards), "weights") as pool:
         for _ in pool.map(read, sorted(by_file)):
             pass
+
+
+def check_names(
+    names: Sequence[str],
+    folder: Path,
+    located: Mapping[str, StoredTensor],
+    is_unused: Callable[[str], bool],
+) -> None:
+    """Raises `ConfigError` unless a checkpoint has tensors of all these names, and none that a
+    model neither needs nor leaves out."""
+    missing = list(dict.fromkeys(name for name in names if name not in located))
+    wanted = set(names)
+    unknown = [name for name in located if name not in wanted and not is_needless(name, is_unused)]
+    if missing or unknown:
+        listed = [
+            f"{len(names)} {kind} ({_first(names)})"
+            for kind, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        raise ConfigError(f"{folder} does not hold this model's tensors: {'; '.join(listed)}")
 
 
 def _reading_threads(shards: Sequence[tuple[str, WeightShard]]) -> int:
@@ -243,30 +245,25 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Returns tensors of a checkpoint that are there, whole."""
     located, found = locate_tensors(folder), {}
     for file in sorted({located[name].file for name in names}):
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             for name in names:
                 if located[name].file == file:
-                    found[name] = _slice_of(tensors, located[name].name, file)[...]
+                    found[name] = slice_of(tensors, located[name].name, file)[...]
     return found
 
 
 def _is_zero(tensor: StoredTensor) -> bool:
     """Whether all of a tensor is zero."""
-    with _open(tensor.file) as tensors:
-        return not bool(_slice_of(tensors, tensor.name, tensor.file)[:].any())
+    with open_file(tensor.file) as tensors:
+        return not bool(slice_of(tensors, tensor.name, tensor.file)[:].any())
 
 
-def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
+def copy_part(stored: Any, name: str, shard: WeightShard) -> None:
     """Copies the part of a stored tensor that a shard needs, converting its dtype."""
     shape = list(stored.get_shape())
     expected = shard.checkpoint_shape
-    # transformers 5 writes stacks of Qwen3-VL's experts as [experts, out, in]
-    is_swapped = shape != expected and shard.stack is not None and _is_swapped(shape, expected)
+    is_swapped = check_shape(shape, name, shard)
     if shape != expected and not is_swapped:
-        if not shard.is_scale or not _are_scales(shape, expected):
-            raise ConfigError(
-                f"the tensor {name} has the shape {shape}; by config.json it should be {expected}"
-            )
         # scalars cannot be sliced; tensors that are squeezed here are small
         whole = stored[:] if shape else stored[...]
         stored = whole.reshape(()).expand(expected) if whole.numel() == 1 else whole.view(expected)
@@ -285,6 +282,22 @@ def _copy_part(stored: Any, name: str, shard: WeightShard) -> None:
         shard.store(found)
 
 
+def check_shape(shape: list[int], name: str, shard: WeightShard) -> bool:
+    """Returns whether a stored tensor has the matrices of a stack transposed, as transformers 5
+    writes the experts of Qwen3-VL. Raises `ConfigError` for a shape that the shard does not
+    take."""
+    expected = shard.checkpoint_shape
+    if shape == expected:
+        return False
+    if shard.stack is not None and _is_swapped(shape, expected):
+        return True
+    if not shard.is_scale or not _are_scales(shape, expected):
+        raise ConfigError(
+            f"the tensor {name} has the shape {shape}; by config.json it should be {expected}"
+        )
+    return False
+
+
 def _is_swapped(shape: list[int], expected: list[int]) -> bool:
     """Whether two matrices of a stack have each other's shape, transposed."""
     return len(expected) == 3 and shape == [expected[0], expected[2], expected[1]]
@@ -297,7 +310,7 @@ def _are_scales(shape: list[int], expected: list[int]) -> bool:
     return not squeezed or squeezed == [length for length in expected if length != 1]
 
 
-def _slice_of(tensors: Any, name: str, file: Path, shard: WeightShard | None = None) -> Any:
+def slice_of(tensors: Any, name: str, file: Path, shard: WeightShard | None = None) -> Any:
     """Returns a tensor of an open file, to be read in part.
 
     Raises `ConfigError` if it is not there, or of another type than the shard takes: floating-point
@@ -315,6 +328,11 @@ def _slice_of(tensors: Any, name: str, file: Path, shard: WeightShard | None = N
             f"{', '.join(expected)}"
         )
     return stored
+
+
+def is_needless(name: str, is_unused: Callable[[str], bool]) -> bool:
+    """Whether a tensor that no parameter takes may be among a model's."""
+    return name.endswith((*_COMPUTED, *_CACHE_SCALES)) or name in _OTHERS or is_unused(name)
 
 
 def _stored_dtypes(shard: WeightShard | None) -> Sequence[str]:
@@ -346,13 +364,13 @@ def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
         )
     located: dict[str, StoredTensor] = {}
     for file in files:
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             names = list(tensors.keys())
         located |= {own_name(name): StoredTensor(file, name) for name in names}
     return located
 
 
-def _open(file: Path) -> Any:
+def open_file(file: Path) -> Any:
     """Returns the file, mapped into memory, as a context manager.
 
     Raises `ConfigError` if it cannot be read.

@@ -1,6 +1,6 @@
 // Small controls: toolbars of buttons, menus that open beside one, and a line that says what was done.
 
-import { $, button, copyText, element } from "./elements.js";
+import { button, copyText, element } from "./elements.js";
 
 const SAID_MS = 8000; // how long something is said, and a removal can be undone
 
@@ -13,27 +13,43 @@ export function tool(text, action, label = text) {
 }
 
 /** Makes a menu: a button, and the actions that it opens, `[[text, action], ...]`. */
-export function menu(label, actions) {
+export function menu(label, actions, text = "⋯") {
+  const made = element("details", "menu");
+  const summary = element("summary", "tool", text);
+  summary.ariaLabel = summary.title = label;
   const list = element("div", "menu-list");
-  const opens = tool("⋯", () => {}, label);
-  opens.popoverTargetElement = list;
-  list.popover = "auto";
   for (const [name, action] of actions) {
     list.append(
       tool(name, () => {
-        list.hidePopover(); // which gives the focus back to the button
+        made.open = false;
+        summary.focus();
         action();
       }),
     );
   }
-  return element("span", "menu", "", opens, list);
+  made.append(summary, list);
+  made.addEventListener("focusout", ({ relatedTarget }) => {
+    if (relatedTarget && !made.contains(relatedTarget)) made.open = false;
+  });
+  made.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !made.open) return;
+    event.stopPropagation(); // an answer that is coming goes on
+    made.open = false;
+    summary.focus();
+  });
+  return made;
 }
+
+addEventListener("click", ({ target }) => {
+  for (const open of document.querySelectorAll("details.menu[open]"))
+    if (!open.contains(target)) open.open = false;
+});
 
 let timer = 0;
 
-/** Says something for a while, in a line over the page. */
+/** Says something for a while, in a line above the composer. */
 export function say(text, ...buttons) {
-  const line = $("said");
+  const line = document.getElementById("said");
   clearTimeout(timer);
   line.replaceChildren(element("span", "", text), ...buttons);
   line.hidden = false;
@@ -42,7 +58,7 @@ export function say(text, ...buttons) {
 
 function unsay() {
   clearTimeout(timer);
-  const line = $("said");
+  const line = document.getElementById("said");
   line.hidden = true;
   line.replaceChildren();
 }

@@ -1,8 +1,7 @@
 // The tokens of an answer by their probability, with the likeliest alternatives of each: what the
 // model hesitated about, and how it would have gone on.
 
-import { element } from "./elements.js";
-import { tool } from "./menu.js";
+import { button, element } from "./elements.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.15]; // probabilities at which the colour changes
 
@@ -78,7 +77,7 @@ export class Tokens {
     });
     text.addEventListener("keydown", (event) => this.#onKey(event, text));
     this.#details = element("div", "alternatives");
-    this.#details.role = "status";
+    this.#details.setAttribute("role", "status");
     this.#view.append(text, this.#details);
     this.#fill(text, this.#view);
     this.#select(text, 0);
@@ -142,17 +141,18 @@ export class Tokens {
   /** Lists the alternatives of a token: each goes on from there. */
   #describe(token, index) {
     const said = element("p", "", `Token ${index + 1}: “${visible(token.text)}” ${percent(token.logprob)}`);
-    const list = element("ul");
+    const list = element("ul", "");
     for (const other of token.top) {
-      const goOn = tool(
-        visible(other.text),
-        () => this.#onAlternative(this.textWith(index, other)),
-        `Go on with “${visible(other.text)}”`,
-      );
-      goOn.disabled = other.text === token.text;
-      const bar = element("i");
+      const item = document.createElement("li");
+      const isTaken = other.text === token.text;
+      const goOn = button("tool", visible(other.text));
+      goOn.ariaLabel = `Go on with “${visible(other.text)}”`;
+      goOn.disabled = isTaken;
+      goOn.addEventListener("click", () => this.#onAlternative(this.textWith(index, other)));
+      const bar = element("i", "");
       bar.style.width = `${100 * Math.exp(other.logprob)}%`;
-      list.append(element("li", "", "", goOn, element("span", "quiet", percent(other.logprob)), bar));
+      item.append(goOn, element("span", "quiet", percent(other.logprob)), bar);
+      list.append(item);
     }
     const hint = "Choose an alternative to go on from it; the answer stays as a version.";
     this.#details.replaceChildren(said, list, element("p", "quiet", hint));

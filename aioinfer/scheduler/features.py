@@ -159,6 +159,10 @@ class StepFeature:
     def restart(self) -> None:
         """Prepares for new workers, which serve from now on."""
 
+    def forget_results(self) -> None:
+        """Notes that the weights are others: what workers keep of earlier steps is not to be
+        used."""
+
     def close(self) -> None:
         """Ends the feature's threads."""
 

@@ -23,6 +23,7 @@ import mmap
 import threading
 import types
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -76,8 +77,9 @@ class RankMemory:
     def note_update(self) -> None:
         """Notes that the weights have changed."""
 
-    def sleep(self) -> None:
-        """Gives the memory back; weights are kept on the host."""
+    def sleep(self, dropped: Sequence[torch.Tensor] = ()) -> None:
+        """Gives the memory back; weights are kept on the host, but for those that are `dropped`,
+        which are undefined after waking."""
         if "kv_cache" not in self.asleep:
             for tensor in self._kv:
                 _drop_pages(tensor)
@@ -104,6 +106,8 @@ class VirtualRankMemory(RankMemory):
         super().__init__(device)
         self._weights: VirtualMemory | None = None
         self._used = 0  # bytes of the weights
+        self._places: list[tuple[int, int]] = []  # (begin, end) of each storage in their range
+        self._kept: list[slice] = []  # what the host has of it, while the weights sleep
         self._host: torch.Tensor | None = None  # pinned: the weights while they sleep
         self._is_copied = False
         self._allocation: threading.Thread | None = None
@@ -124,6 +128,7 @@ class VirtualRankMemory(RankMemory):
             size = group[0].untyped_storage().nbytes()
             weights.map(min(begin + size, weights.nbytes))
             move_tensors(group, memory, begin)
+            self._places.append((begin, begin + size))
             begin, left = begin + _padded(size), left + size
             del group
             if left > CHUNK_BYTES:
@@ -162,10 +167,11 @@ class VirtualRankMemory(RankMemory):
         """See `RankMemory.note_update`."""
         self._is_copied = False
 
-    def sleep(self) -> None:
+    def sleep(self, dropped: Sequence[torch.Tensor] = ()) -> None:
         """See `RankMemory.sleep`."""
         assert self._weights is not None, "no weights were taken"
         if "weights" not in self.asleep:
+            self._kept = self._places_without(dropped, self._weights)
             self._copy_to_host(self._weights)
             self._weights.unmap()
             self.asleep.add("weights")
@@ -173,6 +179,20 @@ class VirtualRankMemory(RankMemory):
             memory.unmap()
         self.asleep.add("kv_cache")
         torch.cuda.empty_cache()
+
+    def _places_without(
+        self, dropped: Sequence[torch.Tensor], weights: VirtualMemory
+    ) -> list[slice]:
+        """Returns what is to be kept of the weights' range."""
+        if not dropped:
+            return [slice(0, self._used)]
+        first = weights.tensor().data_ptr()
+        begins = sorted(tensor.data_ptr() - first for tensor in dropped)
+        return [
+            slice(begin, end)
+            for begin, end in self._places
+            if bisect_left(begins, begin) == bisect_left(begins, end)
+        ]
 
     def _copy_to_host(self, weights: VirtualMemory) -> None:
         if self._allocation is not None:
@@ -182,9 +202,10 @@ class VirtualRankMemory(RankMemory):
                 f"the host has too little memory for {self._used} bytes of weights, pinned"
             )
         if not self._is_copied:
-            self._host.copy_(weights.tensor()[: self._used], non_blocking=True)
+            for place in self._kept:
+                self._host[place].copy_(weights.tensor()[place], non_blocking=True)
             torch.cuda.synchronize(self.device)
-            self._is_copied = True
+            self._is_copied = self._kept == [slice(0, self._used)]
 
     def wake_up(self, tags: Iterable[str]) -> None:
         """See `RankMemory.wake_up`."""
@@ -201,7 +222,8 @@ class VirtualRankMemory(RankMemory):
                 if tag == "kv_cache":
                     memory.tensor().zero_()
                 elif self._host is not None:
-                    memory.tensor()[: self._used].copy_(self._host, non_blocking=True)
+                    for place in self._kept:
+                        memory.tensor()[place].copy_(self._host[place], non_blocking=True)
         except RuntimeError as error:
             for memory in ranges:
                 memory.unmap()

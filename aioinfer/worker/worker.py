@@ -25,9 +25,11 @@ from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
+from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
+from aioinfer.models.weight_update import WeightUpdate
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.host_blocks import staging_bytes
@@ -361,22 +363,48 @@ class Worker:
     @torch.inference_mode()
     def call(self, method: str, arguments: Mapping[str, Any]) -> tuple[bool, Any]:
         """Calls one of the methods below, or of `parallel.worker_extension`, while no step is in
-        flight. Returns whether it succeeded, and its result or the error as text."""
+        flight. Returns whether it succeeded, and its result or the error as text. After another
+        error than aioinfer's own, which it raises, the worker's state is unknown."""
         try:
             return True, getattr(self, method)(**arguments)
         except AioinferError as error:
             return False, str(error)
-        except Exception as error:
-            return False, f"{type(error).__name__}: {error}"
 
-    def sleep(self) -> None:
-        """Gives the memory of weights and KV cache back; weights are kept on the host. Raises
-        `WorkerCallError`."""
-        self._rank_memory().sleep()
+    def sleep(self, level: int) -> None:
+        """Gives the memory of weights and KV cache back; on level 1 the weights are kept on the
+        host, on level 2 they have to be loaded again. Raises `WorkerCallError`, and `ConfigError`
+        where they cannot be loaded again; nothing has changed then."""
+        memory = self._rank_memory()
+        if level == 1:
+            memory.sleep()
+            return
+        if self._config.model.has_random_weights:
+            raise ConfigError("random weights cannot be loaded again: sleep at level 1")
+        memory.sleep(self._make_update().release())
+        memory.note_update()
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """Takes memory again for `rank_memory.TAGS`. Raises `WorkerCallError`."""
         self._rank_memory().wake_up(tags)
+
+    def update_from_disk(self, folder: str) -> bool:
+        """Loads the weights again, from a checkpoint. Returns False, and changes nothing, where a
+        layer cannot be loaded again: then new workers have to load them. Raises `ConfigError`, and
+        changes nothing, for a checkpoint that is not one of this model."""
+        try:
+            update = self._make_update()
+        except ConfigError:
+            return False
+        update.read(Path(folder))
+        if self.memory is not None:
+            self.memory.note_update()
+        return True
+
+    def _make_update(self) -> WeightUpdate:
+        """Returns an update of the weights. Raises `ConfigError` if they cannot be loaded again."""
+        if not isinstance(self._model, BuiltModel):
+            raise ConfigError("transformers' modules cannot be loaded again")
+        return WeightUpdate(self._model)
 
     def _rank_memory(self) -> RankMemory:
         if self.memory is None:

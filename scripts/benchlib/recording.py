@@ -81,11 +81,7 @@ class Recording:
             file = Path(folder) / "recording.npz"
             acceptance = np.array(self.acceptance, np.float32)
             np.savez(file, texts=padded, acceptance=acceptance)
-            before = dict(os.environ)
             os.environ[FILE_VARIABLE] = str(file)
-            # for servers; the processes of an engine here get `sys.path`
-            paths = filter(None, (before.get("PYTHONPATH"), str(_PACKAGE)))
-            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             try:
                 yield [
                     f"speculation.method={method}",
@@ -93,6 +89,5 @@ class Recording:
                     'model.features=["recorded_drafts"]',
                 ]
             finally:
-                os.environ.clear()
-                os.environ.update(before)
+                del os.environ[FILE_VARIABLE]
                 sys.path.remove(str(_PACKAGE))

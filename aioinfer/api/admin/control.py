@@ -9,6 +9,7 @@ it).
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.admin.info import Status
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.decoding import Body
+from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.model_control import TAGS, Mode
 from aioinfer.errors import ConfigError, RequestError
@@ -39,6 +41,35 @@ class AbortReply(Struct, kw_only=True):
 
     status: Literal["aborted"] = "aborted"
     count: int
+
+
+class UpdateFromDisk(Body, kw_only=True):
+    """`POST /update_weights_from_disk`. `model_path` is a folder of the server, a hub id or
+    `package:NAME/FOLDER`; `weight_version` names the weights in answers, by default the number of
+    updates. `mode` is that of `/pause`."""
+
+    model_path: Annotated[str, Meta(min_length=1)]
+    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+    mode: Mode = "keep"
+
+
+class NewVersion(Body, kw_only=True):
+    """`POST /update_weight_version`."""
+
+    new_version: Annotated[str, Meta(max_length=256)]
+
+
+class WeightInfo(Struct, kw_only=True):
+    """The version of the weights."""
+
+    weight_version: str
+
+
+class UpdateReply(WeightInfo, kw_only=True):
+    """The version of the new weights; `message` is for people."""
+
+    success: Literal[True] = True
+    message: str = "the weights are updated"
 
 
 class Paused(Struct, kw_only=True):
@@ -117,7 +148,7 @@ async def unload_adapter(request: web.Request, body: UnloadAdapter) -> Status:
 #: Parameters of the query, for `/openapi.json`.
 _MODE = {"mode": {"type": "string", "enum": list(get_args(Mode))}}
 PAUSE_QUERY: dict[str, Any] = _MODE | {"clear_cache": {"type": "boolean"}}
-SLEEP_QUERY: dict[str, Any] = {"level": {"type": "integer", "enum": [1]}} | _MODE
+SLEEP_QUERY: dict[str, Any] = {"level": {"type": "integer", "enum": [1, 2]}} | _MODE
 WAKE_QUERY: dict[str, Any] = {"tags": {"type": "array", "items": {"enum": list(TAGS)}}}
 
 
@@ -144,16 +175,17 @@ async def show_paused(request: web.Request) -> Paused:
 
 async def sleep(request: web.Request) -> Status:
     """Frees the device's memory of weights and KV cache until `/wake_up`; `level` 1 keeps the
-    weights in memory of the host. `mode` is that of `/pause`. New requests wait; after "abort" they
-    are answered 503. Does nothing for a model that sleeps."""
-    level = _number(request, "level", 1, 1, 1)
+    weights in memory of the host, 2 drops them. `mode` is that of `/pause`. New requests wait;
+    after "abort" they are answered 503. Does nothing for a model that sleeps."""
+    level = _number(request, "level", 1, 1, 2)
     await request.app[FRONTEND].control.sleep(level, _mode(request))
     return Status(status="sleeping")
 
 
 async def wake_up(request: web.Request) -> Status:
     """Takes memory again for what `tags` name, "weights" or "kv_cache", by default for both; then
-    requests go on, unless `/pause` was called. Does nothing for a model that is awake."""
+    requests go on, unless `/pause` was called. After level 2 the weights are loaded again, unless
+    there are tags: then an update brings them. Does nothing for a model that is awake."""
     tags = [tag for value in request.query.getall("tags", []) for tag in value.split(",") if tag]
     control = request.app[FRONTEND].control
     await control.wake_up(tags or None)  # type: ignore[arg-type]  # it checks them
@@ -163,6 +195,37 @@ async def wake_up(request: web.Request) -> Status:
 async def show_sleeping(request: web.Request) -> Sleeping:
     """Returns whether weights or KV cache have no memory on the device."""
     return Sleeping(is_sleeping=request.app[FRONTEND].control.sleep_level > 0)
+
+
+async def mark_version(request: web.Request, response: web.StreamResponse) -> None:
+    """Names the version of the weights in a response's head."""
+    response.headers["X-Weight-Version"] = request.app[FRONTEND].control.weight_version
+
+
+async def show_weights(request: web.Request) -> WeightInfo:
+    """Returns the version of the weights, which answers name as well."""
+    return WeightInfo(weight_version=request.app[FRONTEND].control.weight_version)
+
+
+async def update_version(request: web.Request, body: NewVersion) -> UpdateReply:
+    """Gives the weights another version, as which answers name them from now on."""
+    request.app[FRONTEND].control.name_weights(body.new_version)
+    return UpdateReply(weight_version=body.new_version)
+
+
+async def update_from_disk(request: web.Request, body: UpdateFromDisk) -> UpdateReply:
+    """Loads the weights of a checkpoint of the same model; requests that run go on with them, by
+    default with the KV blocks that they have. The prefix cache is emptied. 400 for a checkpoint
+    that does not go with the model: nothing has changed then."""
+    frontend = request.app[FRONTEND]
+    options = replace(frontend.config.model, path=body.model_path, revision=None)
+    try:
+        folder = await asyncio.to_thread(resolve_model, options)
+    except ConfigError as error:
+        raise RequestError(str(error), param="model_path") from error
+    control = frontend.control
+    await control.update_from_disk(folder, version=body.weight_version, mode=body.mode)
+    return UpdateReply(weight_version=control.weight_version)
 
 
 def _mode(request: web.Request) -> Mode:

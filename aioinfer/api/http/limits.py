@@ -59,8 +59,9 @@ MONITORING_PATHS = frozenset(
 ADMIN_PATHS = frozenset(
     (
         "/abort", "/experts", "/experts/placement", "/is_paused", "/is_sleeping", "/pause",
-        "/reset_prefix_cache", "/resume", "/sleep", "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter", "/wake_up",
+        "/reset_prefix_cache", "/resume", "/sleep", "/update_weight_version",
+        "/update_weights_from_disk", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up",
+        "/weight_info",
     )
 )  # fmt: skip
 _PERIOD_S = 60.0

@@ -27,7 +27,7 @@ from aioinfer.api.generation import (
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
-from aioinfer.engine.output import Delta
+from aioinfer.engine.output import FIRST_VERSION, Delta
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
@@ -56,13 +56,17 @@ class CompletionTokensDetails(Struct, kw_only=True):
 
 
 class Usage(Struct, kw_only=True):
-    """Tokens of a request. Each prompt counts once, whatever n is."""
+    """Tokens of a request. Each prompt counts once, whatever n is. Once the server's weights have
+    been updated, it has the version of those that computed the tokens, and of all of them in order,
+    oldest first, if they were updated meanwhile."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    weight_versions: Sequence[str] | UnsetType = UNSET
 
 
 class Envelope(Struct, kw_only=True):
@@ -255,6 +259,11 @@ def usage(
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
     )
+    versions = list(dict.fromkeys(each for output in outputs for each in output.weight_versions))
+    if versions not in ([], [FIRST_VERSION]):
+        found.weight_version = versions[-1]
+    if len(versions) > 1:
+        found.weight_versions = versions
     counts = [each for output in outputs if (each := output.predicted_counts) is not None]
     if count_thought is None and not counts:
         return found

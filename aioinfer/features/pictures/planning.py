@@ -190,6 +190,10 @@ class Planning(StepFeature):
         """See `StepFeature.restart`: new workers have no embeddings."""
         self.cache.clear()
 
+    def forget_results(self) -> None:
+        """See `StepFeature.forget_results`."""
+        self.cache.clear()
+
 
 def _continued(row: Row) -> Any:
     """Returns the positions of a row that goes on behind its prompt: of a request that computes its

@@ -159,6 +159,12 @@ class Weight(ABC):
     def finalize(self) -> None:
         """Prepares the loaded weight for the device, its rows in `row_order`."""
 
+    def begin_reload(self) -> None:
+        """Prepares a weight that was finalized for `weight_shards` and `finalize` to be called
+        again. On a GPU, where graphs refer to it, its memory stays the same. Of weights that are
+        not quantized alone."""
+        raise NotImplementedError
+
     def input_format(self, rows: int) -> InputFormat | None:
         """Returns how the inputs of products of so many rows are quantized; None if they are not.
         Such a product takes `ScaledInputs` in the place of x, too."""

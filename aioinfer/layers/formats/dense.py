@@ -61,6 +61,7 @@ class DenseWeight(Weight):
             weight = torch.empty(shape, dtype=backend.dtype, device=backend.device)
         self.weight: torch.Tensor | None = weight
         self._is_half = is_half
+        self._final_order: torch.Tensor | None = None  # of the rows, once they are reordered
         self._held_bytes = weight.numel() * (2 if is_half else weight.itemsize)
         self._packed: PackedWeight | HalfWeight | None = None
 
@@ -116,10 +117,19 @@ class DenseWeight(Weight):
         if self._packed is not None:
             self.weight = None
 
+    def begin_reload(self) -> None:
+        """See `Weight.begin_reload`. A weight that was repacked gets memory to be loaded into, and
+        its layout is dropped."""
+        self.row_order = self._final_order
+        if self.weight is None:
+            shape, backend = (self._out, self._columns.size), self._backend
+            self.weight = torch.empty(shape, dtype=backend.dtype, device=backend.device)
+            self._packed = None
+
     def _reorder(self) -> None:
         if self.row_order is not None:
             self.loaded.copy_(self.loaded[self.row_order.to(self.loaded.device)])
-            self.row_order = None
+            self._final_order, self.row_order = self.row_order, None
 
     def launch(self, candidate: Candidate, x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         """See `Weight.launch`."""

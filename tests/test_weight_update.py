@@ -1,0 +1,119 @@
+"""Weights of a model that serves are replaced: by those of a checkpoint, and tensor by tensor. The
+model then computes what a model computes that was loaded with them; an update that does not go with
+the model changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.models.built_model import BuiltModel
+from aioinfer.models.weight_update import WeightUpdate
+from tests.paged_model import PagedModel, load_model
+from tests.tiny_models import FAMILIES, tiny_model
+
+PROMPT = [7, 3, 250, 41, 9, 90]
+
+
+def load(folder: Path, rank: int = 0, size: int = 1) -> BuiltModel:
+    group = ParallelGroup(rank, size) if size > 1 else ParallelGroup.single()
+    with torch.inference_mode():
+        model = load_model(folder, group)
+    assert isinstance(model, BuiltModel)
+    return model
+
+
+def logits_of(model: BuiltModel) -> torch.Tensor:
+    paged = PagedModel(model, 4)  # type: ignore[arg-type]
+    return torch.cat([paged.step({0: PROMPT})[0], paged.step({0: [11]})[0]])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    made: dict[tuple[str, int], Path] = {}
+
+    def make(family: str, seed: int) -> Path:
+        if (family, seed) not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{seed}")
+            made[family, seed] = tiny_model(family, folder, seed=seed)
+        return made[family, seed]
+
+    return make
+
+
+#: Families that together have all kinds of layers; the others are extended.
+KINDS = ("bamba", "deepseek_v3", "falcon", "gemma3n_text", "gpt_oss", "kimi_linear", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in KINDS else pytest.mark.extended)
+        for family in FAMILIES
+    ],
+)
+def test_a_model_computes_with_the_weights_of_another_checkpoint(
+    checkpoint: Callable[[str, int], Path], family: str
+) -> None:
+    first, second = checkpoint(family, 0), checkpoint(family, 1)
+    model, expected = load(first), logits_of(load(second))
+    before = logits_of(model)
+    with torch.inference_mode():
+        WeightUpdate(model).read(second)
+    assert torch.equal(logits_of(model), expected)
+    with torch.inference_mode():
+        update = WeightUpdate(model)
+        tensors = [each for file in first.glob("*.safetensors") for each in load_file(file).items()]
+        for number in range(0, len(tensors), 3):
+            update.take(tensors[number : number + 3])
+        update.finish()
+    assert torch.equal(logits_of(model), before)
+
+
+def test_a_wrong_tensor_changes_nothing(
+    checkpoint: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    model, name = load(checkpoint("qwen3", 0)), "model.layers.0.mlp.down_proj.weight"
+    before = logits_of(model)
+    tensors = load_file(checkpoint("qwen3", 1) / "model.safetensors")
+    good = [(each, tensor) for each, tensor in tensors.items() if each != name]
+    wrong = {
+        "has the shape": (name, tensors[name][:-1]),
+        "no tensor model.layers.9": ("model.layers.9.mlp.down_proj.weight", tensors[name]),
+        "of the type torch.int32": (name, tensors[name].int()),
+    }
+    with torch.inference_mode():
+        for message, tensor in wrong.items():
+            with pytest.raises(ConfigError, match=message):
+                WeightUpdate(model).take([*good, tensor])
+        for message, changed in {
+            "has the shape": tensors | {name: tensors[name][:-1].contiguous()},
+            "1 missing": dict(good),
+            "1 unknown": tensors | {"model.layers.9.mlp.down_proj.weight": tensors[name].clone()},
+            "of the type I32": tensors | {name: tensors[name].int()},
+        }.items():
+            save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+            with pytest.raises(ConfigError, match=message):
+                WeightUpdate(model).read(tmp_path)
+    assert torch.equal(logits_of(model), before)
+
+
+def test_a_layer_that_lacks_tensors_keeps_its_weights(
+    checkpoint: Callable[[str, int], Path],
+) -> None:
+    model = load(checkpoint("qwen3", 0))
+    before = logits_of(model)
+    tensors = load_file(checkpoint("qwen3", 1) / "model.safetensors")
+    gate = "model.layers.1.mlp.gate_proj.weight"
+    with torch.inference_mode():
+        update = WeightUpdate(model)
+        update.take([(gate, tensors[gate])])
+        with pytest.raises(ConfigError, match=r"lacks 1 tensors of layers: .*up_proj"):
+            update.finish()
+    assert torch.equal(logits_of(model), before)
