@@ -361,7 +361,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaConfig:
-    """Pictures in requests, for models that read them."""
+    """Pictures and sound in requests, for models that read them."""
 
     max_pictures: int = key(
         "Maximum of pictures in a request. 0: the model reads text alone, and its vision tower is "
@@ -370,12 +370,18 @@ class MediaConfig:
         minimum=0,
         maximum=1024,
     )
-    max_bytes: int = key("Maximum size of a picture's file.", 20 * 2**20, minimum=1)
+    max_bytes: int = key("Maximum size of a file.", 25 * 2**20, minimum=1)
     max_pixels: int = key(
         "Maximum of pixels of a picture, by its header: larger ones are refused before they are "
         "decoded.",
         25_000_000,
         minimum=1,
+    )
+    max_seconds: int = key(
+        "Maximum length of a sound: an hour takes 230 MB while it is transcribed.",
+        3600,
+        minimum=1,
+        maximum=86_400,
     )
     allowed_folder: str | None = key(
         "Folder below which requests may name files as pictures (`file:///...`). Default: none.",
@@ -387,8 +393,9 @@ class MediaConfig:
         [],
     )
     encoder_budget: int = key(
-        "Embeddings of pictures that a step computes, beside one picture at least: each takes the "
-        "place of a prompt token. Lower values keep inter-token latency flat.",
+        "Embeddings of pictures, or outputs of an encoder before the decoder, that a step "
+        "computes, beside one picture or source at least: an embedding takes the place of a prompt "
+        "token. Lower values keep inter-token latency flat.",
         4096,
         minimum=1,
     )

@@ -306,6 +306,8 @@ class SamplingParams:
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
             without; each is avoided by its last token.
+        speech: the rules that the tokens of a transcript follow (`features.speech`), as the server
+            makes them; None for none.
         extra_args: arguments of step features of other packages, by name (docs/features.md).
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.
@@ -344,6 +346,7 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    speech: Any = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     predicted_tokens: tuple[int, ...] = ()
     beam_search: BeamSearch | None = None

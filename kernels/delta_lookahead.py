@@ -35,94 +35,15 @@ from aioinfer.kernels.delta_decode import (
     unit_vectors,
 )
 from aioinfer.kernels.launch import wait_for_kernel
-from aioinfer.kernels.states import StateTables, decode_row
-
-
-@triton.jit
-def _input_at(
-    t, first, saved, rows, rows_stride, window, is_started, channels, mask, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Returns the convolution's input of channels at token t of a slot: of tokens below 0 from the
-    window, below `first` from `saved`, else from `rows`."""
-    token = tl.where(t < first, saved + t * CHANNELS, rows + (t - first) * rows_stride)
-    old = window + channels * (WIDTH - 1) + (t + WIDTH - 1)
-    places = tl.where(t < 0, old, token + channels)
-    return tl.load(places, mask & ((t >= 0) | is_started), 0.0)
-
-
-@triton.jit
-def _convolved_at(
-    t, first, saved, rows, rows_stride, window, is_started, conv, channels, mask,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Returns the convolution of channels at token t, with SiLU, in float32.
-
-    Each tap is a vector of its own. With a tile of channels and taps Triton would keep the matrix
-    in the tile's layout beside its own, in twice the registers.
-    """
-    sums = tl.zeros_like(channels).to(tl.float32)
-    for tap in tl.static_range(WIDTH):
-        x = _input_at(
-            t - (WIDTH - 1) + tap, first, saved, rows, rows_stride, window, is_started, channels,
-            mask, WIDTH, CHANNELS,
-        )  # fmt: skip
-        sums += x.to(tl.float32) * tl.load(conv + channels * WIDTH + tap, mask, 0.0).to(tl.float32)
-    return silu(sums)
-
-
-@triton.jit
-def _keep_window(
-    t, first, saved, rows, rows_stride, window, is_started, target, channels, mask,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Stores the window behind token t. It may be stored over the old one: what is read of that is
-    behind all that has been written."""
-    for tap in tl.static_range(WIDTH - 1):
-        x = _input_at(
-            t - (WIDTH - 2) + tap, first, saved, rows, rows_stride, window, is_started, channels,
-            mask, WIDTH, CHANNELS,
-        )  # fmt: skip
-        tl.debug_barrier()  # every thread has read before another one writes
-        tl.store(target + channels * (WIDTH - 1) + tap, x, mask)
-
-
-@triton.jit
-def _keep_windows(
-    first, end, saved, rows, rows_stride, window, is_started, target, end_target, channels, mask,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Stores the windows behind token `first`, and behind token `end` if that is not negative: the
-    block of the old window may be that of `end` then, but not that of `first`."""
-    _keep_window(
-        first, first, saved, rows, rows_stride, window, is_started, target, channels, mask, WIDTH,
-        CHANNELS,
-    )  # fmt: skip
-    if end >= 0:
-        _keep_window(
-            end, first, saved, rows, rows_stride, window, is_started, end_target, channels, mask,
-            WIDTH, CHANNELS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _keep_inputs(saved, saved_stride, rows, rows_stride, count, channels, mask):
-    """Copies channels of `count` rows."""
-    for number in range(count):
-        x = tl.load(rows + number * rows_stride + channels, mask)
-        tl.store(saved + number * saved_stride + channels, x, mask)
-
-
-@triton.jit
-def _end_of_block(table, start, first, last, BLOCK_SIZE: tl.constexpr):
-    """Returns behind which replayed token a block ends whose state is kept, -1 if none, and the
-    block; `last` is the block of the state behind the row."""
-    end = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
-    is_passed = end <= start + first
-    block = tl.load(table + end // BLOCK_SIZE - 1, is_passed, -1).to(tl.int64)
-    # the table may name a block twice that was moved on to the next entry
-    is_kept = is_passed & (block >= 0) & (block != last)
-    return tl.where(is_kept, end - start - 1, -1), tl.maximum(block, 0)
+from aioinfer.kernels.replays import (
+    check_saved,
+    convolved_at,
+    end_of_block,
+    keep_inputs,
+    keep_windows,
+    rows_of_slot,
+)
+from aioinfer.kernels.states import StateTables
 
 
 @triton.jit(
@@ -149,15 +70,11 @@ def _delta_lookahead_kernel(
     j = tl.arange(0, SHAPE.value_pad)
     is_key, is_value = i < SHAPE.key_size, j < SHAPE.value_size
     wait_for_kernel(PDL)
-    token, _, _, last = decode_row(seq_lens, query_starts, row, HAS_STARTS, SHAPE.block_size)
+    token, first, count, slot, start, last = rows_of_slot(
+        seq_lens, query_starts, slots, pending, counts, row, HAS_STARTS, SHAPE.block_size
+    )
     if token < 0:
         return
-    count = tl.load(counts + row)
-    if count == 0:
-        return
-    first = tl.load(pending + row)
-    slot = tl.load(slots + row).to(tl.int64)
-    start = tl.load(seq_lens + row) - 1 - first
     is_started = start > 0
     before = tl.maximum(start - 1, 0) // SHAPE.block_size
 
@@ -179,9 +96,9 @@ def _delta_lookahead_kernel(
     matrix = matrices + tl.load(matrix_table + before).to(tl.int64) * matrix_stride
     window_block = tl.load(window_table + last).to(tl.int64)
     matrix_block = tl.load(matrix_table + last).to(tl.int64)
-    window_end, block = _end_of_block(window_table, start, first, window_block, SHAPE.block_size)
+    window_end, block = end_of_block(window_table, start, first, window_block, SHAPE.block_size)
     end_window = windows + block * window_stride
-    matrix_end, block = _end_of_block(matrix_table, start, first, matrix_block, SHAPE.block_size)
+    matrix_end, block = end_of_block(matrix_table, start, first, matrix_block, SHAPE.block_size)
     end_matrix = matrices + block * matrix_stride
     next_window = windows + window_block * window_stride
     next_matrix = matrices + matrix_block * matrix_stride
@@ -198,18 +115,18 @@ def _delta_lookahead_kernel(
     end_offset = head * (SHAPE.key_size * SHAPE.value_size)
     for t in tl.range(0, first + count, disable_licm=True):
         at = token + t - first  # the row's token, if it is not a replayed one
-        q = _convolved_at(
+        q = silu(convolved_at(
             t, first, saved, rows, mixed_stride, window, is_started, conv, q_channels, is_key,
             WIDTH, CHANNELS,
-        )  # fmt: skip
-        k = _convolved_at(
+        ))  # fmt: skip
+        k = silu(convolved_at(
             t, first, saved, rows, mixed_stride, window, is_started, conv, k_channels, is_key,
             WIDTH, CHANNELS,
-        )  # fmt: skip
-        v = _convolved_at(
+        ))  # fmt: skip
+        v = silu(convolved_at(
             t, first, saved, rows, mixed_stride, window, is_started, conv, v_channels, is_value,
             WIDTH, CHANNELS,
-        )  # fmt: skip
+        ))  # fmt: skip
         is_row = t >= first
         z_places = z + at * z_stride + head * SHAPE.value_size + j
         gate = tl.load(z_places, is_value & is_row, 0.0).to(tl.float32)
@@ -243,28 +160,28 @@ def _delta_lookahead_kernel(
         ticket = tickets + row * SHAPE.key_heads + key_head
         writes_keys = tl.atomic_add(ticket, 1, sem="relaxed") == SHAPE.group - 1
     rows_ahead = rows + mixed_stride
-    _keep_windows(
+    keep_windows(
         first, window_end, saved, rows, mixed_stride, window, is_started, next_window, end_window,
         v_channels, is_value, WIDTH, CHANNELS,
     )  # fmt: skip
-    _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, v_channels, is_value)
+    keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, v_channels, is_value)
     b_ahead, a_ahead = b + (token + 1) * b_stride, a + (token + 1) * a_stride
-    _keep_inputs(b_saved, HEADS, b_ahead, b_stride, count - 1, head, True)
-    _keep_inputs(
+    keep_inputs(b_saved, HEADS, b_ahead, b_stride, count - 1, head, True)
+    keep_inputs(
         a_saved, HEADS * DECAYS, a_ahead, a_stride, count - 1, d,
         is_key if SHAPE.by_channel else True,
     )  # fmt: skip
     if writes_keys:
-        _keep_windows(
+        keep_windows(
             first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
             end_window, q_channels, is_key, WIDTH, CHANNELS,
         )  # fmt: skip
-        _keep_windows(
+        keep_windows(
             first, window_end, saved, rows, mixed_stride, window, is_started, next_window,
             end_window, k_channels, is_key, WIDTH, CHANNELS,
         )  # fmt: skip
-        _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, q_channels, is_key)
-        _keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, k_channels, is_key)
+        keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, q_channels, is_key)
+        keep_inputs(saved, CHANNELS, rows_ahead, mixed_stride, count - 1, k_channels, is_key)
         if SHAPE.group > 1:
             tl.store(tickets + row * SHAPE.key_heads + key_head, 0)
 
@@ -306,16 +223,7 @@ def delta_lookahead(
     """
     shape = DeltaShape.of(inputs, weights, matrices.states, block_size)
     check_decode(shape, inputs, windows, tickets, len(seq_lens))
-    expected = [(x.shape[1], x.dtype) for x in (inputs.mixed, inputs.b, inputs.a)]
-    if (
-        [(x.shape[2], x.dtype) for x in saved] != expected
-        or not all(x.is_contiguous() for x in saved)
-        or not 0 < saved[0].shape[1] < block_size
-    ):
-        raise ValueError(
-            f"kept inputs {[tuple(x.shape) for x in saved]} do not fit {expected} and blocks of "
-            f"{block_size}"
-        )
+    check_saved(saved, (inputs.mixed, inputs.b, inputs.a), block_size)
     rows = len(seq_lens) if query_starts is None else min(len(seq_lens), len(inputs.mixed))
     if rows == 0:
         return

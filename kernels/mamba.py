@@ -90,6 +90,26 @@ class MambaShape(NamedTuple):
         return cls(heads, heads // groups, size, state, *pads, block_size)
 
 
+@triton.jit
+def advance_state(
+    S, mixed, steps, head, rate, bias, weight, least, largest, SHAPE: tl.constexpr
+):  # fmt: skip
+    """Returns the state of a head behind a token, and its output, in float32; `mixed` and `steps`
+    point to the token's inputs."""
+    X: tl.constexpr = SHAPE.heads * SHAPE.head_size
+    GROUPS: tl.constexpr = SHAPE.heads // SHAPE.group
+    i, j = tl.arange(0, SHAPE.state_pad), tl.arange(0, SHAPE.head_pad)
+    is_i, is_j = i < SHAPE.state_size, j < SHAPE.head_size
+    b_places = mixed + X + head // SHAPE.group * SHAPE.state_size + i
+    B = tl.load(b_places, is_i, 0.0).to(tl.float32)
+    C = tl.load(b_places + GROUPS * SHAPE.state_size, is_i, 0.0).to(tl.float32)
+    x = tl.load(mixed + head * SHAPE.head_size + j, is_j, 0.0).to(tl.float32)
+    dt = tl.load(steps + head).to(tl.float32)
+    step = tl.minimum(tl.maximum(softplus(dt + bias), least), largest)
+    S = S * tl.exp(-rate * step) + B[:, None] * (x * step)[None, :]
+    return S, tl.sum(S * C[:, None], 0) + weight * x
+
+
 @triton.jit(do_not_specialize_on_alignment=["tables", "seq_lens", "query_starts"])
 def _decode_kernel(
     mixed, steps, a_log, dt_bias, skip, least, largest, out, matrices, tables, seq_lens,
@@ -97,8 +117,6 @@ def _decode_kernel(
     SHAPE: tl.constexpr, HAS_STARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1)
-    X: tl.constexpr = SHAPE.heads * SHAPE.head_size
-    GROUPS: tl.constexpr = SHAPE.heads // SHAPE.group
     i, j = tl.arange(0, SHAPE.state_pad), tl.arange(0, SHAPE.head_pad)
     is_i, is_j = i < SHAPE.state_size, j < SHAPE.head_size
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
@@ -112,18 +130,13 @@ def _decode_kernel(
         return
     table = tables + row.to(tl.int64) * table_stride
     before, after = block_of(table, first), block_of(table, last)
-    b_places = mixed + token * mixed_stride + X + head // SHAPE.group * SHAPE.state_size + i
-    B = tl.load(b_places, is_i, 0.0).to(tl.float32)
-    C = tl.load(b_places + GROUPS * SHAPE.state_size, is_i, 0.0).to(tl.float32)
-    x = tl.load(mixed + token * mixed_stride + head * SHAPE.head_size + j, is_j, 0.0).to(tl.float32)
-    dt = tl.load(steps + token * step_stride + head).to(tl.float32)
     places = (head * SHAPE.state_size + i)[:, None] * SHAPE.head_size + j[None, :]
     is_state = is_i[:, None] & is_j[None, :]
     S = tl.load(matrices + before * matrix_stride + places, is_state & is_started, 0.0)
-    step = tl.minimum(tl.maximum(softplus(dt + bias), least), largest)
-    decay = tl.exp(-rate * step)
-    S = S.to(tl.float32) * decay + B[:, None] * (x * step)[None, :]
-    y = tl.sum(S * C[:, None], 0) + weight * x
+    S, y = advance_state(
+        S.to(tl.float32), mixed + token * mixed_stride, steps + token * step_stride, head, rate,
+        bias, weight, least, largest, SHAPE,
+    )  # fmt: skip
     target = matrices + after * matrix_stride + places
     tl.store(target, S.to(matrices.dtype.element_ty), is_state)
     places = out + token * out_stride + head * SHAPE.head_size + j

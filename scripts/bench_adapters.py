@@ -2,6 +2,7 @@ r"""Throughput and latency with adapters (LoRA) over HTTP: a model with random w
 adapters of all of its linear layers.
 
     python scripts/bench_adapters.py                      # the shape of Qwen3-8B, all rows
+    python scripts/bench_adapters.py --experts            # the shape of Qwen3-30B-A3B
     python scripts/bench_adapters.py --model FOLDER --rows plain,many,half --streams 64,256
     python scripts/bench_adapters.py --rows zipf --disk 200 --set lora.max_adapters=32
 
@@ -9,10 +10,14 @@ Rows, each streamed completions of `--input-len` tokens in and `--output-len` ou
 stream (three up to 64):
     plain   no request has an adapter, on the server with 8 slots
     many    request i has adapter i modulo 8, of rank 16
-    half    every second request has one
+    half    every second request has one; "bare_of_plain" is the part of plain's tokens a second
+            that a stream has whose request has none
     wide    as many, of rank 64, on a server of its own
     zipf    requests choose among `--disk` adapters on disk, the n-th with a weight of 1 / n, on a
             server with 64 slots; 64 streams. Cold: the first request of an adapter, warm: others
+
+With `--experts` adapters change the experts, too, there are four of them, and the rows are plain,
+many and half.
 
 "of plain" is the part of the tokens a second that the row "plain" has with as many streams, on the
 first server; for zipf on its own server, where that comes first. Adapters on disk beyond the first
@@ -41,20 +46,21 @@ from tokenizers import Tokenizer, decoders, models
 
 from benchlib.client import Client, Record
 from benchlib.server_process import ServerProcess, exiting_at_signals
-from benchlib.shapes import QWEN3_8B
+from benchlib.shapes import QWEN3_8B, QWEN3_30B_A3B
 from benchlib.workload import RequestShape
 
-#: Adapters that share steps, and adapters with files of their own.
-MANY, FILES = 8, 16
+#: Adapters that share steps, also of experts, and adapters with files of their own: one of experts
+#: has over a gigabyte.
+MANY, MANY_EXPERTS, FILES = 8, 4, 16
 ROWS = ("plain", "many", "half", "wide", "zipf")
 #: Returns the adapter of a request by its number; None for none.
 Choice = Callable[[int], str | None]
 
 
-def write_model(folder: Path) -> Path:
-    """Writes the shape of Qwen3-8B, and a tokenizer with a word for each token."""
+def write_model(folder: Path, shape: dict[str, Any]) -> Path:
+    """Writes a shape, and a tokenizer with a word for each token."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B), "utf-8")
+    (folder / "config.json").write_text(json.dumps(shape), "utf-8")
     words = {f"word{token}": token for token in range(151_936)}
     tokenizer = Tokenizer(models.WordLevel(words, "word0"))
     tokenizer.decoder = decoders.WordPiece()
@@ -62,20 +68,45 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def write_adapters(folder: Path, config: dict[str, Any], rank: int, count: int) -> dict[str, Path]:
-    """Writes random adapters of the linear layers of a Llama-like model, and returns the folder of
-    each by name; all beyond `FILES` are links."""
+def matrices_of(
+    config: dict[str, Any], rank: int, *, has_experts: bool
+) -> dict[str, tuple[int, int]]:
+    """Returns the shapes of an adapter's tensors by their names, of the linear layers of a
+    Llama-like model, and of its stacked experts, whose parameters peft nests."""
     hidden, size = config["hidden_size"], config.get("head_dim") or 128
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    width = config["intermediate_size"]
     modules = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
-        "mlp.down_proj": (hidden, width),
+        "self_attn.q_proj": (queries, hidden, 1), "self_attn.k_proj": (keys, hidden, 1),
+        "self_attn.v_proj": (keys, hidden, 1), "self_attn.o_proj": (hidden, queries, 1),
     }  # fmt: skip
-    text = json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
-    found = {}
+    if has_experts:
+        width = config["moe_intermediate_size"]
+        experts = config.get("num_experts") or config["num_local_experts"]
+        modules["mlp.experts.base_layer"] = 2 * width, hidden, experts
+        modules["mlp.experts"] = hidden, width, experts
+    else:
+        width = config["intermediate_size"]
+        modules |= {f"mlp.{name}_proj": (width, hidden, 1) for name in ("gate", "up")}
+        modules["mlp.down_proj"] = hidden, width, 1
+    shapes = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, (out, inputs, stacked) in modules.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            shapes[f"{prefix}A.weight"] = stacked * rank, inputs
+            shapes[f"{prefix}B.weight"] = out, stacked * rank
+    return shapes
+
+
+def write_adapters(
+    folder: Path, config: dict[str, Any], rank: int, count: int, *, has_experts: bool
+) -> dict[str, Path]:
+    """Writes random adapters, and returns the folder of each by name; all beyond `FILES`, or beyond
+    the first of experts, are links."""
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    if has_experts:
+        fields["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    text, files, found = json.dumps(fields), 1 if has_experts else FILES, {}
+    shapes = matrices_of(config, rank, has_experts=has_experts)
     for number in range(count):
         own = found[f"adapter-{rank}-{number}"] = folder / f"{rank}-{number}"
         own.mkdir(parents=True, exist_ok=True)
@@ -83,19 +114,16 @@ def write_adapters(folder: Path, config: dict[str, Any], rank: int, count: int) 
         file = own / "adapter_model.safetensors"
         if file.exists():  # of a server before
             continue
-        if number >= FILES:
-            file.hardlink_to(folder / f"{rank}-{number % FILES}" / file.name)
+        if number >= files:
+            file.hardlink_to(folder / f"{rank}-{number % files}" / file.name)
             continue
         generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for layer in range(config["num_hidden_layers"]):
-            for module, (out, inputs) in modules.items():
-                prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
-                for side, shape in (("A", (rank, inputs)), ("B", (out, rank))):
-                    tensor = torch.empty(shape, dtype=torch.bfloat16)
-                    tensors[f"{prefix}{side}.weight"] = tensor.uniform_(
-                        -0.02, 0.02, generator=generator
-                    )
+        tensors = {
+            name: torch.empty(shape, dtype=torch.bfloat16).uniform_(
+                -0.02, 0.02, generator=generator
+            )
+            for name, shape in shapes.items()
+        }
         save_file(tensors, file)
     return found
 
@@ -161,21 +189,24 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, work: Path):
         self._options, self._work = options, work
-        self._model = options.model or write_model(work / "model")
+        shape = QWEN3_30B_A3B if options.experts else QWEN3_8B
+        self._model = options.model or write_model(work / "model", shape)
         self._config = json.loads((self._model / "config.json").read_text("utf-8"))
         options.vocab_size = self._config["vocab_size"]
-        self._plain: dict[int, float] = {}
+        #: of the row "plain", by streams: tokens a second, and seconds a token of a stream
+        self._plain: dict[int, tuple[float, float]] = {}
         self.rows: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Runs all rows, on a server for each kind of adapters."""
         wanted, streams = self._options.rows, self._options.streams
         if {"plain", "many", "half"} & set(wanted):
-            with self._server(16, MANY, MANY) as (url, names):
+            many = MANY_EXPERTS if self._options.experts else MANY
+            with self._server(16, many, many) as (url, names):
                 choices: dict[str, Choice] = {
                     "plain": lambda number: None,
-                    "many": lambda number: names[number % MANY],
-                    "half": lambda number: names[number // 2 % MANY] if number % 2 else None,
+                    "many": lambda number: names[number % many],
+                    "half": lambda number: names[number // 2 % many] if number % 2 else None,
                 }
                 self._warm_up(url, choices["half"])
                 for row, choose in choices.items():
@@ -197,14 +228,18 @@ class Bench:
                 self._measure("zipf", url, 64, lambda number: names[int(chosen[number])], 5)
 
     def _server(self, rank: int, count: int, slots: int) -> _Server:
-        adapters = write_adapters(self._work / "adapters", self._config, rank, count)
+        has_experts = self._options.experts
+        adapters = write_adapters(
+            self._work / "adapters", self._config, rank, count, has_experts=has_experts
+        )
         file = self._work / f"{rank}-{count}.toml"
         lines = [f"{json.dumps(name)} = {json.dumps(str(path))}" for name, path in adapters.items()]
         file.write_text("[lora.adapters]\n" + "\n".join(lines), "utf-8")
         most = max(self._options.streams)
         settings = [
             f"model.path={self._model}", "model.load_format=dummy", f"lora.max_rank={rank}",
-            f"lora.max_adapters={min(slots, count)}", "cache.enable_prefix_caching=false",
+            f"lora.max_adapters={min(slots, count)}", f"lora.experts={str(has_experts).lower()}",
+            "cache.enable_prefix_caching=false",
             f"model.max_model_len={self._options.input_len + self._options.output_len}",
             f"scheduler.max_num_seqs={max(most, 64)}", *self._options.settings,
         ]  # fmt: skip
@@ -224,12 +259,17 @@ class Bench:
         row: dict[str, Any] = {
             "row": name, "streams": streams, "requests": count, "tokens_per_s": round(rate, 1),
             "ttft_mean_ms": round(1000 * statistics.mean(times), 1),
-            "tpot_mean_ms": round(1000 * statistics.mean(r.tpot or 0.0 for _, r in found), 2),
         }  # fmt: skip
+        tpot = statistics.mean(r.tpot or 0.0 for _, r in found)
+        row["tpot_mean_ms"] = round(1000 * tpot, 2)
         if name == "plain":
-            self._plain[streams] = rate
+            self._plain[streams] = rate, tpot
         elif streams in self._plain:
-            row["of_plain"] = round(rate / self._plain[streams], 3)
+            plain, plain_tpot = self._plain[streams]
+            row["of_plain"] = round(rate / plain, 3)
+            bare = [record.tpot or 0.0 for adapter, record in found if adapter is None]
+            if bare:
+                row["bare_of_plain"] = round(plain_tpot / statistics.mean(bare), 3)
         if name == "zipf":
             row |= times_to_first(found)
         self.rows.append(row)
@@ -255,7 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a line of JSON for each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--model", type=Path, help="default: the shape of Qwen3-8B")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--experts", action="store_true", help="adapters of experts, and less rows")
+    parser.add_argument("--rows", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--streams", default="1,64,256")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
@@ -264,9 +305,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     options = parser.parse_args(arguments)
-    options.rows = options.rows.split(",")
+    rows = ROWS[:3] if options.experts else ROWS
+    options.rows = [*rows] if options.rows is None else options.rows.split(",")
     options.streams = [int(part) for part in options.streams.split(",")]
-    if unknown := set(options.rows).difference(ROWS):
+    if unknown := set(options.rows).difference(rows):
         parser.error(f"--rows: there is no {', '.join(sorted(unknown))}")
     with ExitStack() as stack:
         stack.enter_context(exiting_at_signals())

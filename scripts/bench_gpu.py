@@ -12,6 +12,8 @@ figures of vLLM on H200s.
         --set speculation.method=eagle3 --set speculation.model=HEAD
     python scripts/bench_gpu.py --model FOLDER --http --cases h256,mix \
         --set scheduler.max_num_batched_tokens=4096
+    python scripts/bench_gpu.py --model FOLDER --http --cases k1x8192x1024,k16x8192x1024 \
+        --acceptance 0.80,0.62,0.48 --set speculation.method=mtp
 
 A folder contains config.json and a tokenizer; weights in it are not read, and are at random in the
 format of its `quantization_config`, if it has one. The vocabulary and the
@@ -30,9 +32,10 @@ of vLLM are without):
 vLLM's `max_model_len` ended the requests of k8x8000 after 192 tokens, so its figure is that of
 k8x8000x192.
 
-With --acceptance the offline cases run twice, at last with speculation: drafts are the texts of the
-first run (`benchlib/recording.py`), of which the given parts are kept: 0.80,0.62,0.48 means 80 % of
-all first drafts, 62 % of all second ones, 48 % of all third ones; 0: none. How many drafts there
+With --acceptance the cases run twice, at last with speculation: drafts are the texts of the first
+run, with --http those of an engine that completes the same prompts before it
+(`benchlib/recording.py`), of which the given parts are kept: 0.80,0.62,0.48 means 80 % of all first
+drafts, 62 % of all second ones, 48 % of all third ones; 0: none. How many drafts there
 are is the engine's choice. With a `--set speculation.method` that has a model which drafts, this
 model is computed as well, and its drafts are replaced: so its cost counts. The rows of the second
 run are called CASE+drafts; they have the drafts that were verified and kept, and the part of the
@@ -65,10 +68,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import statistics
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -126,7 +132,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--acceptance",
         metavar="P,P,...",
-        help="measure with drafts too, of which these parts are kept; not with --http",
+        help="measure with drafts too, of which these parts are kept",
     )
     parser.add_argument(
         "--client-processes", type=int, default=8, help="with --http (default: %(default)s)"
@@ -149,8 +155,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         options.cases = [Case.parse(name, options.http) for name in names]
         options.recording = None
         if options.acceptance is not None:
-            if options.http:
-                raise ValueError("--acceptance goes with offline cases")
             options.recording = Recording([float(part) for part in options.acceptance.split(",")])
         config = load_config(None, ["model.path=none", *options.set])
         parallel, quantization = config.parallel, config.model.quantization
@@ -183,15 +187,20 @@ def make_settings(options: argparse.Namespace, model: Model) -> list[str]:
 def run_offline(options: argparse.Namespace, model: Model, rows: Rows) -> None:
     """Measures the offline cases in one engine, and with a recording in a second one. Raises
     `AioinferError` if one does not start."""
-    recording, settings = options.recording, make_settings(options, model)
-    if recording is None:
+    settings = make_settings(options, model)
+    if options.recording is None:
         run_engine(options, model, load_config(None, settings), rows)
         return
     plain = load_config(None, [*settings, "speculation.method=none"])
     run_engine(options, model, plain, rows)
-    method = load_config(None, settings).speculation.method
-    with recording.replayed("ngram" if method in ("none", "auto") else method) as more:
+    with replayed(options.recording, settings) as more:
         run_engine(options, model, load_config(None, [*settings, *more]), rows, "+drafts")
+
+
+def replayed(recording: Recording, settings: Sequence[str]) -> AbstractContextManager[list[str]]:
+    """Returns the context of the run with drafts, by the configured method if that has a model."""
+    method = load_config(None, settings).speculation.method
+    return recording.replayed("ngram" if method in ("none", "auto") else method)
 
 
 def run_engine(
@@ -200,13 +209,8 @@ def run_engine(
     """Measures the offline cases in one engine; `suffix` ends the names of the rows."""
     from aioinfer import LLM
 
-    settings = {
-        f"{section}.{name}": value
-        for section, keys in asdict(config).items()
-        for name, value in keys.items()
-    }
     begin = perf_counter()
-    with LLM(settings=settings, progress=False) as llm:
+    with LLM(settings=_by_key(config), progress=False) as llm:
         seconds = perf_counter() - begin
         report = llm.frontend.engines[0].report
         rows.add(
@@ -224,6 +228,15 @@ def run_engine(
             )
         if load := expert_load(llm):
             rows.add(model, f"experts{suffix}", {"seconds": perf_counter() - begin, **load})
+
+
+def _by_key(config: Config) -> dict[str, Any]:
+    """Returns all values by `section.key`."""
+    return {
+        f"{section}.{name}": value
+        for section, keys in asdict(config).items()
+        for name, value in keys.items()
+    }
 
 
 def expert_load(llm: LLM) -> dict[str, Any]:
@@ -328,6 +341,7 @@ class HttpLoader:
     url: str
     shape: RequestShape
     vocab_size: int
+    recording: Recording | None = None
 
     def send(self, case: Case, round_number: int) -> Run:
         """Sends a round.
@@ -349,10 +363,13 @@ class HttpLoader:
         )
 
     def _send(self, case: Case, round_number: int, max_tokens: Sequence[int]) -> Run:
-        prompts = case.prompts(round_number, self.vocab_size)
+        prompts, recording = case.prompts(round_number, self.vocab_size), self.recording
         calls = [
-            Call(self.shape.body(prompt, count), count)
-            for prompt, count in zip(prompts, max_tokens, strict=False)
+            Call(
+                self.shape.body(prompt, count, {} if recording is None else recording.params(seed)),
+                count,
+            )
+            for seed, (prompt, count) in enumerate(zip(prompts, max_tokens, strict=False))
         ]
         run = self.clients.run_load(self.url, self.shape, calls, case.streams)
         for error in count_errors(run):
@@ -370,17 +387,58 @@ class HttpLoader:
 def run_http(
     options: argparse.Namespace, model: Model, settings: Sequence[str], rows: Rows
 ) -> None:
-    """Measures the HTTP cases against one server. Raises `RuntimeError` if it does not start."""
+    """Measures the HTTP cases against one server, and with a recording against a second one. Raises
+    `AioinferError` or `RuntimeError` if one does not start."""
+    if options.recording is None:
+        run_server(options, model, settings, rows)
+        return
+    plain = [*settings, "speculation.method=none"]
+    record_texts(options, model, load_config(None, plain))
+    run_server(options, model, plain, rows)
+    with replayed(options.recording, settings) as more:
+        run_server(options, model, [*settings, *more], rows, "+drafts")
+
+
+def record_texts(options: argparse.Namespace, model: Model, config: Config) -> None:
+    """Completes the prompts of all rounds in an engine, for the recording."""
+    from aioinfer import LLM
+
+    with LLM(settings=_by_key(config), progress=False) as llm:
+        for case in options.cases:
+            for number in range(options.rounds):
+                prompts = case.prompts(1 + number, model.vocab_size)
+                run_batch(llm, case, prompts, recording=options.recording)
+
+
+def run_server(
+    options: argparse.Namespace, model: Model, settings: Sequence[str], rows: Rows,
+    suffix: str = "",
+) -> None:  # fmt: skip
+    """Measures the HTTP cases against one server; `suffix` ends the names of the rows."""
     shape = RequestShape(load_config(None, settings).served_model_names[0], ignore_eos=True)
     no_file = os.devnull  # an empty TOML file: all is in the settings
     with (
         ClientProcesses(options.client_processes) as clients,
         ServerProcess(no_file, settings) as server,
     ):
-        rows.add(model, "startup", {"seconds": server.ready_s})
-        loader = HttpLoader(clients, server.url, shape, model.vocab_size)
+        rows.add(model, f"startup{suffix}", {"seconds": server.ready_s})
+        loader = HttpLoader(clients, server.url, shape, model.vocab_size, options.recording)
         for case in options.cases:
-            rows.add(model, case.name, _or_error(measure_http, loader, case, options.rounds))
+            before = drafts_of(server.url)
+            row = _or_error(measure_http, loader, case, options.rounds)
+            counted = {name: count - before[name] for name, count in drafts_of(server.url).items()}
+            rows.add(model, f"{case.name}{suffix}", {**row, **counted})
+
+
+def drafts_of(url: str) -> dict[str, float]:
+    """Returns the server's counts of draft tokens, warm-up included; 0 without speculation."""
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        text = reply.read().decode()
+    names = {"draft_tokens": "draft_tokens", "drafts_kept": "accepted_tokens"}
+    return {
+        name: sum(map(float, re.findall(rf"^vllm:spec_decode_num_{of}_total\S* (\S+)", text, re.M)))
+        for name, of in names.items()
+    }
 
 
 def measure_http(loader: HttpLoader, case: Case, rounds: int) -> dict[str, Any]:

@@ -17,18 +17,24 @@ def write_adapter(
 
     Args:
         folder: of the adapter.
-        modules: (out, in) of the checkpoint's modules that it changes.
+        modules: (out, in) of the checkpoint's modules that it changes, in which an embedding's
+            inputs are the token ids.
         rank: of all of them; its product is scaled by 2.
         deviation: of what it adds, for inputs of a deviation of 1, per rank and half.
 
     Returns:
-        what is added to each module's weight [out, in].
+        what is added to each module's weight, [out, in] or of an embedding [in, out].
     """
     generator, tensors, added = torch.Generator().manual_seed(rank), {}, {}
     for module, (out, width) in modules.items():
         down = torch.randn(rank, width, generator=generator) / width**0.5
         up = torch.randn(out, rank, generator=generator) * deviation
         name = f"base_model.model.{module}.lora_"
+        if module.endswith("embed_tokens"):
+            down *= width**0.5  # a token has one input
+            tensors |= {f"{name}embedding_A": down, f"{name}embedding_B": up}
+            added[module] = 2 * (up @ down).t()
+            continue
         tensors |= {f"{name}A.weight": down, f"{name}B.weight": up}
         added[module] = 2 * up @ down
     folder.mkdir(parents=True, exist_ok=True)

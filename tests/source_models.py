@@ -71,8 +71,8 @@ def save_model(name: str, folder: Path, **fields: Any) -> Any:
     return model
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Saves a tokenizer of bytes and Whisper's special tokens."""
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """Returns a tokenizer of bytes and Whisper's special tokens."""
     vocabulary = {character: index for index, character in enumerate(_BYTES)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +81,12 @@ def save_tokenizer(folder: Path) -> None:
         [tokenizers.AddedToken(text, special=True, normalized=False) for text in _SPECIAL]
     )
     backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in _TIMES])
-    backend.save(str(folder / "tokenizer.json"))
+    return backend
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Saves the tokenizer."""
+    make_tokenizer().save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
 

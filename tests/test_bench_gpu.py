@@ -158,6 +158,19 @@ def test_http(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "s3" in ended.table
 
 
+@pytest.mark.extended
+def test_http_with_drafts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server with speculation has the texts of an engine as drafts."""
+    ended = run(
+        capsys, f"--model {folder} --http --cases k2x20x60 --client-processes 1 --acceptance 1.0"
+    )
+    assert ended.status == 0, ended.errors
+    assert list(ended.rows) == ["startup", "k2x20x60", "startup+drafts", "k2x20x60+drafts"]
+    assert ended.rows["k2x20x60"]["draft_tokens"] == 0
+    row = ended.rows["k2x20x60+drafts"]
+    assert row["drafts_kept"] > 0.5 * row["draft_tokens"] > 10
+
+
 def test_an_engine_that_does_not_start_is_a_failed_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,9 @@ def test_growth_beyond_noise_is_found() -> None:
     assert not judge("server memory", requests, flat).grows
     assert judge("server memory", requests, creeping).grows
     assert judge("worker 1 memory", requests, creeping).grows
+    # of a run shorter than 1 000 requests no slope is judged: 10 MiB per 1 000 are usual at first
+    assert judge("server memory", [0, 500, 1000], [300, 305, 310]).grows
+    assert not judge("server memory", [0, 450, 900], [300, 304.5, 309]).grows
     # what ends before the end of the run is no creep, but what rises by a count is
     assert not judge("descriptors", [1, 2, 3], [40, 90, 44]).grows
     assert judge("descriptors", [1, 2, 3], [40, 42, 45]).grows
@@ -72,6 +75,7 @@ def test_the_time_is_kept_and_half_of_it_may_be_warm_up(capsys: pytest.CaptureFi
     lines = [line.split()[0] for line in shown.splitlines() if " requests, " in line]
     assert 2 <= lines.count("warm-up") <= 5 < 12
     assert lines.count("round") >= 2
+    assert "worker 0 memory" in shown
 
 
 @pytest.mark.extended

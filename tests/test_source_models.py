@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,19 +14,25 @@ import pytest
 import torch
 import transformers
 
+from aioinfer.config import Config, ModelConfig
 from aioinfer.engine.sources import SourcePrompt
+from aioinfer.engine.transcription import Recording, SpeechTokens, Transcriber
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import LLM, Output
 from aioinfer.models.mel import log_mel, mel_filters
+from aioinfer.models.source import SourceFormat
 from aioinfer.sampling_params import BeamSearchParams, SamplingParams
+from aioinfer.text.tokenizer import Tokenizer
 from tests.source_models import (
     ID,
     MODELS,
     RATE,
+    SECONDS,
     Reference,
     encoder_inputs,
     reference_output,
     save_model,
+    save_tokenizer,
     sound,
 )
 
@@ -195,3 +202,57 @@ def test_two_tensor_parallel_ranks(saved: Saved) -> None:
     settings = {"parallel.tensor_parallel_size": 2, "parallel.executor": "multiprocess"}
     with opened(saved, **settings) as llm:
         check(saved, saved.turns, generate(llm, saved.turns))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("saved", ["whisper"], indirect=True)
+def test_transcripts_follow_the_rules_of_timestamps(saved: Saved, ranks: int) -> None:
+    settings = {"parallel.tensor_parallel_size": ranks, "parallel.executor": "inline"}
+    if ranks > 1:
+        settings["parallel.executor"] = "multiprocess"
+    with opened(saved, **settings) as llm:
+        transcriber = llm.frontend.require_transcriber()
+        for has_times in (True, False):
+            recording = Recording(SOUNDS, [0.0, 0.7, 2.7], 4.0)
+            prompts: list[Any] = transcriber.prompts(
+                recording, "de", "transcribe", text="", has_times=has_times, max_len=128
+            )
+            params = transcriber.params(0.0, has_times=has_times, logprobs=True)
+            params = replace(params, max_tokens=TOKENS)
+            outputs = llm.run(llm._generate(prompts, [params] * 3, [0] * 3))
+            for samples, output in zip(SOUNDS, outputs, strict=True):
+                expected = saved.model.generate(
+                    **encoder_inputs("whisper", samples, saved.model), language="de",
+                    task="transcribe", return_timestamps=has_times, max_new_tokens=TOKENS,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+                # which returns what comes up to the last pair of timestamps, or all with the prompt
+                sequence = expected["sequences"][0].tolist()[0 if has_times else 4 :]
+                assert len(sequence) > 4
+                assert output.token_ids[: len(sequence)] == sequence
+                assert output.token_ids[0] >= ID["<|0.00|>"] or not has_times
+
+
+def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    tokens = SpeechTokens.load(tmp_path, tokenizer)
+    format = SourceFormat("sound", SECONDS * RATE, SECONDS * 50, (1,), RATE)
+    transcriber = Transcriber(format, tokens, tokenizer, Config(model=ModelConfig(path="")))
+
+    def time(seconds: float) -> int:
+        return ID[f"<|{seconds:.2f}|>"]
+
+    recording = Recording([np.zeros(RATE), np.zeros(RATE // 2)], [0.0, 1.0], 1.5)
+    a, b, c = tokenizer.encode("abc", False)
+    ids = [time(0.1), a, b, time(0.4), time(0.5), c, time(1.8), ID["<|endoftext|>"]]
+    found = transcriber.segments(recording, 0, ids)
+    assert [(each.start, each.end, each.text) for each in found] == [
+        (0.1, 0.4, "ab"),
+        (0.5, 1.0, "c"),
+    ]
+    # a transcript that was cut off, and one without text
+    found = transcriber.segments(recording, 1, [time(0.1), a])
+    assert [(each.start, each.end, each.text) for each in found] == [(1.1, 1.5, "a")]
+    assert transcriber.segments(recording, 1, [time(0.0), time(0.2)]) == []
+    transcriber.shutdown()

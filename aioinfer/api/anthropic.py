@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.messages import picture_part
+from aioinfer.api.messages import TemplateContent, template_content
 from aioinfer.api.protocol import Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
@@ -63,19 +63,18 @@ class ContentBlock(Struct, kw_only=True):
     content: str | list[ContentBlock] | None = None
     source: ImageSource | None = None
 
-    def picture(self, place: str) -> dict[str, Any]:
-        """Returns the block, a picture, as `engine.pictures` reads it. Raises `RequestError` if its
-        source lacks something."""
+    def picture(self, place: str) -> MediaSource:
+        """Returns the block's picture. Raises `RequestError` if its source lacks something."""
         source = self.source
         if source is not None and source.type == "url" and source.url is not None:
-            return picture_part(MediaSource(f"{place}.source.url", source.url))
+            return MediaSource(f"{place}.source.url", source.url)
         if source is None or source.type != "base64" or source.data is None:
             raise FieldError(
                 f"{place}.source", "must be of type 'base64' with data, or of type 'url'"
             )
         if source.media_type is not None and not source.media_type.startswith("image/"):
             raise FieldError(f"{place}.source.media_type", "must be an image's")
-        return picture_part(MediaSource(f"{place}.source.data", source.data, is_base64=True))
+        return MediaSource(f"{place}.source.data", source.data, is_base64=True)
 
 
 class InputMessage(Struct, kw_only=True):
@@ -187,7 +186,7 @@ class CountTokensRequest(GenerationBody, kw_only=True):
         """Yields the messages as chat templates read them. Raises `RequestError` naming the
         place."""
         if self.system:
-            yield {"role": "system", "content": _text(self.system, "system")}
+            yield {"role": "system", "content": _plain(self.system, "system")}
         for index, message in enumerate(self.messages):
             yield from _messages(message, f"messages[{index}]")
 
@@ -218,27 +217,22 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-def _text(content: str | list[ContentBlock], where: str) -> str:
-    """Returns the text of content that may hold no other blocks."""
+def _plain(
+    content: str | list[ContentBlock], where: str, *, with_pictures: bool = False
+) -> TemplateContent:
+    """Returns content that may hold no other blocks than texts, and pictures if need be."""
     if isinstance(content, str):
         return content
+    parts: list[str | MediaSource] = []
     for index, block in enumerate(content):
-        if block.type != "text" or block.text is None:
-            raise _unsupported(block, f"{where}[{index}]")
-    return "\n".join(block.text or "" for block in content)
-
-
-def _with_pictures(content: str | list[ContentBlock], where: str) -> str | list[dict[str, Any]]:
-    """Returns the text of content that may hold texts and pictures; the parts of one with
-    pictures."""
-    if isinstance(content, str) or not any(block.type == "image" for block in content):
-        return _text(content, where)
-    return [
-        block.picture(f"{where}[{index}]")
-        if block.type == "image"
-        else {"type": "text", "text": _text([block], where)}
-        for index, block in enumerate(content)
-    ]
+        place = f"{where}[{index}]"
+        if with_pictures and block.type == "image":
+            parts.append(block.picture(place))
+        elif block.type == "text" and block.text is not None:
+            parts.append(block.text)
+        else:
+            raise _unsupported(block, place)
+    return template_content(parts)
 
 
 def _unsupported(block: ContentBlock, place: str) -> RequestError:
@@ -251,17 +245,15 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
     """Yields a message; results of tools become messages of their own, before its text. Content
     without blocks is an empty text, as it is for chats."""
     if isinstance(message.content, str) or message.role == "system":
-        yield {"role": message.role, "content": _text(message.content, f"{where}.content")}
+        yield {"role": message.role, "content": _plain(message.content, f"{where}.content")}
         return
-    texts: list[str] = []
-    parts: list[dict[str, Any]] = []
+    parts: list[str | MediaSource] = []
     extra: dict[str, Any] = {}
     for index, block in enumerate(message.content):
         place = f"{where}.content[{index}]"
         match block.type, message.role:
             case "text", _:
-                texts.append(block.text or "")
-                parts.append({"type": "text", "text": block.text or ""})
+                parts.append(block.text or "")
             case "image", "user":
                 parts.append(block.picture(place))
             case "tool_use", "assistant" if block.name:
@@ -273,14 +265,12 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
             case "redacted_thinking", "assistant":
                 pass
             case "tool_result", "user":
-                result = _with_pictures(block.content or "", f"{place}.content")
+                result = _plain(block.content or "", f"{place}.content", with_pictures=True)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": result}
             case _:
                 raise _unsupported(block, place)
-    if len(parts) > len(texts):
-        yield {"role": message.role, "content": parts, **extra}
-    elif texts or extra or message.role == "assistant" or not message.content:
-        yield {"role": message.role, "content": "\n".join(texts), **extra}
+    if parts or extra or message.role == "assistant" or not message.content:
+        yield {"role": message.role, "content": template_content(parts), **extra}
 
 
 class MessageUsage(Struct, kw_only=True):

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from aioinfer.api.decoding import Body, decode, decode_large
 from aioinfer.api.errors import shorten
@@ -93,31 +93,27 @@ def encode_list(items: Iterable[Any], at_once: int) -> Any:
 
 
 @asynccontextmanager
-async def receiving(counts: HttpCounts) -> AsyncIterator[Callable[[int], None]]:
-    """Bounds the time in which a client delivers the body that the block reads: `TIMEOUT_S` seconds
-    for all of it, or for the next part of it while `_MIN_RATE` was kept.
+async def receiving(counts: HttpCounts, content: StreamReader) -> AsyncIterator[None]:
+    """Bounds the time in which a client delivers the body that the block reads from `content`:
+    `TIMEOUT_S` seconds for all of it, or for the next part of it while `_MIN_RATE` was kept.
 
-    Yields a function that counts the bytes that have come. Raises `RequestError` (408), which
-    `counts` has.
+    Raises `RequestError` (408), which `counts` has.
     """
     loop, received = asyncio.get_running_loop(), 0
     timer: asyncio.TimerHandle
 
-    def count(size: int) -> None:
-        nonlocal received
-        received += size
-
     def check() -> None:
         nonlocal received, timer
-        if received < TIMEOUT_S * _MIN_RATE:
+        before, received = received, content.total_bytes
+        if received - before < TIMEOUT_S * _MIN_RATE:
             guard.reschedule(loop.time())
         else:
-            received, timer = 0, loop.call_later(TIMEOUT_S, check)
+            timer = loop.call_later(TIMEOUT_S, check)
 
     timer = loop.call_later(TIMEOUT_S, check)
     try:
         async with asyncio.timeout(None) as guard:
-            yield count
+            yield
     except TimeoutError:
         if not guard.expired():
             raise
@@ -209,16 +205,20 @@ class HeldBody:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the response itself has not begun
         if request.content.is_eof():  # all of it came with the head
-            self._add(request.content.read_nowait(), limit)
+            self.add(request.content.read_nowait(), limit)
         else:
-            async with receiving(self._bodies.counts) as count:
+            async with receiving(self._bodies.counts, request.content):
                 while chunk := await request.content.readany():
-                    count(len(chunk))
-                    self._add(chunk, limit)
+                    self.add(chunk, limit)
+        return self.take()
+
+    def take(self) -> list[bytes]:
+        """Returns what was added, in parts."""
         self._parts.append(bytes(self._latest))
         return self._parts
 
-    def _add(self, chunk: bytes, limit: int) -> None:
+    def add(self, chunk: bytes, limit: int) -> None:
+        """Adds bytes of the body, which has `limit` of them at most. Raises as `receive`."""
         size = self._size + len(chunk)
         if size > limit:
             raise web.HTTPRequestEntityTooLarge(limit)

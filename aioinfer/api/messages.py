@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -25,9 +25,6 @@ _FEW_PARTS = 16
 #: Conversations with more messages, parts and calls are converted for the template in a thread: 1
 #: us a message.
 _FEW_MESSAGES = 256
-
-#: Characters of a role.
-_MAX_ROLE = 64
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 #: Roles under the names that chat templates know: "developer" is newer, "function" is older.
@@ -97,11 +94,10 @@ class Message(Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    def check(self, where: str, *, any_role: bool = False) -> None:
+    def check(self, where: str) -> None:
         """Raises `RequestError`; `where` is the message's place in the body, such as
-        `messages[0]`. With `any_role` a role may have any name of up to 64 characters."""
-        is_name = any_role and 0 < len(self.role) <= _MAX_ROLE
-        if self.role not in ROLES and not is_name:
+        `messages[0]`."""
+        if self.role not in ROLES:
             raise FieldError(
                 f"{where}.role", f"must be one of {', '.join(ROLES)}, not {self.role!r}"
             )
@@ -148,7 +144,7 @@ class Message(Struct, kw_only=True):
         """
         message: dict[str, Any] = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
-            "content": self._parts(where) or self._text or self.refusal or "",
+            "content": self._content(where) or self.refusal or "",
         }
         if self.name is not None:
             message["name"] = self.name
@@ -161,30 +157,31 @@ class Message(Struct, kw_only=True):
             message["tool_calls"] = [_call_for_template(call) for call in calls]
         return message
 
-    @property
-    def _text(self) -> str:
+    def _content(self, where: str) -> TemplateContent:
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.shown or "" for part in self.content or ())
-
-    def _parts(self, where: str) -> list[dict[str, Any]]:
-        """Returns the parts of a content with pictures; none of other contents."""
-        if isinstance(self.content, str) or self.content is None:
-            return []
-        pictures = [
-            part.picture(f"{where}.content[{index}]") for index, part in enumerate(self.content)
-        ]
-        if not any(pictures):
-            return []
-        return [
-            {"type": "text", "text": part.shown or ""} if source is None else picture_part(source)
-            for part, source in zip(self.content, pictures, strict=True)
-        ]
+        return template_content(
+            part.picture(f"{where}.content[{index}]") or part.shown or ""
+            for index, part in enumerate(self.content or ())
+        )
 
 
-def picture_part(source: MediaSource) -> dict[str, Any]:
-    """Returns the part of a content that is a picture, as `engine.pictures` reads it."""
-    return {"type": "image", "source": source}
+#: A message's content for a chat template: a text, or parts as `engine.pictures` reads them.
+TemplateContent = str | list[dict[str, Any]]
+
+
+def template_content(parts: Iterable[str | MediaSource]) -> TemplateContent:
+    """Returns the content that texts and pictures make: texts alone are joined by newlines."""
+    found = list(parts)
+    texts = [part for part in found if isinstance(part, str)]
+    if len(texts) == len(found):
+        return "\n".join(texts)
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "source": part}
+        for part in found
+    ]
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:

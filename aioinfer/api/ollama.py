@@ -21,7 +21,13 @@ from aioinfer.api.errors import json_response
 from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.messages import FunctionCall, Message, ToolCall, picture_part
+from aioinfer.api.messages import (
+    FunctionCall,
+    Message,
+    TemplateContent,
+    ToolCall,
+    template_content,
+)
 from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64, Parameters
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
@@ -95,24 +101,20 @@ class OllamaMessage(Struct, kw_only=True):
         """Returns the message as chat templates read it; `where` is its place in the body."""
         message = Message(
             role=self.role,
-            content=self.content,
+            content="",
             name=self.tool_name,
             tool_calls=[call.as_tool_call() for call in self.tool_calls or ()],
             tool_call_id=self.tool_call_id,
             reasoning_content=self.thinking,
         ).for_template(where.rstrip("."))
-        if self.images:
-            message["content"] = _with_pictures(self.content, self.images, where)
-        return message
+        return message | {"content": _with_pictures(self.content, self.images, where)}
 
 
-def _with_pictures(text: str, images: Sequence[str], where: str) -> list[dict[str, Any]]:
-    """Returns the parts of a content: the pictures (base64), and the text behind them."""
-    pictures = [
-        picture_part(MediaSource(f"{where}images[{index}]", data, is_base64=True))
-        for index, data in enumerate(images)
-    ]
-    return [*pictures, {"type": "text", "text": text}]
+def _with_pictures(text: str, images: Sequence[str] | None, where: str) -> TemplateContent:
+    """Returns a content: the pictures (base64), and the text behind them."""
+    places = enumerate(images or ())
+    sources = [MediaSource(f"{where}images[{i}]", data, is_base64=True) for i, data in places]
+    return template_content([*sources, text])
 
 
 class Tagged:
@@ -209,9 +211,7 @@ class OllamaGenerate(OllamaBody, kw_only=True):
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages as chat templates read them."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        content: Any = self.prompt
-        if self.images:
-            content = _with_pictures(self.prompt, self.images, "")
+        content = _with_pictures(self.prompt, self.images, "")
         return [*system, {"role": "user", "content": content}]
 
 

@@ -1,21 +1,17 @@
 """Prompts of all forms as token ids; `Frontend` encodes.
 
 The forms are llama.cpp's, of which OpenAI's are a part: a text, token ids, texts and token ids
-mixed in one prompt, an object with a text, or a list of several of these. A list with a number in
-it is one prompt; any other list holds a prompt in each place.
+mixed in one prompt, or a list of several of these. A list with a number in it is one prompt; any
+other list holds a prompt in each place.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from msgspec import Struct
-
 from aioinfer.api.decoding import MAX_PROMPTS
-from aioinfer.api.errors import shorten
-from aioinfer.api.messages import ContentPart, template_messages
+from aioinfer.api.messages import template_messages
 from aioinfer.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -24,7 +20,6 @@ from aioinfer.api.protocol import (
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
-from aioinfer.engine.pictures import for_template
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.text.message_parser import ToolUse
@@ -36,31 +31,8 @@ if TYPE_CHECKING:
 _JOINT = "☺"
 
 
-class PromptObject(Struct, kw_only=True):
-    """A prompt with a name: `prompt_string`, or parts of content of the type `text`."""
-
-    prompt_string: str | None = None
-    content: list[ContentPart] | None = None
-    multimodal_data: list[Any] | None = None
-
-    def text(self, param: str) -> str:
-        """Returns the text. Raises `RequestError` naming `param`."""
-        if self.multimodal_data:
-            raise RequestError(f"{param}.multimodal_data is not supported", param=param)
-        if self.prompt_string is not None:
-            return self.prompt_string
-        parts = self.content or []
-        if not parts or any(part.type != "text" or part.text is None for part in parts):
-            raise RequestError(
-                f"an object in {param} must hold a prompt_string, or content of parts of type "
-                "'text'",
-                param=param,
-            )
-        return "".join(part.text or "" for part in parts)
-
-
 Mixed = list[str | TokenId]
-Prompts = str | PromptObject | list[str | TokenId | PromptObject | Mixed]
+Prompts = str | list[str | TokenId | Mixed]
 #: One prompt: a text, token ids, or both in turn.
 Prompt = str | Sequence[str | int]
 
@@ -82,12 +54,12 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
         raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     found: list[Prompt] = []
     for each in prompts:
-        if isinstance(each, list) and any(isinstance(part, list | PromptObject) for part in each):
+        if isinstance(each, list) and any(isinstance(part, list) for part in each):
             raise RequestError(
                 f"a list with token ids in {param} may hold texts besides, and nothing else",
                 param=param,
             )
-        found.append(each.text(param) if isinstance(each, PromptObject) else each)
+        found.append(each)
     return found
 
 
@@ -135,29 +107,9 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
 async def chat_prompt(frontend: Frontend, body: ChatRequest, use: ToolUse) -> list[int]:
     """Returns the token ids of a conversation. Raises `RequestError`."""
     messages, options = await template_messages(body.messages), template_options(body)
-    if roles := body.own_roles():
-        await _check_roles(frontend, roles, messages, options)
     limit = max_uncut(body)
     ids = await encode_turn(frontend, messages, use, max_tokens=limit, **options)
     return ids if limit is None else cut(frontend, body, ids, _room(frontend, body))
-
-
-async def _check_roles(
-    frontend: Frontend,
-    roles: Sequence[str],
-    messages: Sequence[dict[str, Any]],
-    options: Mapping[str, Any],
-) -> None:
-    """Raises `RequestError` for a role that the prompt does not name: most chat templates leave
-    messages out whose roles they do not know."""
-    render = frontend.require_tokenizer("messages").render_chat
-    chat = await asyncio.to_thread(render, for_template(messages), **options)
-    for role in roles:
-        if role not in chat.text:
-            raise RequestError(
-                f"this model's chat template does not know the role {shorten(role)!r}",
-                param="messages",
-            )
 
 
 class Truncated(Protocol):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from aioinfer.api.decoding import MAX_PROMPTS, MAX_VALUES, Body
-from aioinfer.api.messages import ROLES, ContentPart, Message
+from aioinfer.api.messages import ContentPart, Message
 from aioinfer.api.structured_output import (
     NOT_GIVEN,
     ResponseFormat,
@@ -417,7 +417,7 @@ class ChatRequest(SamplingBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_messages(self.messages, any_role=True)
+        check_messages(self.messages)
         for name in ("top_logprobs", "logprob_token_ids"):
             if getattr(self, name) is not None and not self.logprobs:
                 raise FieldError(name, "needs logprobs to be true")
@@ -429,10 +429,6 @@ class ChatRequest(SamplingBody, kw_only=True):
             raise FieldError("thinking_token_budget", "is not supported in a beam search")
         if self.tools and self.tool_choice != "none":
             raise FieldError("tools", "are not supported in a beam search")
-
-    def own_roles(self) -> list[str]:
-        """Returns the roles of messages that only some chat templates know."""
-        return [message.role for message in self.messages if message.role not in ROLES]
 
     @property
     def shows_thoughts(self) -> bool:
@@ -505,7 +501,7 @@ def check_truncation(limit: int | None) -> None:
         )
 
 
-def check_messages(messages: list[Message], *, any_role: bool = False) -> None:
+def check_messages(messages: list[Message]) -> None:
     """Raises `RequestError` naming the place of a message that is wrong; see `Message.check`."""
     num_values = 0
     for index, message in enumerate(messages):
@@ -515,7 +511,7 @@ def check_messages(messages: list[Message], *, any_role: bool = False) -> None:
                 f"the arguments of tool calls may hold at most {MAX_VALUES} values",
                 param="messages",
             )
-        message.check(f"messages[{index}]", any_role=any_role)
+        message.check(f"messages[{index}]")
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
 from aioinfer.api.generation import Dialect
 from aioinfer.api.llama_cpp import TemplateReply
-from aioinfer.api.openai import chat, completions, pooling, responses, tokenization
+from aioinfer.api.openai import audio, chat, completions, pooling, responses, tokenization
+from aioinfer.api.openai.audio import Transcription, TranscriptionForm, TranslationForm
 from aioinfer.api.openai.chat import ChatCompletion
 from aioinfer.api.openai.responses_body import Response
 from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
@@ -114,6 +115,14 @@ ROUTES: tuple[Route, ...] = (
     _get("/v1/batches", BATCHES.list, query=_PAGE),
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
+    _post(
+        "/v1/audio/transcriptions",
+        audio.transcribe,
+        form=TranscriptionForm,
+        reply=Transcription,
+        stream=_SSE,
+    ),
+    _post("/v1/audio/translations", audio.translate, form=TranslationForm, reply=Transcription),
     # Anthropic
     _dialect("/v1/messages", anthropic.AnthropicDialect),
     _post("/v1/messages/count_tokens", anthropic.count_tokens),

@@ -41,6 +41,7 @@ from aioinfer.engine.served_model import (
     with_speculation,
 )
 from aioinfer.engine.sources import SourcePrompt, text_prompt
+from aioinfer.engine.transcription import SpeechTokens, Transcriber
 from aioinfer.errors import EngineDeadError, FieldError, RequestError
 from aioinfer.executor.base import Executor, ProgressCallback
 from aioinfer.executor.factory import can_restart, make_executor
@@ -124,6 +125,7 @@ class Frontend:
         self._is_started = False
         self._restrictions: RestrictionCompiler | None = None
         self._pictures: PictureReader | None = None
+        self._transcriber: Transcriber | None = None
         self.loop_lag = LoopLag(lambda: not all(engine.is_idle for engine in self.engines))
         self._threads = EncodingThreads()
         self._request_numbers = count()
@@ -255,6 +257,10 @@ class Frontend:
         self.is_encoder = model.is_encoder
         if model.pictures is not None and model.tokenizer is not None:
             self._pictures = PictureReader(model.pictures, self.config, model.tokenizer)
+        source = model.source
+        if source is not None and source.kind == "sound" and model.tokenizer is not None:
+            tokens = SpeechTokens.load(folder, model.tokenizer)
+            self._transcriber = Transcriber(source, tokens, model.tokenizer, self.config)
         self._restrictions = RestrictionCompiler(
             model.tokenizer if model.generates else None,
             model.vocab_size,
@@ -322,6 +328,8 @@ class Frontend:
         self._threads.shutdown()
         if self._pictures is not None:
             self._pictures.shutdown()
+        if self._transcriber is not None:
+            self._transcriber.shutdown()
         if self._restrictions is not None:
             self._restrictions.shutdown()
 
@@ -404,9 +412,20 @@ class Frontend:
         )
         return reader.place(ids, pictures)
 
+    def require_transcriber(self) -> Transcriber:
+        """Returns what makes prompts of sound. Raises `RequestError` for a model that does not
+        transcribe."""
+        if self._transcriber is None:
+            name = self.config.served_model_names[0]
+            raise RequestError(f"the model {name!r} does not transcribe", param="model")
+        return self._transcriber
+
     @property
     def input_modalities(self) -> list[str]:
-        """What prompts may consist of: "text", and "image" if the model reads pictures."""
+        """What prompts may consist of: "text", and "image" if the model reads pictures; or
+        "audio" if it transcribes."""
+        if self._transcriber is not None:
+            return ["audio"]
         return ["text"] if self._pictures is None else ["text", "image"]
 
     async def submit(

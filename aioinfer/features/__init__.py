@@ -32,6 +32,7 @@ FEATURES = (
     "soft_prompts",
     "pictures",
     "sources",
+    "speech",
     "kv_store",
     "masks",
 )

@@ -161,12 +161,13 @@ class ShortConvolution(Mixer):
             from aioinfer.layers.kernel_states import KernelConvolution
 
             self._kernel = KernelConvolution(
-                self.convolution.weight, self.convolution.bias, self._cache, plans, pdl=self._pdl
-            )
+                self.convolution.weight, self.convolution.bias, self._cache,
+                self._saved.tensors[0], plans, pdl=self._pdl,
+            )  # fmt: skip
 
     def looks_ahead(self, *, on_kernels: bool) -> bool:
         """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
-        return not on_kernels and self._backend.device.type == "cpu"
+        return on_kernels or self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""

@@ -1,5 +1,8 @@
 """Layers with a state by the Triton kernels: Gated DeltaNet, Mamba-2, and short convolutions.
 
+Where rows may look ahead, rows of one token are computed by kernels that replay tokens, in all
+steps: `StepInputs.replays` is there or not for as long as the model runs.
+
 The kernels find out on the GPU which rows of a step have one token and which have more, and what
 they read and write: so the launches of a layer depend on nothing but the numbers of rows and
 tokens, and a CUDA graph may hold them. The lists of chunks that they work through are made once a
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aioinfer.kernels.convolution_lookahead import convolution_lookahead
 from aioinfer.kernels.delta_arguments import DeltaInputs, DeltaWeights
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
 from aioinfer.kernels.delta_lookahead import delta_lookahead
@@ -23,6 +27,7 @@ from aioinfer.kernels.delta_prefill import (
 )
 from aioinfer.kernels.gated_norm import gated_norm
 from aioinfer.kernels.mamba import MambaInputs, MambaWeights, mamba_decode, mamba_prefill
+from aioinfer.kernels.mamba_lookahead import mamba_lookahead
 from aioinfer.kernels.short_convolution import short_convolution
 from aioinfer.kernels.states import ChunkPlan, StateTables, plan_chunks
 from aioinfer.layers.layer import LayerCache
@@ -177,16 +182,24 @@ class KernelDeltaNet:
 
 
 class ConvolutionPlans:
-    """The plan of a step that short convolutions share; arguments as in `DeltaPlans`."""
+    """The plan of a step that short convolutions share; arguments as in `DeltaPlans`.
 
-    def __init__(self, block_size: int, rows: int, tokens: int, device: torch.device):
+    Args:
+        looks_ahead: whether rows may: the plan then has rows of several tokens alone.
+    """
+
+    def __init__(
+        self, block_size: int, rows: int, tokens: int, device: torch.device, *, looks_ahead: bool
+    ):
+        self._looks_ahead = looks_ahead
         self.chunks = ChunkPlan.empty(
-            rows, tokens, block_size, device, min_tokens=1, is_aligned=False
+            rows, tokens, block_size, device, min_tokens=1 + looks_ahead, is_aligned=False
         )
 
     def fill(self, step: Step) -> None:
         """See `AttentionPlan`."""
-        _fill(self.chunks, step)
+        if step.has_prefill or not self._looks_ahead:
+            _fill(self.chunks, step)
 
 
 class KernelConvolution:
@@ -195,6 +208,7 @@ class KernelConvolution:
     Args:
         taps: [channels, width]. bias: [channels], or None.
         windows: the layer's cache.
+        saved: the inputs [slots, rows, channels] of its lookahead rows.
         plans: of the model.
         pdl: launch as programmatic dependents.
         has_silu: whether SiLU follows.
@@ -205,31 +219,43 @@ class KernelConvolution:
         taps: torch.Tensor,
         bias: torch.Tensor | None,
         windows: LayerCache,
+        saved: torch.Tensor,
         plans: AttentionPlans,
         *,
         pdl: bool,
         has_silu: bool = False,
     ):
         self._taps, self._bias, self._windows, self._pdl = taps, bias, windows, pdl
-        self._has_silu = has_silu
-        size, device = windows.block_size, taps.device
+        self._saved, self._has_silu = saved, has_silu
+        size, device, ahead = windows.block_size, taps.device, len(saved) > 0
         self._plans = plans.share(
             (ConvolutionPlans, size),
-            lambda: ConvolutionPlans(size, plans.rows, plans.tokens, device),
+            lambda: ConvolutionPlans(size, plans.rows, plans.tokens, device, looks_ahead=ahead),
         )
 
     def __call__(
-        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, step: Step, *, out: torch.Tensor | None = None,
+        replayed: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Returns the convolution [T, channels] of x [T, channels]: a new tensor with 0 in padding,
-        or `out`, whose padding is left as it is."""
+        or `out`, whose padding is left as it is. `replayed` gets that of the replayed tokens; see
+        `convolution_lookahead`."""
         out = torch.zeros_like(x) if out is None else out
-        short_convolution(
-            x, self._taps, _tables_of(self._windows, step), self._plans.chunks,
-            step.inputs.query_starts, out, bias=self._bias, has_silu=self._has_silu,
-            block_size=self._windows.block_size, max_tokens=len(x) if step.has_prefill else 1,
-            pdl=self._pdl,
-        )  # fmt: skip
+        windows, inputs = _tables_of(self._windows, step), step.inputs
+        size, bias, has_silu = self._windows.block_size, self._bias, self._has_silu
+        if inputs.replays is not None:
+            convolution_lookahead(
+                x, self._taps, windows, inputs.seq_lens, inputs.replays, self._saved, out,
+                bias=bias, has_silu=has_silu, block_size=size,
+                query_starts=inputs.query_starts if step.has_prefill else None,
+                replayed=replayed, pdl=self._pdl,
+            )  # fmt: skip
+        if inputs.replays is None or step.has_prefill:
+            short_convolution(
+                x, self._taps, windows, self._plans.chunks, inputs.query_starts, out, bias=bias,
+                has_silu=has_silu, block_size=size, max_tokens=len(x) if step.has_prefill else 1,
+                pdl=self._pdl,
+            )  # fmt: skip
         return out
 
 
@@ -237,8 +263,12 @@ class MambaPlans:
     """The plan of a step that layers of Mamba-2 share, and their buffers; arguments as in
     `DeltaPlans`.
 
+    Args:
+        saved: the inputs [slots, rows, channels] of one layer's lookahead rows.
+
     Attributes:
         mixed: [tokens, channels of x, B and C], after the convolution.
+        replayed: [slots, rows, these channels], the same of replayed tokens.
         out: float32 [tokens, channels of x], which every layer writes its outputs to. What both
             have in the place of padding is finite.
     """
@@ -251,10 +281,12 @@ class MambaPlans:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        saved: torch.Tensor,
     ):
         self.chunks = ChunkPlan.empty(
             rows, tokens, chunk_length(block_size), device, min_tokens=2, is_aligned=True
         )
+        self.replayed = torch.zeros_like(saved, dtype=dtype)
         self.mixed = torch.zeros(tokens, sum(shape.mixed_sizes), dtype=dtype, device=device)
         self.out = torch.zeros(tokens, shape.channels, dtype=torch.float32, device=device)
 
@@ -272,6 +304,7 @@ class KernelMamba2:
         taps: [channels of x, B and C, width], of the convolution. bias: [channels], or None.
         decay, skip, norm: of the layer.
         windows, matrices: the layer's caches.
+        saved: the inputs of its lookahead rows: of the convolution, and steps.
         plans: of the model.
         pdl: launch as programmatic dependents.
     """
@@ -286,6 +319,7 @@ class KernelMamba2:
         norm: GroupRMSNorm | None,
         windows: LayerCache,
         matrices: LayerCache,
+        saved: SavedInputs,
         plans: AttentionPlans,
         *,
         pdl: bool,
@@ -293,11 +327,16 @@ class KernelMamba2:
         self._weights = MambaWeights(decay.logs, decay.biases, skip.values, *shape.step_limits)
         self._matrices, self._pdl = matrices, pdl
         self._norm, self._gates_first = norm, shape.norm == "after gate"
-        self._convolve = KernelConvolution(taps, bias, windows, plans, pdl=pdl, has_silu=True)
+        of_convolution, self._saved = saved.tensors
+        self._convolve = KernelConvolution(
+            taps, bias, windows, of_convolution, plans, pdl=pdl, has_silu=True
+        )
         size, dtype, device = matrices.block_size, taps.dtype, taps.device
         self._plans = plans.share(
             (MambaPlans, shape),
-            lambda: MambaPlans(shape, size, plans.rows, plans.tokens, dtype, device),
+            lambda: MambaPlans(
+                shape, size, plans.rows, plans.tokens, dtype, device, of_convolution
+            ),
         )
 
     def mix(self, mixed: torch.Tensor, steps: torch.Tensor, step: Step) -> torch.Tensor:
@@ -312,12 +351,19 @@ class KernelMamba2:
         inputs, plans, size = step.inputs, self._plans, self._matrices.block_size
         tokens = len(mixed)
         out = plans.out[:tokens]
-        given = MambaInputs(self._convolve(mixed, step, out=plans.mixed[:tokens]), steps)
-        matrices = _tables_of(self._matrices, step)
-        mamba_decode(
-            given, self._weights, matrices, inputs.seq_lens, out, block_size=size,
-            query_starts=inputs.query_starts if step.has_prefill else None, pdl=self._pdl,
-        )  # fmt: skip
+        mixed = self._convolve(mixed, step, out=plans.mixed[:tokens], replayed=plans.replayed)
+        given, matrices = MambaInputs(mixed, steps), _tables_of(self._matrices, step)
+        starts = inputs.query_starts if step.has_prefill else None
+        if inputs.replays is None:
+            mamba_decode(
+                given, self._weights, matrices, inputs.seq_lens, out, block_size=size,
+                query_starts=starts, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            mamba_lookahead(
+                given, self._weights, matrices, inputs.seq_lens, inputs.replays, plans.replayed,
+                self._saved, out, block_size=size, query_starts=starts, pdl=self._pdl,
+            )  # fmt: skip
         if step.has_prefill:
             mamba_prefill(
                 given, self._weights, matrices, inputs.query_starts, inputs.seq_lens, plans.chunks,

@@ -118,12 +118,12 @@ class Mamba2(Mixer):
             (windows, matrices), taps = caches, self.convolution.weight
             self._kernel = KernelMamba2(
                 self.shape, taps, self.convolution.bias, self.decay, self.skip, self.output_norm,
-                windows, matrices, plans, pdl=self._pdl,
+                windows, matrices, self._saved, plans, pdl=self._pdl,
             )  # fmt: skip
 
     def looks_ahead(self, *, on_kernels: bool) -> bool:
         """See `Mixer.looks_ahead`. In plain torch it needs positions that only a CPU knows."""
-        return not on_kernels and self._backend.device.type == "cpu"
+        return on_kernels or self._backend.device.type == "cpu"
 
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""

@@ -147,8 +147,10 @@ export class Answer {
   /** Shows log-probabilities in the place of the text, or the text again. */
   showTokens(isShown, onAlternative) {
     this.#shown.hidden = isShown;
-    if (isShown) this.#shown.after(this.tokens.view(onAlternative));
-    else this.tokens.close();
+    if (!isShown) return this.tokens.close();
+    const view = this.tokens.view(onAlternative);
+    this.#shown.after(view);
+    view.scrollIntoView({ block: "nearest" });
   }
 
   /** Shows a text that has turned out to be JSON as such. */

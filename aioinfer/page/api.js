@@ -3,6 +3,9 @@
 
 const KEY = "aioinfer-api-key";
 
+/** The headers of a body that is JSON. */
+export const JSON_BODY = { "Content-Type": "application/json" };
+
 /**
  * An answer that is no success; `status` is 0 when there was no answer. `param` is the field of the
  * request that is at fault, if there is one; the message names it.
@@ -28,25 +31,23 @@ export function authorization() {
 }
 
 /**
- * Fetches `path` with the key, if there is one. Throws `ApiError`, or `AbortError` when `signal`
- * is aborted.
+ * Sends a request with the key, if there is one; `options` are those of `fetch`. Throws `ApiError`
+ * where no answer comes, or `AbortError`.
  */
-export async function request(path, { body, signal } = {}) {
-  const headers = authorization();
-  if (body) headers["Content-Type"] = "application/json";
-  let response;
+export async function send(path, { headers, ...options } = {}) {
   try {
-    response = await fetch(`.${path}`, {
-      method: body ? "POST" : "GET",
-      headers,
-      body: body && JSON.stringify(body),
-      signal,
-      cache: "no-store",
-    });
+    const all = { ...authorization(), ...headers };
+    return await fetch(`.${path}`, { headers: all, cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");
   }
+}
+
+/** Gets `path`, or posts `body` to it as JSON. Throws as `send` does, and for a refusal `ApiError`. */
+export async function request(path, { body, signal } = {}) {
+  const post = { method: "POST", headers: JSON_BODY, body: JSON.stringify(body) };
+  const response = await send(path, { ...(body && post), signal });
   if (!response.ok) throw await errorOf(response);
   return response;
 }
@@ -74,32 +75,35 @@ async function errorOf(response) {
   return made;
 }
 
+/** Yields the text of a byte stream as it comes; whoever stops listening ends the stream. */
+export async function* readText(stream) {
+  const reader = stream.getReader();
+  const decoder = new TextDecoder(); // holds back the bytes of half a character
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read())
+      yield decoder.decode(part.value, { stream: true });
+  } finally {
+    reader.cancel().catch(() => {}); // whoever stops listening need not hear that it had failed
+  }
+}
+
 /**
  * Yields the data of each server-sent event (WHATWG HTML, 9.2.6) of a byte stream, wherever the
  * borders of its chunks are.
  */
 export async function* readEvents(stream) {
-  const reader = stream.getReader();
-  const decoder = new TextDecoder(); // holds back the bytes of half a character
   let rest = "";
   let data = [];
-  try {
-    for (let done = false; !done;) {
-      const part = await reader.read();
-      done = part.done;
-      rest += done ? decoder.decode() : decoder.decode(part.value, { stream: true });
-      const lines = rest.split(/\r\n|\n|\r(?!$)/); // a CR at the end may be half of a line break
-      rest = lines.pop();
-      for (const line of lines) {
-        if (line.startsWith("data:")) {
-          data.push(line.slice(line[5] === " " ? 6 : 5));
-        } else if (!line && data.length) {
-          yield data.join("\n");
-          data = [];
-        }
+  for await (const text of readText(stream)) {
+    const lines = (rest + text).split(/\r\n|\n|\r(?!$)/); // a CR at the end may be half of a line break
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data:")) {
+        data.push(line.slice(line[5] === " " ? 6 : 5));
+      } else if (!line && data.length) {
+        yield data.join("\n");
+        data = [];
       }
     }
-  } finally {
-    reader.cancel().catch(() => {}); // whoever stops listening need not hear that it had failed
   }
 }

@@ -5,31 +5,16 @@
 import { codeBlock, element } from "./elements.js";
 import { formula } from "./maths.js";
 
-/** The element for each tag of the parser; the page's own headings end at level 2. */
-const ELEMENTS = {
-  p: "p",
-  h1: "h3",
-  h2: "h4",
-  h3: "h5",
-  h4: "h6",
-  h5: "h6",
-  h6: "h6",
-  blockquote: "blockquote",
-  hr: "hr",
-  br: "br",
-  ul: "ul",
-  ol: "ol",
-  li: "li",
-  strong: "strong",
-  em: "em",
-  s: "s",
-  table: "table",
-  thead: "thead",
-  tbody: "tbody",
-  tr: "tr",
-  th: "th",
-  td: "td",
-};
+/** The elements that are made; the page's own headings end at level 2. */
+const ELEMENTS = "p h3 h4 h5 h6 blockquote hr br ul ol li strong em s table thead tbody tr th td".split(" ");
+const HEADINGS = { h1: "h3", h2: "h4", h3: "h5", h4: "h6", h5: "h6", h6: "h6" };
+
+/** The element for a tag of the parser. */
+function elementFor({ tag }) {
+  const name = HEADINGS[tag] ?? tag;
+  return document.createElement(ELEMENTS.includes(name) ? name : "span");
+}
+
 const PROTOCOLS = ["http:", "https:", "mailto:"]; // of links
 
 /** Makes the node of a block from its tokens. */
@@ -85,7 +70,8 @@ function firstText(node) {
 /** Makes the element of a token that has others within it. */
 function makeElement(token) {
   if (token.type === "link_open") return link(token.attrGet("href"));
-  const made = document.createElement(ELEMENTS[token.tag] ?? "span");
+  const made = elementFor(token);
+  if (token.meta?.goesOn) made.className = "more";
   if (token.level === 0) made.dir = "auto"; // a list and a table as their first letters are
   if (token.tag === "ol") made.start = token.attrGet("start") ?? 1;
   const aligned = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
@@ -100,7 +86,7 @@ function appendLeaf(parent, token) {
     case "softbreak":
     case "hardbreak":
     case "hr":
-      return parent.append(document.createElement(ELEMENTS[token.tag]));
+      return parent.append(elementFor(token));
     case "math":
       return parent.append(formula(token));
     case "code_inline":

@@ -37,10 +37,8 @@ export class Calls {
     for (const call of this.#calls) call.finish();
     if (!this.#complete.length) return;
     this.#send.textContent = this.#complete.length > 1 ? "Send results" : "Send result";
-    const actions = element("div", "actions");
     const hint = "The model waits for what the tool returns. A message below goes on without it.";
-    actions.append(element("span", "quiet", hint), this.#send);
-    this.node.append(actions);
+    this.node.append(element("div", "actions", "", element("span", "quiet", hint), this.#send));
   }
 
   get #complete() {
@@ -54,9 +52,7 @@ export class Calls {
 
   /** The messages with the results; with `isWritten` only of those in which something stands. */
   results(isWritten = false) {
-    return this.#complete
-      .map((call) => call.result)
-      .filter(({ content }) => content || !isWritten);
+    return this.#complete.map(({ result }) => result).filter(({ content }) => content || !isWritten);
   }
 
   /** Shows a result that was kept, `{ tool_call_id, content }`. */

@@ -4,16 +4,16 @@
 
 import { Answer } from "./answer.js";
 import { Composer } from "./composer.js";
+import { $ } from "./elements.js";
 import { JsonView } from "./json.js";
 import { MarkdownView } from "./markdown.js";
-import { offerUndo } from "./menu.js";
+import { offerUndo, say } from "./menu.js";
+import { requestOf } from "./requests.js";
 import { Conversation } from "./tree.js";
 import { Turn } from "./turn.js";
 import { followEnd, PlainView, showEnd } from "./views.js";
 
 const SAVE_MS = 1000; // how often an answer that is coming is kept
-
-const $ = (id) => document.getElementById(id);
 
 export class Chat {
   #info = { chat: true };
@@ -93,6 +93,7 @@ export class Chat {
       nodes.push(conversation.add(nodes.at(-1)?.id ?? first, message));
     }
     this.#calls?.close(true);
+    this.#keep(conversation); // before the answer comes: a reload may come first
     const turn = this.#newTurn(prompt ? nodes.at(-1) : null);
     this.#answer(turn, nodes.at(-1).id, settings, { prompt, added: nodes[0] });
     return true;
@@ -157,14 +158,28 @@ export class Chat {
     const coming = settings.map((each) => this.#receive(turn, conversation, parent, each, options));
     this.#showBusy(options.prompt);
     const nodes = await Promise.all(coming);
+    const hasFailed = !nodes.some(Boolean);
+    if (hasFailed) this.#giveBack(turn, conversation, options);
     if (this.#conversation !== conversation) return; // another one was opened meanwhile
-    this.#showIdle();
-    if (nodes.some(Boolean)) return;
-    // nothing came of it: it is not part of the conversation, and can be sent again
-    if (options.added && conversation.get(options.added.id)) conversation.remove(options.added.id);
-    this.#calls?.close(false);
-    this.#composer.putBack(options.prompt);
+    this.#showIdle(hasFailed && options.prompt ? null : this.#calls);
+  }
+
+  /**
+   * Nothing came of a request: what was said is not part of the conversation, and can be sent again.
+   */
+  #giveBack(turn, conversation, { added, prompt }) {
+    if (added && conversation.get(added.id)) conversation.remove(added.id);
     this.#keep(conversation);
+    if (this.#conversation !== conversation) return;
+    const failures = turn.node.querySelectorAll(".failure");
+    if (!added) this.#showTo(null); // an answer that was to be given once more
+    for (const bar of turn.node.querySelectorAll(".tools")) bar.remove();
+    if (!turn.node.querySelector(".thought")) turn.node.remove(); // thoughts can still be read
+    $("log").append(...failures);
+    $("hint").hidden = $("log").children.length > 1;
+    showEnd();
+    this.#calls?.close(false);
+    this.#composer.putBack(prompt);
   }
 
   /** Receives one answer; returns its node, null if nothing came. */
@@ -181,7 +196,9 @@ export class Chat {
       this.#keep(conversation);
     };
     this.#running.add(answer);
-    const request = this.#request(conversation, parent, settings, kept);
+    const request = requestOf(conversation.messagesTo(kept?.id ?? parent), {
+      model: $("model").value, isChat: this.#info.chat, settings,
+    });
     const coming = answer.receive(request.path, request.body, () => {
       if (performance.now() - saved < SAVE_MS) return;
       saved = performance.now();
@@ -190,6 +207,7 @@ export class Chat {
     turn.add(answer, label);
     try {
       await coming;
+      if (!answer.message) throw new Error("The model answered nothing.");
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.fail(error);
@@ -205,37 +223,16 @@ export class Chat {
     return node;
   }
 
-  #request(conversation, parent, settings, kept) {
-    const body = {
-      model: $("model").value,
-      stream: true,
-      stream_options: { include_usage: true },
-      timings_per_token: true,
-      ...settings,
-    };
-    const { system, ...fields } = body;
-    const messages = conversation.messagesTo((kept ?? { id: parent }).id);
-    if (!this.#info.chat) {
-      const { timings_per_token: _, ...plain } = fields;
-      const prompt = messages.at(-1 - Boolean(kept)).content + (kept?.message.content ?? "");
-      return { path: "/v1/completions", body: { ...plain, prompt } };
-    }
-    const first = system ? [{ role: "system", content: system }] : [];
-    const open = kept ? { continue_final_message: true, add_generation_prompt: false } : {};
-    return {
-      path: "/v1/chat/completions",
-      body: { ...fields, ...open, messages: [...first, ...messages] },
-    };
-  }
-
   #stop() {
     for (const answer of this.#running) answer.abort();
   }
 
   #keep(conversation) {
     conversation.touch();
-    this.#store.put(conversation);
     this.#onChange(conversation);
+    this.#store.put(conversation).then((isKept) => {
+      if (!isKept) say("This browser has no room to keep the chat.");
+    });
   }
 
   // ---------------------------------------------------------------- the log
@@ -247,7 +244,7 @@ export class Chat {
 
   /** Shows the conversation up to a message, without what follows it; null for all of it. */
   #showTo(last) {
-    for (const turn of $("log").querySelectorAll(".turn")) turn.remove();
+    for (const shown of $("log").querySelectorAll(":scope > :not(#hint)")) shown.remove();
     this.#calls = null;
     let turn = null;
     for (const node of this.#conversation.path) {
@@ -273,6 +270,7 @@ export class Chat {
   #newTurn(user) {
     const turn = new Turn(this.#actions, user);
     $("hint").hidden = true;
+    for (const failure of $("log").querySelectorAll(":scope > .failure")) failure.remove();
     $("log").append(turn.node);
     return turn;
   }
@@ -284,8 +282,8 @@ export class Chat {
     this.#composer.showBusy(prompt);
   }
 
-  #showIdle() {
+  #showIdle(calls = null) {
     $("log").setAttribute("aria-busy", "false");
-    this.#composer.showIdle(this.#calls);
+    this.#composer.showIdle(calls);
   }
 }

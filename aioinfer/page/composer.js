@@ -1,6 +1,7 @@
 // Where the user writes: the message, its settings, and how many tokens it takes.
 
 import { request } from "./api.js";
+import { $ } from "./elements.js";
 import { contentOf, Pictures, picturesOf, textOf } from "./pictures.js";
 import { Settings } from "./settings.js";
 
@@ -11,7 +12,6 @@ const NO_TOKENIZER =
 const DRAFT = "aioinfer-draft";
 const COUNT_MS = 400; // how long nothing is typed before the tokens are counted
 
-const $ = (id) => document.getElementById(id);
 const hasKeyboard = () => !matchMedia("(pointer: coarse)").matches; // a phone would open its own
 const whole = new Intl.NumberFormat("en");
 
@@ -21,6 +21,7 @@ export class Composer {
   #info = {};
   #messages;
   #timer = 0;
+  #counted = new Map(); // promises of the tokens of each picture, by its URL
 
   /** `send(content)` returns whether the message was sent; `messages()` are those before it. */
   constructor({ send, stop, messages }) {
@@ -39,9 +40,14 @@ export class Composer {
     });
     $("composer").addEventListener("input", () => this.#onInput());
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") stop();
+      // of a menu that is open, the browser closes that
+      if (event.key === "Escape" && !document.querySelector(":popover-open")) stop();
     });
     $("halt").addEventListener("click", stop);
+    $("model").addEventListener("change", () => {
+      this.#counted.clear();
+      this.#count();
+    });
   }
 
   /** Lets the user write, once it is known what the server serves. */
@@ -87,6 +93,9 @@ export class Composer {
   }
 
   showBusy(content) {
+    // a small screen is left to the answer
+    const folds = hasKeyboard() ? [] : document.querySelectorAll(".folds [open]");
+    for (const fold of folds) fold.open = false;
     if ($("log").contains(document.activeElement)) {
       if (hasKeyboard()) $("prompt").focus();
       else document.activeElement.blur(); // a result is written no more
@@ -118,26 +127,47 @@ export class Composer {
     this.#timer = setTimeout(() => this.#count(), COUNT_MS);
   }
 
-  /** Says how many tokens the conversation has with the message that is being written. */
+  /** Says how many tokens the conversation has, with the message that is being written. */
   async #count() {
-    const text = $("prompt").value;
-    const { content } = this;
-    const isEmpty = !text.trim() && !picturesOf(content).length;
-    if (isEmpty || this.#info.tokenizer === false) {
-      $("tokens").textContent = "";
-      return;
-    }
-    const messages = [...this.#messages(), { role: "user", content }];
-    const model = $("model").value;
-    try {
-      const body = this.#info.chat ? { model, messages } : { model, prompt: text };
-      const { count } = await (await request("/tokenize", { body })).json();
-      if ($("prompt").value !== text) return;
-      const limit = this.#info.max_model_len;
-      $("tokens").textContent = `${whole.format(count)} of ${whole.format(limit)} tokens`;
-      $("tokens").classList.toggle("over", count >= limit);
-    } catch {
-      $("tokens").textContent = ""; // what cannot be counted is refused when it is sent
-    }
+    const written = this.content;
+    // what cannot be counted is refused when it is sent
+    const isCounted = this.#info.tokenizer !== false;
+    const count = isCounted ? await this.#tokensWith(written).catch(() => 0) : 0;
+    if ($("prompt").value !== textOf(written) || !$("halt").hidden) return;
+    const limit = this.#info.max_model_len;
+    $("tokens").textContent = count ? `${whole.format(count)} of ${whole.format(limit)} tokens` : "";
+    $("tokens").classList.toggle("over", count >= limit);
   }
+
+  async #tokensWith(content) {
+    if (!this.#info.chat) return content && tokensOf({ prompt: content });
+    const messages = this.#messages();
+    const system = $("system").value.trim();
+    if (content.length) messages.push({ role: "user", content });
+    if (!messages.length) return 0;
+    if (system) messages.unshift({ role: "system", content: system });
+    const texts = messages.map((each) => ({ ...each, content: textOf(each.content) }));
+    const urls = messages.flatMap((each) => picturesOf(each.content));
+    const counts = await Promise.all([
+      tokensOf({ messages: texts }),
+      ...urls.map((url) => this.#tokensOfPicture(url)),
+    ]);
+    return counts.reduce((sum, each) => sum + each, 0);
+  }
+
+  /** A picture is sent once to be counted, and not with each pause of typing. */
+  #tokensOfPicture(url) {
+    if (!this.#counted.has(url)) {
+      const countOf = (content) => tokensOf({ messages: [{ role: "user", content }] });
+      const both = Promise.all([countOf(contentOf("x", [url])), countOf("x")]);
+      this.#counted.set(url, both.then(([shown, bare]) => shown - bare));
+    }
+    return this.#counted.get(url);
+  }
+}
+
+/** The number of tokens of a prompt or of messages. */
+async function tokensOf(body) {
+  const response = await request("/tokenize", { body: { model: $("model").value, ...body } });
+  return (await response.json()).count;
 }

@@ -1,31 +1,27 @@
-// Shows /openapi.json: each endpoint with its fields, and a form that calls it. The page's policy
-// allows no HTML from strings.
+// Shows /openapi.json: each endpoint with its fields, and a form that calls it.
 
-import { authorization, keepKey } from "./api.js";
+import { JSON_BODY, keepKey, readText, request, send } from "./api.js";
+import { $, button, element } from "./elements.js";
 
 const SHOWN = 200_000; // characters of an answer
-const NO_BODY = "(no body)";
 
-function element(tag, text, ...children) {
-  const made = document.createElement(tag);
-  if (text) made.textContent = text;
-  made.append(...children);
-  return made;
-}
+let types = {}; // the schemas of the description, by name
+
+/** The nodes of a text with `code` in it. */
+const coded = (text) =>
+  text.split("`").map((part, index) => (index % 2 ? element("code", "", part) : part));
 
 /**
  * Makes a fold whose content is made when it is first opened: there are many, and types may name
  * each other.
  */
 function fold(summary, make) {
-  const made = element("details", "", summary);
+  const made = element("details", "", "", summary);
   made.addEventListener("toggle", () => made.append(...make()), { once: true });
   return made;
 }
 
-function nameOf(schema) {
-  return schema.$ref.split("/").pop();
-}
+const nameOf = ({ $ref }) => $ref.split("/").pop();
 
 /** Returns what a schema allows, in a few words. */
 function typeText(schema) {
@@ -37,204 +33,163 @@ function typeText(schema) {
   return schema.type || "any";
 }
 
-/** Returns the objects with fields of their own that a schema names, wherever it does. */
-function namedObjects(document_, schema) {
+/** Returns the names of the objects with fields of their own that a schema names, wherever it does. */
+function objectsIn(schema) {
   if (!schema) return [];
   if (schema.$ref) {
-    const object = document_.components.schemas[nameOf(schema)];
-    return Object.keys(object.properties || {}).length ? [schema] : [];
+    const name = nameOf(schema);
+    return Object.keys(types[name].properties ?? {}).length ? [name] : [];
   }
-  return [...(schema.anyOf || []), ...(schema.items ? [schema.items] : [])].flatMap((each) =>
-    namedObjects(document_, each));
+  return [...(schema.anyOf ?? []), schema.items].flatMap(objectsIn);
 }
 
-function fieldTable(document_, schema) {
-  const required = new Set(schema.required);
+function fieldTable({ required = [], properties = {} }) {
   const isIdle = ([, field]) => Boolean(field.description?.startsWith("It has no effect"));
-  const fields = Object.entries(schema.properties || {});
-  fields.sort((one, other) => isIdle(one) - isIdle(other));
-  const rows = fields.map(([name, field]) =>
-    element(
-      "tr", "",
-      element("td", "", element("code", name)),
-      element("td", "", typeText(field), ...folds(document_, field)),
-      element("td", required.has(name) ? "required" : field.description || ""),
-    ));
-  return element("table", "", element("tbody", "", ...rows));
+  const fields = Object.entries(properties).sort((one, other) => isIdle(one) - isIdle(other));
+  const rows = fields.map(([name, field]) => {
+    const said = required.includes(name) ? "required" : (field.description ?? "");
+    const type = element("td", "", typeText(field), ...foldsOf(field));
+    const named = element("td", "", "", element("code", "", name));
+    return element("tr", "", "", named, type, element("td", "", "", ...coded(said)));
+  });
+  return element("table", "", "", element("tbody", "", "", ...rows));
 }
 
-function folds(document_, schema) {
-  return namedObjects(document_, schema).map((each) =>
-    fold(element("summary", nameOf(each)), () => [
-      fieldTable(document_, document_.components.schemas[nameOf(each)]),
-    ]));
+function foldsOf(schema) {
+  return objectsIn(schema).map((name) =>
+    fold(element("summary", "", name), () => [fieldTable(types[name])]));
 }
 
 /** Returns a schema's fields: its own, or those of the objects that it names. */
-function fieldsOf(document_, schema) {
-  const named = namedObjects(document_, schema);
-  if (named.length === 1 && schema.$ref) {
-    return [fieldTable(document_, document_.components.schemas[nameOf(schema)])];
-  }
-  if (schema.properties) return [fieldTable(document_, schema)];
-  return [element("p", typeText(schema)), ...folds(document_, schema)];
+function fieldsOf(schema) {
+  if (schema.$ref && objectsIn(schema).length) return [fieldTable(types[nameOf(schema)])];
+  if (schema.properties) return [fieldTable(schema)];
+  return [element("p", "", typeText(schema)), ...foldsOf(schema)];
 }
 
-function endpoint(document_, below, path, method, operation) {
-  const title = element("summary", "", element("code", `${method.toUpperCase()} ${below}${path}`));
-  title.append(` ${operation.summary}`);
+function endpoint(address, path, method, operation) {
+  const called = element("code", "", `${method.toUpperCase()} ${address}`);
+  const title = element("summary", "", "", called);
+  title.append(" ", ...coded(operation.summary));
   return fold(title, () => {
-    const shown = operation.description ? [element("p", operation.description)] : [];
-    shown.push(trial(document_, path, method, operation));
-    for (const [type, content] of Object.entries(operation.requestBody?.content || {})) {
-      shown.push(element("h2", `Body: ${type}`), ...fieldsOf(document_, content.schema));
-    }
-    for (const [type, content] of Object.entries(operation.responses["200"].content)) {
-      shown.push(element("h2", `Reply: ${type}`));
-      if (content.schema) shown.push(...fieldsOf(document_, content.schema));
-    }
+    const said = element("p", "", "", ...coded(operation.description ?? ""));
+    const shown = [said, trial(path, method, operation)];
+    for (const [type, { schema }] of Object.entries(operation.requestBody?.content ?? {}))
+      shown.push(element("h2", "", `Body: ${type}`), ...fieldsOf(schema));
+    for (const [type, { schema }] of Object.entries(operation.responses["200"].content))
+      shown.push(element("h2", "", `Reply: ${type}`), ...(schema ? fieldsOf(schema) : []));
     return shown;
   });
 }
 
 // ---------------------------------------------------------------- calls
 
-function labelled(text, input) {
-  return element("label", text, input);
-}
-
-function field(name, type = "text") {
+/** Adds a field with its label to a form; returns the field. */
+function addField(form, label, name, type = "text") {
   const input = element("input");
-  input.name = name;
-  input.type = type;
+  Object.assign(input, { name, type });
+  form.append(element("label", "", `${label} `, input));
   return input;
 }
 
 /** Returns a form that calls an endpoint and shows the answer as it comes. */
-function trial(document_, path, method, operation) {
-  const content = operation.requestBody?.content || {};
+function trial(path, method, { parameters = [], requestBody }) {
   const form = element("form");
-  const parameters = (operation.parameters || []).map((parameter) => {
-    const input = field(parameter.name);
-    input.required = Boolean(parameter.required);
-    form.append(labelled(`${parameter.name}: ${typeText(parameter.schema)} `, input));
+  const fields = parameters.map((parameter) => {
+    const { name, schema, required } = parameter;
+    const input = addField(form, `${name}: ${typeText(schema)}`, name);
+    input.required = Boolean(required);
     return { ...parameter, input };
   });
-  const body = bodyField(document_, content, form);
-  const send = element("button", "Send");
-  const stop = element("button", "Stop");
-  stop.type = "button";
-  stop.hidden = true;
+  const body = addBody(form, requestBody?.content ?? {});
+  const sends = element("button", "", "Send");
+  const stop = button("", "Stop");
   const status = element("p");
-  status.setAttribute("role", "status");
   const answer = element("pre");
-  answer.tabIndex = 0;
-  answer.hidden = true;
-  answer.setAttribute("role", "region");
-  answer.setAttribute("aria-label", "Answer");
-  form.append(element("p", "", send, stop), status, answer);
+  stop.hidden = answer.hidden = true;
+  status.role = "status";
+  Object.assign(answer, { tabIndex: 0, role: "region", ariaLabel: "Answer" });
+  form.append(element("p", "", "", sends, stop), status, answer);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const aborter = new AbortController();
     stop.onclick = () => aborter.abort();
-    send.disabled = true;
+    sends.disabled = true;
     stop.hidden = false;
     try {
-      await call(addressOf(path, parameters), method, body(), aborter.signal, status, answer);
+      const options = { method: method.toUpperCase(), signal: aborter.signal, ...body() };
+      await call(addressOf(path, fields), options, status, answer);
     } catch (error) {
-      status.textContent = error.name === "AbortError" ? "Stopped" : String(error.message || error);
+      status.textContent = error.name === "AbortError" ? "Stopped" : error.message;
     }
-    send.disabled = false;
+    sends.disabled = false;
     stop.hidden = true;
   });
   return form;
 }
 
-/** Adds the fields of a body to a form, and returns what reads them; it throws for wrong JSON. */
-function bodyField(document_, content, form) {
-  const json = content["application/json"];
-  if (json) {
-    const text = element("textarea");
-    text.value = JSON.stringify(json.example, null, 2);
-    text.rows = Math.min(20, text.value.split("\n").length + 1);
-    text.spellcheck = false;
-    form.append(labelled("Body, as JSON ", text));
-    const named = json.schema.$ref && document_.components.schemas[nameOf(json.schema)];
-    if (named?.properties.stream) form.append(streamSwitch(text));
-    return () => {
-      try {
-        JSON.parse(text.value);
-      } catch (error) {
-        throw new Error(`The body is not JSON: ${error.message}`);
-      }
-      return { data: text.value, headers: { "Content-Type": "application/json" } };
-    };
-  }
-  const parts = content["multipart/form-data"];
-  if (!parts) return () => ({ headers: {} });
+/** Adds the fields of a body to a form; returns what reads them, and throws for wrong JSON. */
+function addBody(form, { "application/json": json, "multipart/form-data": parts }) {
+  if (json) return addJson(form, json);
+  if (!parts) return () => ({});
   const inputs = Object.entries(parts.schema.properties).map(([name, schema]) => {
-    const input = field(name, schema.format === "binary" ? "file" : "text");
+    const input = addField(form, name, name, schema.format === "binary" ? "file" : "text");
     input.required = true;
     if (schema.enum) input.value = schema.enum[0];
-    form.append(labelled(`${name} `, input));
     return input;
   });
   return () => {
-    const data = new FormData();
-    for (const input of inputs) data.append(input.name, input.files ? input.files[0] : input.value);
-    return { data, headers: {} };
+    const body = new FormData();
+    for (const { name, files, value } of inputs) body.append(name, files ? files[0] : value);
+    return { body };
   };
 }
 
-/** Returns a box that writes `stream` into the JSON of a text field. */
-function streamSwitch(text) {
-  const box = field("stream", "checkbox");
-  box.addEventListener("change", () => {
+function addJson(form, { example, schema }) {
+  const field = element("textarea");
+  field.value = JSON.stringify(example, null, 2);
+  field.spellcheck = false;
+  form.append(element("label", "", "Body, as JSON ", field));
+  if (schema.$ref && types[nameOf(schema)].properties.stream) {
+    const box = addField(form, "Streamed", "stream", "checkbox");
+    box.addEventListener("change", () => {
+      field.value = indented(field.value, { stream: box.checked });
+    });
+  }
+  return () => {
     try {
-      text.value = JSON.stringify({ ...JSON.parse(text.value), stream: box.checked }, null, 2);
-    } catch {
-      // what is no JSON is said when it is sent
+      JSON.parse(field.value);
+    } catch (error) {
+      throw new Error(`The body is not JSON: ${error.message}`);
     }
-  });
-  const label = element("label", "", box, " Streamed");
-  label.className = "check";
-  return label;
+    return { body: field.value, headers: JSON_BODY };
+  };
 }
 
-function addressOf(path, parameters) {
+function addressOf(path, fields) {
   const query = new URLSearchParams();
   let found = path;
-  for (const { name, in: place, input } of parameters) {
+  for (const { name, in: place, input } of fields) {
     if (place === "path") found = found.replace(`{${name}}`, encodeURIComponent(input.value));
     else if (input.value) query.set(name, input.value);
   }
-  return query.size ? `.${found}?${query}` : `.${found}`;
+  return query.size ? `${found}?${query}` : found;
 }
 
 /** Calls the server and shows what it answers, as it comes. */
-async function call(url, method, { data, headers }, signal, status, answer) {
+async function call(path, options, status, answer) {
   const began = performance.now();
   answer.hidden = true;
   status.textContent = "Waiting for the server";
-  const response = await fetch(url, {
-    method: method.toUpperCase(),
-    headers: { ...authorization(), ...headers },
-    body: data,
-    signal,
-    cache: "no-store",
-  }).catch((error) => {
-    throw error.name === "AbortError" ? error : new Error("The server cannot be reached.");
-  });
-  const type = response.headers.get("Content-Type") || "";
-  const head = `${response.status} ${response.statusText} · ${type || NO_BODY}`;
+  const response = await send(path, options);
+  const type = response.headers.get("Content-Type") ?? "(no body)";
+  const head = `${response.status} ${response.statusText} · ${type}`;
   status.textContent = head;
   answer.hidden = false;
   answer.textContent = "";
-  const decoder = new TextDecoder();
-  const reader = response.body.getReader();
   let text = "";
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    text += decoder.decode(part.value, { stream: true });
+  for await (const part of readText(response.body)) {
+    text += part;
     if (answer.textContent.length < SHOWN) answer.textContent = text.slice(0, SHOWN);
   }
   if (type.startsWith("application/json")) answer.textContent = indented(text).slice(0, SHOWN);
@@ -242,9 +197,11 @@ async function call(url, method, { data, headers }, signal, status, answer) {
   status.textContent = `${head} · ${Math.round(performance.now() - began)} ms`;
 }
 
-function indented(text) {
+/** JSON that people can read, with `more` fields; what is no JSON stays as it is. */
+function indented(text, more = null) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const value = JSON.parse(text);
+    return JSON.stringify(more ? { ...value, ...more } : value, null, 2);
   } catch {
     return text;
   }
@@ -252,17 +209,17 @@ function indented(text) {
 
 // ---------------------------------------------------------------- the page
 
-const key = document.getElementById("key");
-key.addEventListener("change", () => keepKey(key.value));
-
-const main = document.getElementById("endpoints");
-try {
-  const document_ = await (await fetch("openapi.json", { headers: authorization() })).json();
-  const below = document_.servers[0].url.replace(/\/$/, ""); // where the server is mounted
-  const shown = Object.entries(document_.paths).flatMap(([path, methods]) =>
+async function show() {
+  const { servers, paths, components } = await (await request("/openapi.json")).json();
+  const below = servers[0].url.replace(/\/$/, ""); // where the server is mounted
+  types = components.schemas;
+  const shown = Object.entries(paths).flatMap(([path, methods]) =>
     Object.entries(methods).map(([method, operation]) =>
-      endpoint(document_, below, path, method, operation)));
-  main.replaceChildren(...shown);
-} catch (error) {
-  main.textContent = `The description cannot be read: ${error}`;
+      endpoint(below + path, path, method, operation)));
+  $("endpoints").replaceChildren(...shown);
 }
+
+$("key").addEventListener("change", () => keepKey($("key").value));
+show().catch(({ message }) => {
+  $("endpoints").textContent = `The description cannot be read: ${message}`;
+});

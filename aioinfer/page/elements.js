@@ -2,11 +2,15 @@
 
 const COPIED_MS = 1500; // how long a button shows that it has copied
 
-/** Makes an element with a class and a text. */
-export function element(tag, className, text = "") {
+/** The element of the page with this id. */
+export const $ = (id) => document.getElementById(id);
+
+/** Makes an element with a class, a text and what else is within it. */
+export function element(tag, className = "", text = "", ...children) {
   const made = document.createElement(tag);
   made.className = className;
   made.textContent = text;
+  made.append(...children);
   return made;
 }
 
@@ -19,16 +23,13 @@ export function button(className, text) {
 
 /** Makes a block of code with its language and a button that copies it. */
 export function codeBlock(text, language) {
-  const block = element("div", "code");
-  const bar = element("div", "code-bar");
+  const pre = element("pre", "", "", element("code", "", text));
   const copies = button("copy", "Copy");
-  const pre = document.createElement("pre");
+  copies.addEventListener("click", () => copyText(pre.textContent, copies, pre.firstChild));
+  const bar = element("div", "code-bar", "", element("span", "language", language), copies);
+  const block = element("div", "code", "", bar, pre);
   pre.tabIndex = 0; // to be scrolled by keyboard
   block.dir = "ltr"; // whatever the text around it is
-  pre.append(element("code", "", text));
-  copies.addEventListener("click", () => copyText(pre.textContent, copies, pre.firstChild));
-  bar.append(element("span", "language", language), copies);
-  block.append(bar, pre);
   return block;
 }
 

@@ -9,6 +9,8 @@ const PARTS = [
   ["decode", "decode", "all further tokens"],
 ];
 
+// what is said of why an answer ended; nothing of one that is complete
+const REASONS = { stop: "", length: "token limit reached", tool_calls: "" };
 const MIN_MEASURED = 64; // prompt tokens from which the rate of prefill is taken from
 
 const seconds = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1e3).toFixed(2)} s`);
@@ -64,9 +66,8 @@ export class Figures {
   get node() {
     const { facts } = this;
     if (!facts.firstMs) return null;
-    const node = element("details", "course");
-    node.append(element("summary", "figures", lineOf(facts)), courseOf(facts));
-    return node;
+    const summary = element("summary", "figures", lineOf(facts));
+    return element("details", "course", "", summary, courseOf(facts));
   }
 }
 
@@ -79,7 +80,7 @@ function lineOf({ usage, events, firstMs, decodeMs, reason }) {
   }
   parts.push(`first after ${(firstMs / 1e3).toFixed(2)} s`);
   if (tokens > 1 && decodeMs > 0) parts.push(`${(((tokens - 1) / decodeMs) * 1e3).toFixed(1)} tokens/s`);
-  parts.push(reason);
+  parts.push(REASONS[reason] ?? reason);
   return parts.filter(Boolean).join(" · ");
 }
 
@@ -89,19 +90,17 @@ function courseOf(facts) {
   const prefill = Math.min(firstMs, timings?.prompt_ms ?? 0);
   const times = { waited: firstMs - prefill, prefill, decode: decodeMs };
   const total = firstMs + decodeMs;
-  const body = element("div", "course-body");
   const list = element("ol", "bars");
   for (const [name, label, meaning] of PARTS) {
     if (!times[name]) continue;
-    const item = element("li", `part-${name}`);
-    const bar = element("i", "");
+    const said = element("span", "", `${label} ${seconds(times[name])}`);
+    const bar = element("i");
     bar.style.width = `${Math.max(0.5, (100 * times[name]) / total)}%`;
-    item.append(element("span", "", `${label} ${seconds(times[name])}`), bar);
-    item.title = meaning;
-    list.append(item);
+    list.append(element("li", `part-${name}`, "", said, bar));
+    list.lastChild.title = meaning;
   }
-  body.append(list, element("p", "quiet", sentenceOf(usage, timings, model)));
-  return body;
+  const sentence = element("p", "quiet", sentenceOf(usage, timings, model));
+  return element("div", "course-body", "", list, sentence);
 }
 
 function sentenceOf(usage, timings, model) {

@@ -5,11 +5,12 @@ import { build } from "./blocks.js";
 
 // items of a part: what is far from the screen is neither laid out nor painted, part by part
 const PART = 25;
-const NEAR = 4; // the last parts are near the screen: to skip one is to lay it out once more
+export const NEAR = 4; // the last parts are near the screen: to skip one is to lay it out once more
+
+const isOfItem = ({ type, level }) => type === "paragraph_open" && level === 2;
 
 /** Whether a block is a list whose items have paragraphs. */
-const isLoose = ({ tokens }) =>
-  tokens.some(({ type, level, hidden }) => type === "paragraph_open" && level === 2 && !hidden);
+export const isLoose = ({ tokens }) => tokens.some((token) => isOfItem(token) && !token.hidden);
 
 /**
  * A list or a table whose first items (rows) are final. Their source has been taken from the text;
@@ -28,6 +29,7 @@ export class Grown {
   #items; // the element that has the items
   #open = []; // the items that are shown and not final
   #isLoose; // whether the final items are shown with paragraphs
+  #isKnownLoose = false; // whether there is a blank line between two of the final items
 
   /** `node` shows `block`, of which nothing is final yet. */
   constructor(node, block) {
@@ -47,9 +49,23 @@ export class Grown {
     for (const part of this.before) part.remove();
   }
 
+  /**
+   * Whether it is known without parsing the whole list that the final items are shown as they have
+   * to be, with those of `block` behind them; without paragraphs `block` says nothing of that.
+   */
+  isKnownRight(block) {
+    const tells = this.#isKnownLoose || block.tokens.some(isOfItem);
+    return Boolean(this.head) || (tells && this.#isLoose === (this.#isKnownLoose || isLoose(block)));
+  }
+
   /** Whether the final items are shown as they are in the whole block. */
   isRight(whole) {
     return this.#isLoose === isLoose(whole);
+  }
+
+  /** Notes what `block` shows of the final items: they and the next one are all that it has. */
+  note(block) {
+    this.#isKnownLoose ||= isLoose(block);
   }
 
   /**

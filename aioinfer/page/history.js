@@ -1,10 +1,9 @@
 // The list of the kept conversations: search, open, rename, pin, delete, export and import.
 
-import { element } from "./elements.js";
-import { menu, offerUndo, saveFile, tool } from "./menu.js";
+import { $, element } from "./elements.js";
+import { menu, offerUndo, saveFile, say, tool } from "./menu.js";
 import { Conversation, imported } from "./tree.js";
 
-const $ = (id) => document.getElementById(id);
 const day = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
 
 /** Conversations, those of today and before, pinned ones first. */
@@ -91,7 +90,7 @@ export class History {
   }
 
   #item(conversation) {
-    const item = document.createElement("li");
+    const item = element("li");
     item.dataset.id = conversation.id;
     const title = conversation.title || "Untitled";
     const opens = tool(title, () => this.#open(conversation));
@@ -172,9 +171,9 @@ export class History {
       for (const conversation of found) await this.#store.put(conversation);
       this.#list.push(...found);
       this.#show();
-      $("import-said").textContent = `${found.length} imported.`;
+      say(`${found.length} imported.`);
     } catch (error) {
-      $("import-said").textContent = error.message;
+      say(error.message);
     }
   }
 }

@@ -2,9 +2,10 @@
 // of them.
 
 import { build } from "./blocks.js";
-import { divide, finalPart, Grown } from "./grown.js";
+import { divide, finalPart, Grown, isLoose, NEAR } from "./grown.js";
 import { highlight } from "./highlight.js";
 import { addMaths } from "./maths.js";
+import { divideParagraphs } from "./paragraphs.js";
 import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
@@ -13,6 +14,7 @@ const PAUSE = 4;
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
 addMaths(parser);
+divideParagraphs(parser);
 
 /**
  * Shows a Markdown text that grows.
@@ -75,7 +77,12 @@ export class MarkdownView {
     this.#resolve();
     levelHeadings(this.#container);
     divide(this.#container);
-    conclude(this.#container.children);
+    // to skip a part that is near the screen is to lay it out once more
+    const isNear = (node) => node.matches(".more, .more + *");
+    const nodes = [...this.#container.children];
+    const near = nodes.slice(-NEAR).filter(isNear);
+    colour(near);
+    conclude(nodes.filter((node) => !near.includes(node)));
   }
 
   #resolve() {
@@ -114,8 +121,10 @@ export class MarkdownView {
    */
   #settle(blocks) {
     let last = blocks.length - 1;
+    if (last < 1) return;
+    const { start, isDivided } = blocks[last];
     // "2" may yet become "2. item"
-    if (last > 0 && !this.#rest.includes("\n", blocks[last].start)) last--;
+    if (!isDivided && !this.#rest.includes("\n", start)) last--;
     if (last < 1) return;
     this.#completeGrown(blocks[1].start);
     this.#define(this.#rest.slice(0, blocks[last].start));
@@ -132,6 +141,11 @@ export class MarkdownView {
     if (!part) return;
     this.#grown ??= new Grown(this.#nodes[0], block);
     this.#grown.head = part.head;
+    if (isLoose(block)) {
+      // what follows the first line of the next item may yet change
+      const end = this.#rest.indexOf("\n", part.text.length) + 1;
+      this.#grown.note(parse(this.#rest.slice(0, end), this.#references).blocks[0]);
+    }
     this.#define(part.text);
     this.#rest = part.head + this.#rest.slice(part.text.length);
     colour(this.#grown.settle(part.count, part.text));
@@ -141,12 +155,16 @@ export class MarkdownView {
   /** Renders a list as a whole that was not shown as it has to be; it ends at `end`. */
   #completeGrown(end) {
     if (!this.#grown) return;
-    const [whole] = parse(this.#wholeSource(this.#rest.slice(0, end)), this.#references).blocks;
-    if (!this.#grown.isRight(whole)) {
-      this.#grown.removeBefore();
-      this.#nodes[0] = replace(this.#nodes[0], build(whole.tokens), this.#container);
-    }
+    const rest = this.#rest.slice(0, end);
+    if (!this.#grown.isKnownRight(parse(rest, this.#references).blocks[0])) this.#checkGrown(rest);
     this.#grown = null;
+  }
+
+  #checkGrown(rest) {
+    const [whole] = parse(this.#wholeSource(rest), this.#references).blocks;
+    if (this.#grown.isRight(whole)) return;
+    this.#grown.removeBefore();
+    this.#nodes[0] = replace(this.#nodes[0], build(whole.tokens), this.#container);
   }
 
   /** The source of the block that `rest` goes on with. */
@@ -161,8 +179,8 @@ export class MarkdownView {
 }
 
 /**
- * Returns the blocks of a text, `[{ start, tokens }]` (`start`: where the block's first line
- * begins), and its link definitions.
+ * Returns the blocks of a text, `[{ start, tokens, isDivided }]` (`start`: where the block begins;
+ * `isDivided`: within a paragraph), and its link definitions.
  */
 function parse(text, known = {}) {
   const references = { ...known };
@@ -172,7 +190,9 @@ function parse(text, known = {}) {
   for (const token of parser.parse(text, { references })) {
     if (token.level === 0 && token.nesting >= 0) {
       for (; line < token.map[0]; line++) start = text.indexOf("\n", start) + 1;
-      blocks.push({ start, tokens: [] });
+      const { offset } = token.meta ?? {};
+      const begin = offset ? start + offset + text.slice(start).search(/\S/) : start;
+      blocks.push({ start: begin, tokens: [], isDivided: Boolean(offset) });
     }
     blocks.at(-1).tokens.push(token);
   }

@@ -1,6 +1,6 @@
 // Small controls: toolbars of buttons, menus that open beside one, and a line that says what was done.
 
-import { button, copyText, element } from "./elements.js";
+import { $, button, copyText, element } from "./elements.js";
 
 const SAID_MS = 8000; // how long something is said, and a removal can be undone
 
@@ -13,43 +13,27 @@ export function tool(text, action, label = text) {
 }
 
 /** Makes a menu: a button, and the actions that it opens, `[[text, action], ...]`. */
-export function menu(label, actions, text = "⋯") {
-  const made = element("details", "menu");
-  const summary = element("summary", "tool", text);
-  summary.ariaLabel = summary.title = label;
+export function menu(label, actions) {
   const list = element("div", "menu-list");
+  const opens = tool("⋯", () => {}, label);
+  opens.popoverTargetElement = list;
+  list.popover = "auto";
   for (const [name, action] of actions) {
     list.append(
       tool(name, () => {
-        made.open = false;
-        summary.focus();
+        list.hidePopover(); // which gives the focus back to the button
         action();
       }),
     );
   }
-  made.append(summary, list);
-  made.addEventListener("focusout", ({ relatedTarget }) => {
-    if (relatedTarget && !made.contains(relatedTarget)) made.open = false;
-  });
-  made.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || !made.open) return;
-    event.stopPropagation(); // an answer that is coming goes on
-    made.open = false;
-    summary.focus();
-  });
-  return made;
+  return element("span", "menu", "", opens, list);
 }
-
-addEventListener("click", ({ target }) => {
-  for (const open of document.querySelectorAll("details.menu[open]"))
-    if (!open.contains(target)) open.open = false;
-});
 
 let timer = 0;
 
-/** Says something for a while, in a line above the composer. */
+/** Says something for a while, in a line over the page. */
 export function say(text, ...buttons) {
-  const line = document.getElementById("said");
+  const line = $("said");
   clearTimeout(timer);
   line.replaceChildren(element("span", "", text), ...buttons);
   line.hidden = false;
@@ -58,7 +42,7 @@ export function say(text, ...buttons) {
 
 function unsay() {
   clearTimeout(timer);
-  const line = document.getElementById("said");
+  const line = $("said");
   line.hidden = true;
   line.replaceChildren();
 }

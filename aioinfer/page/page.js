@@ -3,18 +3,18 @@
 
 import { authorization, keepKey, request } from "./api.js";
 import { Chat } from "./chat.js";
+import { $ } from "./elements.js";
 import { History } from "./history.js";
 import { Live } from "./live.js";
 import { keep, recall, Store } from "./store.js";
 import { Conversation } from "./tree.js";
 
 const STATES = {
-  wait: "Connecting", start: "Starting", live: "Live", restart: "Restarting", lost: "Not connected",
+  wait: "Connecting", start: "Starting", key: "No access", live: "Live", restart: "Restarting",
+  lost: "Not connected",
 };
 const START_MS = 1000; // between two looks at a server that starts
 const OPEN = "aioinfer-open"; // of this tab: the conversation that a reload opens again
-
-const $ = (id) => document.getElementById(id);
 
 function showState(state) {
   if ($("status").dataset.state === state) return;
@@ -47,7 +47,8 @@ function showNotice(error) {
   $("key-form").hidden = !needsKey;
   $("retry").hidden = needsKey;
   $("notice").hidden = false;
-  showState("lost");
+  $("hint").textContent = "";
+  showState(needsKey ? "key" : "lost");
   if (needsKey) $("key").focus();
 }
 
@@ -96,7 +97,6 @@ function followTheme() {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
     $("theme").value = theme;
-    dispatchEvent(new Event("resize")); // the charts take the new colours
   };
   show(recall("theme", "system"));
   $("theme").addEventListener("change", () => {
@@ -122,12 +122,13 @@ async function main() {
     $("private").hidden = !conversation.isPrivate;
     showTitle(conversation);
   });
-  const history = new History(store, (conversation) => {
+  const open = (conversation) => {
     chat.show(conversation);
     showPane("chat");
-  });
+  };
+  const history = new History(store, open);
   const live = new Live(showState);
-  $("clear").addEventListener("click", () => chat.show(new Conversation()));
+  $("clear").addEventListener("click", () => open(new Conversation()));
   $("model").addEventListener("change", () => keep("model", $("model").value));
   $("key-form").addEventListener("submit", (event) => {
     event.preventDefault();

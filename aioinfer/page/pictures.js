@@ -1,7 +1,7 @@
 // Pictures beside a message: chosen, pasted or dropped, scaled down, and sent as `image_url` parts.
 // Only models that read them (`input_modalities` of `/v1/models`) are offered any.
 
-import { element } from "./elements.js";
+import { $, element } from "./elements.js";
 import { say, tool } from "./menu.js";
 
 const MAX_SIDE = 1568; // px: models scale down what is larger
@@ -9,8 +9,6 @@ const MAX_BYTES = 1_000_000; // of a file that is sent as it is
 const MAX_COUNT = 8; // beside one message
 const KEPT = ["image/png", "image/jpeg", "image/webp"]; // that are sent as they are
 const QUALITY = 0.9; // of JPEG
-
-const $ = (id) => document.getElementById(id);
 
 /** The text of a message's content, which may have pictures beside it. */
 export function textOf(content) {
@@ -25,6 +23,16 @@ export function picturesOf(content) {
   return urls.filter((url) => URL.canParse(url) && new URL(url).protocol === "data:");
 }
 
+/** A message with the address of each of its pictures replaced by what `change` returns. */
+export function mapPictures(message, change) {
+  if (!Array.isArray(message?.content)) return message;
+  const content = message.content.map((part) => {
+    const { image_url: picture } = part;
+    return picture ? { ...part, image_url: { ...picture, url: change(picture.url) } } : part;
+  });
+  return { ...message, content };
+}
+
 /** Content of a message: the text, behind the pictures if there are any. */
 export function contentOf(text, urls) {
   if (!urls.length) return text;
@@ -37,11 +45,10 @@ export function rowOf(urls, remove = null) {
   const row = element("ul", "pictures");
   row.ariaLabel = "Pictures";
   for (const [index, url] of urls.entries()) {
-    const item = document.createElement("li");
-    const shown = document.createElement("img");
+    const shown = element("img");
     shown.src = url;
     shown.alt = `Picture ${index + 1}`;
-    item.append(shown);
+    const item = element("li", "", "", shown);
     if (remove) item.append(tool("×", () => remove(index), `Remove picture ${index + 1}`));
     row.append(item);
   }

@@ -1,5 +1,7 @@
-// Presets: settings under a name, which the browser keeps.
+// Presets: settings under a name, which the browser keeps, as it keeps those that stand in the fields.
 
+import { $ } from "./elements.js";
+import { offerUndo, say } from "./menu.js";
 import { keep, recall } from "./store.js";
 
 const FIELDS = [
@@ -8,7 +10,6 @@ const FIELDS = [
   "response_format", "logprobs",
 ];
 
-const $ = (id) => document.getElementById(id);
 const valueOf = (field) => (field.type === "checkbox" ? field.checked : field.value);
 
 /** The presets and the fields that they fill. */
@@ -21,53 +22,70 @@ export class Presets {
   constructor(fields, fill) {
     this.#fields = fields;
     this.#fill = fill;
-    $("preset").addEventListener("change", () => this.#apply($("preset").value));
+    $("preset").addEventListener("change", () => this.#choose($("preset").value));
     $("preset-save").addEventListener("click", () => this.#save());
     $("preset-remove").addEventListener("click", () => this.#remove());
     this.#show();
   }
 
-  /** The values of a preset by field; none for the settings as they stand. */
-  get(name) {
-    return this.#all[name] ?? null;
+  /** What stands in the fields, by name, without what is empty. */
+  get values() {
+    const all = FIELDS.map((name) => [name, valueOf(this.#fields[name])]);
+    return Object.fromEntries(all.filter(([, value]) => value));
   }
 
-  #apply(name) {
+  /** The values of a preset; by default those of the fields. */
+  get(name) {
+    return this.#all[name] ?? this.values;
+  }
+
+  /** Fills the fields with what they held when the page was last used. */
+  restore() {
+    this.#apply(recall("settings", {}));
+  }
+
+  /** Has what stands in the fields outlive the page. */
+  keep() {
+    keep("settings", this.values);
+  }
+
+  #apply(values) {
+    for (const name of FIELDS) this.#fill(this.#fields[name], values[name] ?? "");
+  }
+
+  #choose(name) {
     $("preset-remove").disabled = !name;
-    const preset = this.get(name);
-    if (!preset) return;
-    for (const field of FIELDS) this.#fill(this.#fields[field], preset[field] ?? "");
+    $("preset-name").value = name;
+    if (name) this.#apply(this.#all[name]);
   }
 
   #save() {
     const name = $("preset-name").value.trim();
-    if (!name) {
-      $("preset-name").focus();
-      return;
-    }
-    this.#all[name] = Object.fromEntries(
-      FIELDS.map((field) => [field, valueOf(this.#fields[field])]).filter(([, value]) => value),
-    );
-    $("preset-name").value = "";
-    this.#keep(name);
+    if (!name) return $("preset-name").focus();
+    const isKept = this.#put(name, this.values);
+    const lost = "This browser keeps nothing: the preset is lost with the page.";
+    say(isKept ? `Preset “${name}” saved.` : lost);
   }
 
   #remove() {
-    delete this.#all[$("preset").value];
-    this.#keep("");
+    const { value: name } = $("preset");
+    const removed = this.#all[name];
+    this.#put(name, null);
+    offerUndo(`Preset “${name}” removed.`, () => this.#put(name, removed));
   }
 
-  #keep(chosen) {
-    const kept = keep("presets", this.#all);
-    $("preset-said").textContent = kept ? "" : "This browser keeps nothing: the preset is lost with the page.";
-    this.#show(chosen);
+  #put(name, values) {
+    const { [name]: _, ...others } = this.#all;
+    this.#all = values ? { ...others, [name]: values } : others;
+    this.#show(values ? name : "");
+    return keep("presets", this.#all);
   }
 
   #show(chosen = "") {
     const names = Object.keys(this.#all).sort((a, b) => a.localeCompare(b));
     for (const [id, none] of [["preset", "none"], ["compare-preset", "the settings above"]])
       $(id).replaceChildren(new Option(none, ""), ...names.map((name) => new Option(name, name)));
-    $("preset").value = chosen;
+    $("preset").value = $("preset-name").value = chosen;
     $("preset-remove").disabled = !chosen;
   }
 }

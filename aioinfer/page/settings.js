@@ -1,31 +1,28 @@
 // What the user sets for requests: system prompt, sampling, tools, a schema that the answer follows,
 // and with what the answer is compared.
 
+import { $ } from "./elements.js";
 import { Presets } from "./presets.js";
 
+const TEXT = { type: "string", maxLength: 30 };
 const EXAMPLES = {
-  tools: [
-    {
-      type: "function",
-      function: {
-        name: "get_weather",
-        description: "Returns the weather of a city",
-        parameters: {
-          type: "object",
-          properties: {
-            city: { type: "string", maxLength: 30 },
-            unit: { enum: ["celsius", "fahrenheit"] },
-          },
-          required: ["city", "unit"],
-        },
+  tools: [{
+    type: "function",
+    function: {
+      name: "get_weather",
+      description: "Returns the weather of a city",
+      parameters: {
+        type: "object",
+        properties: { city: TEXT, unit: { enum: ["celsius", "fahrenheit"] } },
+        required: ["city", "unit"],
       },
     },
-  ],
+  }],
   response_format: {
     type: "object",
     properties: {
-      city: { type: "string", maxLength: 30 },
-      country: { type: "string", maxLength: 30 },
+      city: TEXT,
+      country: TEXT,
       population: { type: "integer", minimum: 0, maximum: 50000000 },
     },
     required: ["city", "country", "population"],
@@ -35,15 +32,9 @@ const EXAMPLES = {
 
 const NUM_ALTERNATIVES = 5; // beside each token, where probabilities are asked for
 
-const $ = (id) => document.getElementById(id);
-
-/** Returns the buttons that fill a field and that empty it. */
-function buttonsOf({ name }) {
-  const [example, remove] = ["example", "remove"].map((what) =>
-    document.querySelector(`[data-${what}="${name}"]`),
-  );
-  return { example, remove };
-}
+/** The buttons that fill a field and that empty it. */
+const buttonsOf = ({ name }) =>
+  ["example", "remove"].map((what) => document.querySelector(`[data-${what}="${name}"]`));
 
 export class Settings {
   #fields = $("composer").elements;
@@ -57,12 +48,11 @@ export class Settings {
     });
     for (const [name, example] of Object.entries(EXAMPLES)) {
       const field = this.#fields[name];
-      const buttons = buttonsOf(field);
-      buttons.example.addEventListener("click", () =>
-        this.#fill(field, JSON.stringify(example, null, 2)),
-      );
-      buttons.remove.addEventListener("click", () => this.#fill(field, ""));
+      const values = [JSON.stringify(example, null, 2), ""];
+      for (const [index, made] of buttonsOf(field).entries())
+        made.addEventListener("click", () => this.#fill(field, values[index]));
     }
+    this.#presets.restore();
   }
 
   /** Shows the defaults of what is served (`/page/info`), and what can be set with it. */
@@ -82,34 +72,6 @@ export class Settings {
    * something cannot be sent, says so at its place and returns null.
    */
   read() {
-    const own = this.#readOne();
-    if (!own || !this.#isChat || !this.#fields.compare.checked) return own && [own];
-    const model = this.#fields.compare_model.value;
-    const preset = this.#presets.get(this.#fields.compare_preset.value);
-    const other = preset ? this.#readPreset(preset) : own;
-    if (!other) return null;
-    const label = [model, this.#fields.compare_preset.value].filter(Boolean).join(" · ");
-    return [{ ...own, label: $("model").value }, { ...other, model, label }];
-  }
-
-  /** Reads the settings of a preset; those of the fields stay. */
-  #readPreset(preset) {
-    const before = Object.keys(preset).concat(this.#names).map((name) => this.#fields[name]);
-    const kept = before.map((field) => [field, field.value, field.checked]);
-    for (const name of this.#names) this.#set(this.#fields[name], preset[name] ?? "");
-    const read = this.#readOne();
-    for (const [field, value, checked] of kept) Object.assign(field, { value, checked });
-    return read;
-  }
-
-  get #names() {
-    const named = [...this.#sampling, ...["tools", "tool_choice", "one_call", "response_format"].map(
-      (name) => this.#fields[name],
-    )];
-    return named.map((field) => field.name);
-  }
-
-  #readOne() {
     const wrong = this.#sampling.find((field) => field.validity.badInput);
     if (wrong) {
       wrong.closest("details").open = true;
@@ -117,18 +79,32 @@ export class Settings {
       return null;
     }
     try {
-      const system = this.#isChat ? this.#fields.system.value.trim() : "";
-      return {
-        ...(system && { system }),
-        ...this.#readSampling(),
-        ...(this.#isChat ? this.#readFormats() : {}),
-      };
+      const own = this.#bodyOf(this.#presets.values);
+      if (!this.#isChat || !this.#fields.compare.checked) return [own];
+      const { value: model } = this.#fields.compare_model;
+      const { value: preset } = this.#fields.compare_preset;
+      const other = this.#bodyOf(this.#presets.get(preset));
+      const label = [model, preset].filter(Boolean).join(" · ");
+      const first = $("model").value;
+      const second = label === first ? `${label}, again` : label;
+      return [{ ...own, label: first }, { ...other, model, label: second }];
     } catch (error) {
       if (!(error instanceof FieldError)) throw error;
       this.blame(error.field, error.message);
       this.#fields[error.field].focus();
       return null;
     }
+  }
+
+  /** The fields of a request with values by name; throws `FieldError`. */
+  #bodyOf(values) {
+    const body = {};
+    if (this.#isChat && values.system?.trim()) body.system = values.system.trim();
+    for (const { type, name } of this.#sampling)
+      if (type === "number" && values[name]) body[name] = Number(values[name]);
+    const stops = (values.stop ?? "").split("\n").filter(Boolean);
+    if (stops.length) body.stop = stops.map((stop) => stop.replaceAll("\\n", "\n"));
+    return this.#isChat ? { ...body, ...formatsOf(values) } : body;
   }
 
   /** Shows at a field what is wrong with it; `param` is a field of a request or a place in one. */
@@ -148,19 +124,15 @@ export class Settings {
   }
 
   #fill(field, value) {
-    this.#set(field, value);
-    this.#onInput(field);
-  }
-
-  #set(field, value) {
     if (field.type === "checkbox") field.checked = Boolean(value);
     else field.value = value || (field.name === "tool_choice" ? "auto" : "");
+    this.#onInput(field);
   }
 
   #onInput(field) {
     field.removeAttribute("aria-invalid");
     if ($(`${field.name}-error`)) $(`${field.name}-error`).hidden = true;
-    const { example, remove } = buttonsOf(field);
+    const [example, remove] = buttonsOf(field);
     if (example) {
       example.disabled = Boolean(field.value); // it would replace what stands there
       remove.disabled = !field.value;
@@ -169,14 +141,17 @@ export class Settings {
     const numSet = this.#sampling.filter(isSet).length;
     $("num-set").textContent = numSet ? `${numSet} set` : "";
     $("schema-set").textContent = this.#fields.response_format.value.trim() ? "set" : "";
+    $("compare-set").textContent = this.#fields.compare.checked ? "on" : "";
     if (field.name === "tools") this.#showTools();
+    if (field.closest(".folds")) this.#presets.keep();
   }
 
   /** Shows how many tools there are, and offers each to be called. */
   #showTools() {
     let names = [];
     try {
-      names = this.#parse("tools").map((tool) => tool?.function?.name).filter(Boolean);
+      const tools = jsonOf(this.#presets.values, "tools") ?? [];
+      names = tools.map((tool) => tool?.function?.name).filter(Boolean);
     } catch {
       // it is said when the tools are to be sent: they may still be being written
     }
@@ -188,56 +163,45 @@ export class Settings {
     choice.value = chosen;
     if (!choice.value) choice.value = "auto";
   }
+}
 
-  #readSampling() {
-    const body = {};
-    for (const field of this.#sampling) {
-      if (field.type === "number" && field.value) body[field.name] = Number(field.value);
-    }
-    const stops = this.#fields.stop.value.split("\n").filter(Boolean);
-    if (stops.length) body.stop = stops.map((stop) => stop.replaceAll("\\n", "\n"));
-    if (this.#isChat && this.#fields.logprobs.checked)
-      Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
-    return body;
+/** What a chat has beside sampling: probabilities, tools, a schema. Throws `FieldError`. */
+function formatsOf(values) {
+  const body = {};
+  if (values.logprobs) Object.assign(body, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
+  const tools = jsonOf(values, "tools");
+  if (tools?.length) {
+    body.tools = tools;
+    const { tool_choice: choice = "auto" } = values;
+    const named = { type: "function", function: { name: choice.slice(1) } };
+    if (choice.startsWith(":")) body.tool_choice = named;
+    else if (choice !== "auto") body.tool_choice = choice;
+    if (values.one_call) body.parallel_tool_calls = false;
   }
+  const schema = jsonOf(values, "response_format");
+  if (schema !== null)
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  return body;
+}
 
-  #readFormats() {
-    const body = {};
-    const tools = this.#parse("tools");
-    if (tools.length) {
-      body.tools = tools;
-      const choice = this.#fields.tool_choice.value;
-      if (choice.startsWith(":")) {
-        body.tool_choice = { type: "function", function: { name: choice.slice(1) } };
-      } else if (choice !== "auto") body.tool_choice = choice;
-      if (this.#fields.one_call.checked) body.parallel_tool_calls = false;
-    }
-    const schema = this.#parse("response_format");
-    if (schema !== null) {
-      body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
-    }
-    return body;
+/** Returns the JSON of a value, null where there is none. Throws `FieldError`. */
+function jsonOf(values, name) {
+  const text = (values[name] ?? "").trim();
+  if (!text) return null;
+  let value;
+  try {
+    value = JSON.parse(text);
+  } catch (error) {
+    throw new FieldError(name, `This is no JSON: ${error.message}.`);
   }
-
-  /** Returns the JSON of a field; of an empty one no tools, or null. Throws `FieldError`. */
-  #parse(name) {
-    const text = this.#fields[name].value.trim();
-    if (!text) return name === "tools" ? [] : null;
-    let value;
-    try {
-      value = JSON.parse(text);
-    } catch (error) {
-      throw new FieldError(name, `This is no JSON: ${error.message}.`);
-    }
-    if (name === "tools" && !Array.isArray(value)) {
-      throw new FieldError(name, "Tools are a list: put [ and ] around them.");
-    }
-    const isSchema = typeof value === "boolean" || (value && typeof value === "object");
-    if (name !== "tools" && (!isSchema || Array.isArray(value))) {
-      throw new FieldError(name, 'A schema is an object, such as {"type": "object"}.');
-    }
-    return value;
+  if (name === "tools" && !Array.isArray(value)) {
+    throw new FieldError(name, "Tools are a list: put [ and ] around them.");
   }
+  const isSchema = typeof value === "boolean" || (value && typeof value === "object");
+  if (name !== "tools" && (!isSchema || Array.isArray(value))) {
+    throw new FieldError(name, 'A schema is an object, such as {"type": "object"}.');
+  }
+  return value;
 }
 
 /** A field that cannot be sent as it is. */

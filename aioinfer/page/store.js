@@ -1,10 +1,12 @@
 // The conversations that the browser keeps, in IndexedDB; and small settings of the page, in
 // localStorage. Where a browser keeps nothing, the page works without.
 
-import { Conversation } from "./tree.js";
+import { mapPictures } from "./pictures.js";
+import { Conversation, newId } from "./tree.js";
 
-const VERSION = 1;
-const TABLE = "conversations";
+const VERSION = 2; // from 2 on, pictures are kept apart from the conversations
+const TABLES = ["conversations", "pictures"];
+const PICTURE = "picture:"; // begins the ids of pictures
 // several servers may be behind one host, each below a path of its own
 const NAME = `aioinfer${location.pathname}`;
 
@@ -14,10 +16,17 @@ const settled = (request) =>
     request.onerror = () => reject(request.error);
   });
 
-/** The kept conversations. Other tabs of the page hear of every change. */
+/**
+ * The kept conversations. Each picture is kept once, under an id that stands in the messages for its
+ * data URL: a conversation is kept once a second while an answer comes. Other tabs of the page hear
+ * of every change.
+ */
 export class Store {
   #database = null;
   #channel = new BroadcastChannel(NAME);
+  #ids = new Map(); // of pictures, by their data URL
+  #urls = new Map(); // the other way round
+  #written = new Map(); // the ids of the pictures that were written for each conversation
 
   /** `onChange(id)` hears of the conversations that another tab has changed. */
   constructor(onChange) {
@@ -28,7 +37,10 @@ export class Store {
   async open() {
     try {
       const request = indexedDB.open(NAME, VERSION);
-      request.onupgradeneeded = () => request.result.createObjectStore(TABLE, { keyPath: "id" });
+      request.onupgradeneeded = ({ oldVersion }) => {
+        if (oldVersion < 1) request.result.createObjectStore("conversations", { keyPath: "id" });
+        request.result.createObjectStore("pictures");
+      };
       this.#database = await settled(request);
     } catch {
       this.#database = null;
@@ -36,36 +48,96 @@ export class Store {
     return this.#database !== null;
   }
 
-  /** Returns all conversations, the one that was changed last first. */
+  /** Returns all conversations, and removes the pictures that are in none of them. */
   async all() {
     if (!this.#database) return [];
-    const saved = await settled(this.#table("readonly").getAll());
-    return saved.map((each) => new Conversation(each)).sort((a, b) => b.updated - a.updated);
+    const [conversations, pictures] = this.#begin("readwrite");
+    const [found, ids, urls] = await Promise.all(
+      [conversations.getAll(), pictures.getAllKeys(), pictures.getAll()].map(settled),
+    );
+    ids.forEach((id, index) => this.#note(id, urls[index]));
+    const read = found.map((saved) => this.#read(saved));
+    const used = new Set(found.flatMap(idsOf));
+    for (const id of ids) if (!used.has(id)) pictures.delete(id);
+    return read;
   }
 
   /** Returns a conversation, or null. */
   async get(id) {
-    const saved = this.#database && (await settled(this.#table("readonly").get(id)));
-    return saved ? new Conversation(saved) : null;
+    if (!this.#database) return null;
+    const [conversations, pictures] = this.#begin("readonly");
+    const saved = await settled(conversations.get(id));
+    if (!saved) return null;
+    for (const each of idsOf(saved))
+      if (!this.#urls.has(each)) this.#note(each, await settled(pictures.get(each)));
+    return this.#read(saved);
   }
 
-  /** Keeps a conversation as it is now, unless it is private, empty or removed. */
+  /**
+   * Keeps a conversation as it is now, unless it is private or removed; an empty one is removed.
+   * Returns whether the browser could.
+   */
   async put(conversation) {
-    const { isPrivate, isEmpty, isRemoved } = conversation;
-    if (!this.#database || isPrivate || isEmpty || isRemoved) return;
-    await settled(this.#table("readwrite").put(conversation.toJSON()));
-    this.#channel.postMessage(conversation.id);
-  }
-
-  async remove(id) {
-    if (!this.#database) return;
-    await settled(this.#table("readwrite").delete(id));
+    const { id, isPrivate, isEmpty, isRemoved } = conversation;
+    if (isEmpty) return this.remove(id);
+    if (!this.#database || isPrivate || isRemoved) return true;
+    const saved = withPictures(conversation.toJSON(), (url) => {
+      if (!url.startsWith("data:")) return url;
+      if (!this.#ids.has(url)) this.#note(`${PICTURE}${newId()}`, url);
+      return this.#ids.get(url);
+    });
+    const ids = idsOf(saved);
+    const [conversations, pictures] = this.#begin("readwrite");
+    try {
+      if (this.#written.get(id) !== ids.join())
+        for (const each of ids) pictures.put(this.#urls.get(each), each);
+      this.#written.set(id, ids.join());
+      await settled(conversations.put(saved));
+    } catch {
+      this.#written.delete(id);
+      return false;
+    }
     this.#channel.postMessage(id);
+    return true;
   }
 
-  #table(mode) {
-    return this.#database.transaction(TABLE, mode).objectStore(TABLE);
+  /** Removes a conversation; returns true, as `put` does. */
+  async remove(id) {
+    this.#written.delete(id); // its pictures are removed when the conversations are next read
+    if (this.#database) {
+      await settled(this.#begin("readwrite")[0].delete(id));
+      this.#channel.postMessage(id);
+    }
+    return true;
   }
+
+  #note(id, url) {
+    this.#ids.set(url, id);
+    this.#urls.set(id, url);
+  }
+
+  #read(saved) {
+    return new Conversation(withPictures(saved, (id) => this.#urls.get(id) ?? id));
+  }
+
+  /** Begins a transaction; returns its tables. */
+  #begin(mode) {
+    const transaction = this.#database.transaction(TABLES, mode);
+    return TABLES.map((name) => transaction.objectStore(name));
+  }
+}
+
+/** A kept conversation with the address of each picture replaced by what `change` returns. */
+function withPictures(saved, change) {
+  const nodes = saved.nodes.map((node) => ({ ...node, message: mapPictures(node.message, change) }));
+  return { ...saved, nodes };
+}
+
+/** The ids of the pictures of a kept conversation. */
+function idsOf(saved) {
+  const found = [];
+  withPictures(saved, (url) => found.push(url));
+  return found.filter((url) => url.startsWith(PICTURE));
 }
 
 /** Returns a small value that the browser keeps by name; `none` where there is no such value. */

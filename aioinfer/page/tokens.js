@@ -1,7 +1,8 @@
 // The tokens of an answer by their probability, with the likeliest alternatives of each: what the
 // model hesitated about, and how it would have gone on.
 
-import { button, element } from "./elements.js";
+import { element } from "./elements.js";
+import { tool } from "./menu.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.15]; // probabilities at which the colour changes
 
@@ -77,7 +78,7 @@ export class Tokens {
     });
     text.addEventListener("keydown", (event) => this.#onKey(event, text));
     this.#details = element("div", "alternatives");
-    this.#details.setAttribute("role", "status");
+    this.#details.role = "status";
     this.#view.append(text, this.#details);
     this.#fill(text, this.#view);
     this.#select(text, 0);
@@ -141,18 +142,17 @@ export class Tokens {
   /** Lists the alternatives of a token: each goes on from there. */
   #describe(token, index) {
     const said = element("p", "", `Token ${index + 1}: “${visible(token.text)}” ${percent(token.logprob)}`);
-    const list = element("ul", "");
+    const list = element("ul");
     for (const other of token.top) {
-      const item = document.createElement("li");
-      const isTaken = other.text === token.text;
-      const goOn = button("tool", visible(other.text));
-      goOn.ariaLabel = `Go on with “${visible(other.text)}”`;
-      goOn.disabled = isTaken;
-      goOn.addEventListener("click", () => this.#onAlternative(this.textWith(index, other)));
-      const bar = element("i", "");
+      const goOn = tool(
+        visible(other.text),
+        () => this.#onAlternative(this.textWith(index, other)),
+        `Go on with “${visible(other.text)}”`,
+      );
+      goOn.disabled = other.text === token.text;
+      const bar = element("i");
       bar.style.width = `${100 * Math.exp(other.logprob)}%`;
-      item.append(goOn, element("span", "quiet", percent(other.logprob)), bar);
-      list.append(item);
+      list.append(element("li", "", "", goOn, element("span", "quiet", percent(other.logprob)), bar));
     }
     const hint = "Choose an alternative to go on from it; the answer stays as a version.";
     this.#details.replaceChildren(said, list, element("p", "quiet", hint));

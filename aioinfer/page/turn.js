@@ -4,7 +4,7 @@
 import { copyText, element } from "./elements.js";
 import { copyAndSay, menu, tool } from "./menu.js";
 import { contentOf, picturesOf, rowOf, textOf } from "./pictures.js";
-import { codeOf } from "./snippets.js";
+import { codeOf } from "./requests.js";
 
 /**
  * A turn. `actions` does what the user asks for: `edit(node, content)`, `regenerate(node)`,
@@ -34,7 +34,6 @@ export class Turn {
   /** Shows what can be done with an answer that is complete; `body` is its request, if known. */
   complete(answer, node, body = null) {
     this.node.classList.toggle("busy", Boolean(this.node.querySelector(".reply.busy")));
-    this.node.classList.toggle("failed", !node);
     if (!node) return;
     const { message, facts } = node;
     const bar = element("div", "tools");
@@ -88,10 +87,14 @@ export class Turn {
     const said = element("div", "said user", text);
     said.dir = "auto"; // Arabic and Hebrew begin at the right
     said.hidden = !text;
+    // of a message whose answer was deleted, or did not come before the page was closed
+    const unanswered = tool("Answer", () => this.#actions.regenerate({ parent: user.id }));
+    unanswered.classList.add("unanswered");
     const bar = element("div", "tools of-user");
     bar.dataset.of = user.id;
     bar.append(
       ...this.#versions(user),
+      unanswered,
       tool("Edit", () => this.#edit(user, said), "Edit the message"),
       tool("Copy", ({ target }) => copyText(text, target), "Copy the message"),
       tool("Delete", () => this.#actions.remove(user), "Delete the message and what follows"),
@@ -117,8 +120,7 @@ export class Turn {
 
   /** Lets the user change a message in its place. */
   #edit(node, shown) {
-    const form = element("form", "edit");
-    const field = document.createElement("textarea");
+    const field = element("textarea");
     const text = textOf(node.message.content);
     field.value = text;
     field.dir = "auto";
@@ -128,8 +130,8 @@ export class Turn {
       shown.hidden = !text;
     };
     const save = element("button", "primary", node.message.role === "user" ? "Send" : "Save");
-    form.append(field, element("div", "actions"));
-    form.lastChild.append(tool("Cancel", close), save);
+    const actions = element("div", "actions", "", tool("Cancel", () => close()), save);
+    const form = element("form", "edit", "", field, actions);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       event.stopPropagation(); // it is not the form of a tool's results
@@ -138,10 +140,10 @@ export class Turn {
         this.#actions.edit(node, contentOf(field.value, picturesOf(node.message.content)));
     });
     form.addEventListener("keydown", (event) => {
+      const sends = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+      if (event.key === "Escape" || sends) event.stopPropagation(); // an answer that is coming goes on
       if (event.key === "Escape") close();
-      if (event.key !== "Escape" && !(event.key === "Enter" && event.ctrlKey)) return;
-      event.stopPropagation();
-      if (event.key === "Enter") form.requestSubmit();
+      if (sends) form.requestSubmit();
     });
     shown.hidden = true;
     shown.after(form);

@@ -1,6 +1,6 @@
 // How the parts of an answer are shown that are no Markdown: plain text, and thoughts.
 
-import { element } from "./elements.js";
+import { $, element } from "./elements.js";
 
 const whole = new Intl.NumberFormat("en");
 const TOUCH_MS = 1000; // how long after that a scrolling is the user's
@@ -12,13 +12,16 @@ const SLACK = 40; // px from the end within which whoever scrolls down follows i
  */
 class Follower {
   #node;
+  #jump; // the button that is offered to whoever has scrolled up
   #follows = true;
   #last = 0; // where it was scrolled to
   #touched = -TOUCH_MS; // when keys, wheel or fingers have last been at it
   #frame = 0;
 
-  constructor(node) {
+  constructor(node, jump = null) {
     this.#node = node;
+    this.#jump = jump;
+    jump?.addEventListener("click", () => this.begin());
     node.addEventListener("scroll", () => this.#onScroll(), { passive: true });
     for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"])
       node.addEventListener(kind, () => (this.#touched = performance.now()), { passive: true });
@@ -32,6 +35,7 @@ class Follower {
     const isUsers = performance.now() - this.#touched < TOUCH_MS;
     const by = this.#last - scrollTop;
     if (!isAtEnd && by > (isUsers ? 0 : clientHeight / 2)) this.#follows = false;
+    if (this.#jump) this.#jump.hidden = this.#follows;
     this.#last = scrollTop;
   }
 
@@ -58,7 +62,7 @@ class Follower {
   }
 }
 
-const log = new Follower(document.getElementById("log"));
+const log = new Follower($("log"), $("to-end"));
 
 /** Changes what the log shows, and keeps its end in sight. */
 export function followEnd(change) {
@@ -107,8 +111,7 @@ export class PlainView {
   #fill(text) {
     if (!this.#node) {
       this.#node = document.createTextNode("");
-      this.#container.append(element("div", "plain-block"));
-      this.#container.lastChild.append(this.#node);
+      this.#container.append(element("div", "plain-block", "", this.#node));
     }
     const end = endOfBlock(text, this.#node.length);
     this.#node.appendData(end ? text.slice(0, end) : text);

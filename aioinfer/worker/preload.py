@@ -5,6 +5,7 @@ module, since its import changes the process.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 
@@ -14,6 +15,9 @@ _SPINS = 4000
 # A service manager sends SIGTERM to all processes of a service. Workers have to outlive it (see
 # `worker.process.main`), and the parent learns from this process how they ended.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+# It ends with its parent, at once: to take PyTorch apart would need a second.
+atexit.register(os._exit, 0)
 
 # A thread of OpenMP that spins on one core keeps the one that it waits for from running where other
 # processes have the rest. libgomp reads this when torch is loaded; the user's own value stays.

@@ -35,9 +35,16 @@ def descendants(pid: int) -> list[int]:
     return sorted(found)
 
 
-def command_line(pid: int) -> str:
-    """Returns the words of a process's command, joined by blanks."""
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+def worker_processes(pid: int) -> list[int]:
+    """Returns the ids of the workers of a server, ascending; their names say what they are."""
+    return [each for each in descendants(pid) if _name(each).startswith("aioinfer-w")]
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:  # ended meanwhile
+        return ""
 
 
 def cpu_seconds(pid: int) -> float:

@@ -81,7 +81,11 @@ class Recording:
             file = Path(folder) / "recording.npz"
             acceptance = np.array(self.acceptance, np.float32)
             np.savez(file, texts=padded, acceptance=acceptance)
+            before = dict(os.environ)
             os.environ[FILE_VARIABLE] = str(file)
+            # for servers; the processes of an engine here get `sys.path`
+            paths = filter(None, (before.get("PYTHONPATH"), str(_PACKAGE)))
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             try:
                 yield [
                     f"speculation.method={method}",
@@ -89,5 +93,6 @@ class Recording:
                     'model.features=["recorded_drafts"]',
                 ]
             finally:
-                del os.environ[FILE_VARIABLE]
+                os.environ.clear()
+                os.environ.update(before)
                 sys.path.remove(str(_PACKAGE))

@@ -35,6 +35,15 @@ QWEN3_8B = {
     "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
 }  # fmt: skip
 
+#: The shape of Qwen3-30B-A3B.
+QWEN3_30B_A3B = {
+    **QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Round:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchlib.processes import command_line, descendants, open_files, status_sum
+from benchlib.processes import open_files, status_sum, worker_processes
 
 MIB = 2**20
 
@@ -24,7 +24,8 @@ class Bound:
     Attributes:
         per_thousand: by which its slope over 1 000 requests may exceed 0, in the figure's unit.
             The slope's lower confidence limit (two standard errors) counts, so that noise is not
-            taken for growth.
+            taken for growth, and only of a run of so many requests: a new server's first ones make
+            it grow.
         rise: by which the last sample may exceed the first, instead.
     """
 
@@ -70,11 +71,12 @@ class Verdict:
 
 def judge(name: str, requests: Sequence[int], values: Sequence[float]) -> Verdict:
     """Returns whether a figure grows; `values[i]` was sampled after `requests[i]` requests."""
-    slope, error = fit([number / 1000 for number in requests], values)
+    thousands = [number / 1000 for number in requests]
+    slope, error = fit(thousands, values)
     bound = next(bound for start, bound in BOUNDS.items() if name.startswith(start))
     if bound.per_thousand is not None:
         limit = f"{bound.per_thousand:g} per 1 000"
-        grows = slope - 2 * error > bound.per_thousand
+        grows = thousands[-1] - thousands[0] >= 1 and slope - 2 * error > bound.per_thousand
     else:
         assert bound.rise is not None
         limit = f"{bound.rise:g} in all"
@@ -120,8 +122,7 @@ class Watch:
 
     def sample(self) -> dict[str, float]:
         """Returns the figures of now: sizes in MiB, the rest are counts."""
-        # multiprocessing has a helper process, which is no worker
-        workers = [pid for pid in descendants(self._pid) if "spawn_main" in command_line(pid)]
+        workers = worker_processes(self._pid)
         processes = [self._pid, *workers]
         figures = {"server memory": _own_memory(self._pid)}
         for number, worker in enumerate(workers):

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from aioinfer.kernels.convolution_lookahead import _convolution_lookahead_kernel
 from aioinfer.kernels.delta_arguments import DeltaShape
 from aioinfer.kernels.delta_chunks import MAX_PART, _channel_chunk_kernel, _chunk_kernel
 from aioinfer.kernels.delta_decode import _delta_decode_kernel, delta_decode_config
@@ -21,6 +22,7 @@ from aioinfer.kernels.gated_norm import _gated_norm_kernel
 from aioinfer.kernels.mamba import MambaShape, decode_warps, prefill_values
 from aioinfer.kernels.mamba import _decode_kernel as _mamba_decode
 from aioinfer.kernels.mamba import _prefill_kernel as _mamba_prefill
+from aioinfer.kernels.mamba_lookahead import _mamba_lookahead_kernel
 from aioinfer.kernels.short_convolution import _short_convolution_kernel
 
 from tests.compiled.hopper import SHARED_MEMORY, check_fits, compile_call
@@ -180,6 +182,35 @@ def test_mamba(shape: MambaShape, is_prefill: bool) -> None:
         kernel = compile_call(_mamba_decode, options, **arguments, HAS_STARTS=True)
         assert "ld.global.v4.b32" in kernel.asm["ptx"]
     check_fits(kernel, spilled=192 if is_prefill else 0)
+
+
+@pytest.mark.parametrize("has_starts", [False, True])
+@pytest.mark.parametrize("shape", MAMBA_SHAPES)
+def test_lookahead_of_mamba(shape: MambaShape, has_starts: bool) -> None:
+    """A matrix stays in registers from the first token to the last."""
+    kernel = compile_call(
+        _mamba_lookahead_kernel, SimpleNamespace(num_warps=decode_warps(shape), num_stages=3),
+        mixed=BF16, steps=BF16, a_log=FLOATS, dt_bias=FLOATS, skip=FLOATS, least=0.0, largest=1e9,
+        out=FLOATS, matrices=FLOATS, tables=INTS, seq_lens=INTS, query_starts=INTS, slots=INTS,
+        pending=INTS, counts=INTS, replayed=BF16, saved=BF16, mixed_stride=8192, step_stride=8192,
+        out_stride=4096, matrix_stride=64 * 64 * 128, table_stride=320, SHAPE=shape, SAVED=5,
+        HAS_STARTS=has_starts, PDL=True,
+    )  # fmt: skip
+    check_fits(kernel)
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("has_replayed", [False, True])
+def test_lookahead_of_convolutions(has_replayed: bool) -> None:
+    kernel = compile_call(
+        _convolution_lookahead_kernel, SimpleNamespace(num_warps=4, num_stages=3), x=BF16,
+        out=BF16, replayed=BF16 if has_replayed else None, weight=BF16, bias=BF16, windows=BF16,
+        tables=INTS, seq_lens=INTS, query_starts=INTS, slots=INTS, pending=INTS, counts=INTS,
+        saved=BF16, x_stride=8192, out_stride=8192, window_stride=CHANNELS * 3, table_stride=320,
+        CHANNELS=CHANNELS, PART=128, WIDTH=4, SAVED=5, BLOCK_SIZE=BLOCK, HAS_STARTS=True,
+        HAS_SILU=has_replayed, PDL=True,
+    )  # fmt: skip
+    check_fits(kernel)
 
 
 @pytest.mark.parametrize(("size", "block"), [(512, 512), (8192, 8192)])

@@ -51,15 +51,14 @@ async def test_forms_of_prompts(served: Served) -> None:
     ids = (await served.post("/tokenize", content=PROMPT, add_special=True))["tokens"]
     one = (await served.post("/completion", **GREEDY))["content"]
     assert (await served.post("/completion", **GREEDY | {"prompt": ids}))["content"] == one
-    for several in ([ids, PROMPT], [PROMPT, {"prompt_string": PROMPT}]):
-        both = await served.post("/completion", **GREEDY | {"prompt": several})
-        assert [reply["index"] for reply in both] == [0, 1]
-        assert [reply["content"] for reply in both] == [one, one]
+    both = await served.post("/completion", **GREEDY | {"prompt": [ids, PROMPT]})
+    assert [reply["index"] for reply in both] == [0, 1]
+    assert [reply["content"] for reply in both] == [one, one]
     start, end = "The capital", " is"
     ids_of = served.frontend.encode
     mixed = [*await ids_of(start), " of", *await ids_of(" France"), end]
     assert (await served.post("/completion", **GREEDY | {"prompt": mixed}))["content"] == one
-    for wrong in ([], [[1, [2]]], {"prompt_string": "x", "multimodal_data": ["x"]}, [-1], 7):
+    for wrong in ([], [[1, [2]]], {"prompt_string": "x"}, [-1], 7):
         reply = await served.post("/completion", 400, **GREEDY | {"prompt": wrong})
         assert reply["error"]["type"] == "invalid_request_error"
         assert reply["error"]["code"] == 400

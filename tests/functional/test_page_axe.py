@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional.chat_page import say
+from tests.functional.chat_page import IDLE, say
 from tests.functional.chromium import EXECUTABLE, Page
 from tests.functional.scripted_chat import Script, call, delta, end, token, until_idle
+from tests.functional.test_page_conversations import ask, press
+from tests.functional.test_page_pictures import SHOWN, give, open_with
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -23,6 +25,10 @@ LONG = (
     "$$\\sum_i a_i$$\n\n"
     "- [x] done\n- open\n\n> quoted\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
     "```python\ndef f(x):\n    return 'text'  # note\n```\n"
+)
+BROKEN = (
+    "axe.run().then(({ violations }) => violations.map(({ id, nodes }) => "
+    "`${id}: ${nodes.map(({ html, failureSummary }) => html + failureSummary)}`))"
 )
 State = Callable[[Page, Script], Awaitable[None]]
 
@@ -38,7 +44,7 @@ async def answered(page: Page, script: Script) -> None:
     await page.until("document.querySelector('.katex') && document.querySelector('.hl-keyword')")
     await page.run(
         "document.querySelector('.course').open = document.querySelector('.thought').open = true;"
-        "document.querySelectorAll('.menu').forEach((menu) => (menu.open = true))"
+        "document.querySelector('.reply .menu-list').showPopover()"
     )
 
 
@@ -75,6 +81,57 @@ async def refused(page: Page, script: Script) -> None:
     assert "400" in await page.errors.get()
 
 
+async def comparing(page: Page, script: Script) -> None:
+    await page.run("document.querySelector('[name=compare]').click()")
+    await say(page, "Which?")
+    await page.until("document.querySelectorAll('.pair .reply').length === 2")
+    for _ in range(2):
+        script.send(delta(content=LONG), *end("stop"))
+    await until_idle(page)
+
+
+async def with_pictures(page: Page, script: Script) -> None:
+    await open_with(page, ["text", "image"])
+    await give(page, "paste", [40, 30, "image/png"])
+    await page.until(f"{SHOWN}.length === 1")
+    await page.run("document.querySelector('#prompt').focus()")
+    await page.press("Enter", 13, "\r")
+    script.send(delta(content="Red."), *end("stop"))
+    await until_idle(page)
+    await give(page, "paste", [40, 30, "image/png"], [20, 90, "image/png"])
+    await page.until(f"{SHOWN}.length === 2")
+
+
+async def editing(page: Page, script: Script) -> None:
+    """A message is being edited, and what was deleted can be brought back."""
+    for text in ("One?", "Two?"):
+        await ask(page, script, text, "Yes.")
+    await press(page, "Delete", "document.querySelector('#log')")
+    await press(page, "Edit", "document.querySelector('#log')")
+    await page.until("document.querySelector('.edit')")
+
+
+async def overloaded(page: Page, script: Script) -> None:
+    busy = b'{"error": {"message": "the queue is full"}}'
+    await page.answer("/v1/chat/completions", 503, "application/json", busy)
+    await say(page, "Hello.")
+    await page.until(f"document.querySelector('.failure') && {IDLE}")
+    assert "503" in await page.errors.get()
+
+
+async def starting(page: Page, script: Script) -> None:
+    wait = b'{"error": {"message": "the server is starting (load, 25 %)", "code": "not_ready"}}'
+    await page.answer("/v1/models", 503, "application/json", wait)
+    await page.send("Page.reload")
+    await page.until("document.querySelector('#status')?.dataset.state === 'start'")
+
+
+async def without_server(page: Page, script: Script) -> None:
+    await page.answer("/page/live", 502, "text/html", b"<html>gone</html>")
+    await page.send("Page.reload")
+    await page.until("document.querySelector('#status')?.dataset.state === 'lost'")
+
+
 async def settings(page: Page, script: Script) -> None:
     """Only one fold is open at a time: all are, for once."""
     await page.run(
@@ -84,11 +141,17 @@ async def settings(page: Page, script: Script) -> None:
 
 
 async def without_key(page: Page, script: Script) -> None:
-    await page.run("document.querySelector('#notice').hidden = false")
-    await page.run(
-        "document.querySelector('#notice-text').textContent = 'This server asks for an API key.';"
-        "document.querySelector('#key-form').hidden = false"
-    )
+    await page.answer("/page/info", 401, "application/json", b'{"error": {"message": "a key"}}')
+    await page.send("Page.reload")
+    await page.until("document.querySelector('#status')?.dataset.state === 'key'")
+
+
+async def endpoints(page: Page, script: Script) -> None:
+    """The other page, with a fold that is open."""
+    await page.run("location.href = './docs'")
+    await page.until("document.querySelectorAll('summary').length > 20")
+    await page.run("document.querySelector('details').open = true")
+    await page.until("document.querySelector('form textarea')")
 
 
 @pytest.fixture(scope="module")
@@ -98,31 +161,27 @@ def axe() -> str:
     return Path(str(found.locate_file("axe_playwright_python/axe.min.js"))).read_text("utf-8")
 
 
-@pytest.mark.parametrize("width", [1400, 390])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize(
-    "state",
-    [empty, answered, answering, calling, hesitating, refused, settings, without_key],
-    ids=lambda state: state.__name__,
-)
-async def test_axe_finds_nothing(
-    page: Page, script: Script, axe: str, state: State, theme: str, width: int
-) -> None:
-    await page.send(
-        "Emulation.setDeviceMetricsOverride",
-        width=width, height=800, deviceScaleFactor=1, mobile=width < 500,
-    )  # fmt: skip
-    await page.run(
-        f"document.querySelector('#theme').value = '{theme}';"
-        "document.querySelector('#theme').dispatchEvent(new Event('change'))"
-    )
+STATES = (
+    empty, answered, answering, calling, hesitating, comparing, with_pictures, editing, refused,
+    overloaded, starting, without_server, settings, without_key, endpoints,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+async def test_axe_finds_nothing(page: Page, script: Script, axe: str, state: State) -> None:
     await state(page, script)
     await page.run(axe)
-    for pane in ("chat", "history", "engine") if width < 500 and state is empty else ("chat",):
-        await page.run(f"document.body.dataset.pane = '{pane}'")
-        broken = await page.run(
-            "axe.run().then(({ violations }) => violations.map(({ id, nodes }) => "
-            "`${id}: ${nodes.map(({ html, failureSummary }) => html + failureSummary)}`))"
-        )
-        assert broken == [], pane
+    for width in (1400, 390):
+        await page.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=800, deviceScaleFactor=1, mobile=width < 500,
+        )  # fmt: skip
+        for theme in ("light", "dark"):
+            await page.run(f"document.documentElement.dataset.theme = '{theme}'")
+            narrow = width < 500 and state is empty
+            for pane in ("history", "engine", "chat") if narrow else ("chat",):
+                await page.run(f"document.body.dataset.pane = '{pane}'")
+                assert await page.run(BROKEN) == [], (width, theme, pane)
     await page.send("Emulation.clearDeviceMetricsOverride")
+    while state in (starting, without_server, without_key) and not page.errors.empty():
+        page.errors.get_nowait()  # of the browser itself: a status that is no success

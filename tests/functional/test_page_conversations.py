@@ -66,6 +66,43 @@ async def test_a_reload_loses_nothing(page: Page, script: Script) -> None:
     ]  # fmt: skip
 
 
+async def test_a_reload_keeps_the_settings_and_a_message_without_answer(
+    page: Page, script: Script
+) -> None:
+    await set_field(page, "temperature", "0.3")
+    await set_field(page, "system", "Be brief.")
+    await page.run("document.querySelector('[data-example=tools]').click()")
+    await say(page, "Are you there?")
+    await page.until(f"{TITLES}.join() === 'Are you there?'")
+    await reload(page)
+    assert await page.run("document.querySelector('#num-set').textContent") == "2 set"
+    await press(page, "Answer")
+    script.send(delta(content="Yes."), *end("stop"))
+    await page.until(f"{LAST_TEXT} === 'Yes.' && {IDLE}")
+    body = posted(page)[-1]
+    assert body["temperature"] == 0.3
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert body["tools"][0]["function"]["name"] == "get_weather"
+    shown = "getComputedStyle(document.querySelector('.unanswered')).display"
+    assert await page.run(shown) == "none"
+
+
+async def test_a_refusal_leaves_the_answer_that_was_to_be_given_once_more(
+    page: Page, script: Script
+) -> None:
+    await ask(page, script, "Why?", "So.")
+    script.refusal = {"message": "the queue is full"}
+    await press(page, "Regenerate")
+    await page.until(f"document.querySelector('.log > .failure') && {IDLE}")
+    assert await page.run(SAID) == ["Why?", "So."]
+    assert "400" in await page.errors.get()
+    await say(page, "And now?")
+    await page.until(f"document.querySelector('#prompt').value === 'And now?' && {IDLE}")
+    assert await page.run(SAID) == ["Why?", "So."], "what was refused is in the composer alone"
+    assert await page.run("document.querySelectorAll('.failure').length") == 1
+    assert "400" in await page.errors.get()
+
+
 async def test_an_answer_that_a_reload_breaks_off_is_kept_and_continued(
     page: Page, script: Script
 ) -> None:
@@ -137,12 +174,18 @@ async def test_an_answer_that_is_being_kept_closes_no_menu(page: Page, script: S
     await asyncio.sleep(1.1)
     script.send(delta(content="1"))
     await page.until(f"{TITLES}.length === 1")
-    await page.run("document.querySelector('#conversations .menu').open = true")
+    await page.run("document.querySelector('#conversations .menu-list').showPopover()")
     for number in range(2, 4):
         await asyncio.sleep(1.1)
         script.send(delta(content=str(number)))
     await page.until(f"{LAST_TEXT} === '0123'")
-    assert await page.run("document.querySelector('#conversations .menu').open")
+    assert await page.run(
+        "(({ bottom, height }) => height > 100 && bottom < innerHeight)"
+        "(document.querySelector('#conversations :popover-open').getBoundingClientRect())"
+    ), "the list does not cut the menu off"
+    await page.press("Escape", 27)
+    await page.until("document.querySelector(':popover-open') === null")
+    assert not await page.run(IDLE), "Escape has closed the menu, and nothing else"
     await page.run(
         "[...document.querySelectorAll('.conversation')].forEach((made) => made.click())"
     )
@@ -222,7 +265,7 @@ async def test_export_and_import(page: Page, script: Script) -> None:
             }})()"""
         )
         await page.until(
-            f"document.querySelector('#import-said').textContent.includes({json.dumps(said)})"
+            f"document.querySelector('#said').textContent.includes({json.dumps(said)})"
         )
     assert await page.run(TITLES) == ["Name one."] * 2
 
@@ -284,7 +327,7 @@ async def test_a_turn_is_deleted_and_brought_back(page: Page, script: Script) ->
 async def test_two_answers_side_by_side(page: Page, script: Script) -> None:
     await set_field(page, "temperature", "0.1")
     await page.run("document.querySelector('#preset-name').value = 'cold'")
-    await press(page, "Save the settings")
+    await press(page, "Save")
     await set_field(page, "temperature", "1.5")
     await page.run(
         "document.querySelector('[name=compare]').checked = true;"
@@ -336,7 +379,7 @@ async def test_the_request_as_code(page: Page, script: Script) -> None:
     await set_field(page, "top_k", "3")
     await ask(page, script, "It's 'quoted'", "Yes.")
     body = {"path": "/v1/chat/completions", "body": posted(page)[0]}
-    code = "(async () => (await import('./page/snippets.js')).codeOf('%s', %s))()"
+    code = "(async () => (await import('./page/requests.js')).codeOf('%s', %s))()"
     curl = await page.run(code % ("curl", json.dumps(body)))
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", f"curl() {{ printf '%s' \"${{@: -1}}\"; }}; {curl}",

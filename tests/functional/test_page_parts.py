@@ -38,7 +38,9 @@ async def test_the_pages_work_below_a_path(browser: Page, mounted: tuple[Script,
     assert await browser.run("getComputedStyle(document.body).display") == "flex"
     await browser.open(f"{url}/docs")
     await browser.until("document.querySelectorAll('details').length > 20")
-    titles = "[...document.querySelectorAll('summary code')].map((code) => code.textContent)"
+    titles = (
+        "[...document.querySelectorAll('summary > code:first-child')].map((c) => c.textContent)"
+    )
     assert "POST /llm/v1/chat/completions" in await browser.run(titles)
     await opened(browser, "POST /llm/v1/chat/completions")
     fields = "[...document.querySelectorAll('td code')].map((code) => code.textContent)"

@@ -3,6 +3,7 @@ In headless Chromium, with a scripted answer."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.functional.chat_page import IDLE, say
+from tests.functional.chat_page import posted as posted_to
 from tests.functional.chromium import EXECUTABLE, Page
 from tests.functional.scripted_chat import Script, delta, end, posted, until_idle
 from tests.functional.test_page_conversations import press, reload
@@ -93,6 +95,42 @@ async def test_pictures_are_pasted_dropped_sent_and_kept(page: Page, script: Scr
     edited = posted(page)[-1]["messages"][0]["content"]
     assert edited[:2] == content[:2]
     assert edited[2]["text"].endswith("And what colour?")
+
+
+async def test_a_picture_is_counted_once_and_kept_once(page: Page, script: Script) -> None:
+    await open_with(page, ["text", "image"])
+    await give(page, "paste", [40, 30, "image/png"])
+    await page.until(f"{SHOWN}.length === 1 && document.querySelector('#tokens').textContent")
+    for word in ("What ", "is ", "it?"):
+        await page.send("Input.insertText", text=word)
+        await asyncio.sleep(0.5)
+    counted = [json.dumps(body) for body in posted_to(page, "/llm/tokenize")]
+    assert len(counted) > 4
+    assert sum("data:image" in body for body in counted) == 1
+    await page.press("Enter", 13, "\r")
+    for number in range(2):
+        script.send(delta(content=f"Red {number}. "))
+        await asyncio.sleep(1.1)  # the conversation is kept once a second
+    script.send(*end("stop"))
+    await until_idle(page)
+    kept = """(async () => {
+        const done = (request) =>
+            new Promise((wake) => (request.onsuccess = () => wake(request.result)));
+        const [{ name }] = await indexedDB.databases();
+        const database = await done(indexedDB.open(name));
+        const tables = database.transaction(["conversations", "pictures"]);
+        const all = ["conversations", "pictures"].map((each) => tables.objectStore(each).getAll());
+        const [kept, pictures] = await Promise.all(all.map(done));
+        database.close();
+        return [JSON.stringify(kept).includes("data:"), pictures.length, kept.length];
+    })()"""
+    assert await page.run(kept) == [False, 1, 1]
+    await reload(page)
+    await page.until(f"{IN_TURN} === 1")
+    await press(page, "Delete", "document.querySelector('#conversations li')")
+    await page.until(f"{IN_TURN} === 0")
+    await reload(page)
+    assert await page.run(kept) == [False, 0, 0], "nothing has the picture any more"
 
 
 async def test_a_picture_alone_is_a_message_and_a_refusal_gives_it_back(

@@ -59,17 +59,6 @@ async def test_a_vector_for_each_token(served: Served) -> None:
     await served.post("/pooling", 400, input="x", task="token_embed", pooling_type="mean")
 
 
-async def test_a_role_of_any_name(served: Served) -> None:
-    parts = [{"type": "text", "text": "What is 1+1?"}]
-    for content in ("What is 1+1?", parts):
-        body = {"messages": [{"role": "oracle", "content": content}], **GREEDY}
-        reply = await served.post(CHAT, **body, return_token_ids=True)
-        text = (await served.post("/detokenize", tokens=reply["prompt_token_ids"]))["content"]
-        assert "<|im_start|>oracle\nWhat is 1+1?<|im_end|>" in text
-    for role in ("", "x" * 65):
-        await served.post(CHAT, 400, messages=[{"role": role, "content": "x"}])
-
-
 async def test_a_conversation_is_embedded(served: Served) -> None:
     found = await served.post("/v1/embeddings", messages=ASK)
     ids = (await served.post("/tokenize", messages=ASK, add_generation_prompt=False))["tokens"]
@@ -87,17 +76,15 @@ async def test_a_conversation_is_embedded(served: Served) -> None:
 
 
 async def test_forms_of_inputs(served: Served) -> None:
-    """llama.cpp's: several kinds in one list, and objects."""
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "river"}]
-    many = ["a river", {"prompt_string": "a river"}, {"content": parts},
-            await served.frontend.encode("a river")]  # fmt: skip
+    """llama.cpp's: several kinds in one list."""
+    many = ["a river", await served.frontend.encode("a river")]
     data = (await served.post("/v1/embeddings", input=many))["data"]
-    assert len(data) == 4
+    assert len(data) == 2
     for item in data:
         assert item["embedding"] == pytest.approx(data[0]["embedding"], abs=1e-3)
     mixed = await served.post("/v1/embeddings", input=[12, 34, "string", 56])
     assert len(mixed["data"]) == 1
-    for wrong in ([], {"content": "x"}, {"content": [{"type": "image_url"}]}):
+    for wrong in ([], {"content": "x"}, {"prompt_string": "x"}):
         await served.post("/v1/embeddings", 400, input=wrong)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,8 +100,9 @@ def write_adapters(
     modules = {
         name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
         for name, tensor in weights.items()
-        if name.endswith("_proj.weight")
+        if name.endswith(("proj.weight", "kv_a_proj_with_mqa.weight", "lm_head.weight"))
     }
+    modules["model.embed_tokens"] = modules["lm_head"][1], modules["lm_head"][0]
     found: dict[str | None, tuple[str, dict[str, torch.Tensor]]] = {None: ("", weights)}
     for name, rank in RANKS.items():
         added = write_adapter(folder / name, modules, rank=rank)
@@ -110,14 +112,24 @@ def write_adapters(
     return found
 
 
-def test_texts_are_those_of_merged_weights(tmp_path: Path) -> None:
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+    "v_head_dim": 64, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields"), [("qwen3", {}), ("deepseek_v2", LATENT)])
+def test_texts_are_those_of_merged_weights(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     """Prompts and decodes of all adapters and none in the same steps, in graphs, in float32: of one
     engine with few sizes of graphs, since everything is compiled for it. There are fewer slots than
-    adapters."""
+    adapters, which change all linear layers, the embedding and the head."""
     (tmp_path / "model").mkdir()
     model = random_model(
-        tmp_path / "model", vocab_size=500, head_dim=64, hidden_size=128, intermediate_size=256,
-        num_hidden_layers=2, initializer_range=0.05, eos_token_id=None,
+        tmp_path / "model", family=family, vocab_size=500, head_dim=64, hidden_size=128,
+        intermediate_size=256, num_hidden_layers=2, initializer_range=0.05, eos_token_id=None,
+        tie_word_embeddings=False, **fields,
     )  # fmt: skip
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(1, 60))] for _ in range(8)]
@@ -128,12 +140,13 @@ def test_texts_are_those_of_merged_weights(tmp_path: Path) -> None:
     ).to(GPU)
     expected = []
     for name, prompt in zip(names, prompts, strict=True):
-        reference.load_state_dict(adapters[name][1], strict=False)  # tied weights
+        reference.load_state_dict(adapters[name][1])
         expected += greedy_outputs(reference, [prompt], 12)
     params = [SamplingParams(temperature=0, max_tokens=12, adapter=name) for name in names]
     with inline_llm(
         model, model__skip_tokenizer=True, model__max_model_len=128, scheduler__max_num_seqs=4,
         scheduler__max_num_batched_tokens=128, cache__num_blocks=40, lora__max_adapters=2,
+        lora__embeddings=True,
         lora__adapters={name: path for name, (path, _) in adapters.items() if name},
     ) as llm:  # fmt: skip
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

@@ -1,6 +1,6 @@
-"""Lookahead rows over layers with a state on a GPU: the kernel of the gated delta rule and of Kimi
-delta attention at the sizes of models against float64 recurrences, and texts of random models that
-are those of plain runs."""
+"""Lookahead rows over layers with a state on a GPU: the kernels of the gated delta rule, of Kimi
+delta attention, Mamba-2 and short convolutions at the sizes of models against float64 recurrences,
+and texts of random models that are those of plain runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from aioinfer.kernels.convolution_lookahead import convolution_lookahead
 from aioinfer.kernels.delta_decode import delta_decode, make_tickets
 from aioinfer.kernels.delta_lookahead import delta_lookahead
+from aioinfer.kernels.mamba import mamba_decode
+from aioinfer.kernels.mamba_lookahead import mamba_lookahead
+from aioinfer.kernels.short_convolution import short_convolution
+from aioinfer.kernels.states import ChunkPlan, plan_chunks
 from delta_cases import DeltaCase, DeltaProblem, Row
 from engine_settings import worker_of
-from lookahead_cases import MOST, Ahead, lookahead
+from lookahead_cases import MOST, Ahead, ConvolutionProblem, convolve, lookahead, mamba
+from mamba_cases import MambaCase, MambaProblem
 from random_models import random_model
 from test_delta import KIMI, REAL
 from test_speculation import (
@@ -44,6 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "qwen3_next": {"mlp_only_layers": [0, 1], "linear_value_head_dim": 16},
     "kimi_linear": {"linear_head_dim": 24, "mlp_layer_types": ["dense", "dense"]},
+    "bamba": {},
+    "falcon_h1": {},
+    "lfm2": {},
 }
 
 
@@ -76,6 +85,30 @@ def test_rows_of_many_slots(case: DeltaCase, state_dtype: torch.dtype) -> None:
         assert output < (4e-3 if is_wide else 1e-2)
         assert windows == 0
         assert matrices < (1e-5 if is_wide else 8e-3)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_mamba(state_dtype: torch.dtype) -> None:
+    """At Nemotron's sizes."""
+    torch.manual_seed(0)
+    case = MambaCase(
+        torch.bfloat16, "cuda", groups=8, heads=64, head_size=64, state_size=128, block_size=64,
+        state_dtype=state_dtype,
+    )  # fmt: skip
+    is_wide = state_dtype == torch.float32
+    for slots, has_starts in (
+        ([Ahead(63, pending, count) for pending in range(MOST + 1) for count in (1, 3, 6)], False),
+        ([*some_slots(20), Ahead(70, 0, 1, 90), Ahead(0, 0, 1, 5)], True),
+    ):
+        output, matrices = mamba(case, slots, has_starts=has_starts)
+        assert output < (1e-5 if is_wide else 1e-2)
+        assert matrices < (1e-5 if is_wide else 8e-3)
+        for channels, has_replayed in ((64 * 64 + 2 * 8 * 128, True), (2000, False)):
+            of_output, windows = convolve(
+                case, slots, channels, has_starts=has_starts, has_replayed=has_replayed
+            )
+            assert of_output < 4e-3
+            assert windows == 0
 
 
 @pytest.mark.parametrize(
@@ -119,6 +152,44 @@ def test_text_is_that_of_a_plain_run(
     assert kept[1] > 0.1 * kept[0] > 100, kept
     with running(tmp_path, **shared) as llm:
         assert equal_texts(again, llm.generate(further, greedy)) >= len(again) - 2
+
+
+def test_a_step_of_mamba_takes_no_longer_without_lookahead_rows() -> None:
+    """Both launches of 64 rows that replay nothing, beside those that cannot replay."""
+    case = MambaCase(
+        torch.bfloat16, "cuda", groups=8, heads=64, head_size=64, state_size=128, block_size=64
+    )
+    rows = [Row(1, 40 + number) for number in range(64)]
+    recurrence = MambaProblem(case, rows)
+    convolution = ConvolutionProblem(case, rows, 64 * 64 + 2 * 8 * 128, has_silu=True)
+    numbers = torch.arange(len(rows), dtype=torch.int32, device="cuda")
+    replays = numbers, torch.zeros_like(numbers), torch.ones_like(numbers)
+    kept, steps = (
+        torch.zeros(64, MOST, size, dtype=case.dtype, device="cuda")
+        for size in (convolution.x.shape[1], case.heads)
+    )
+    (windows,), (matrices,) = convolution.pools, recurrence.pools
+    plan = ChunkPlan.empty(64, 64, 64, torch.device("cuda"), min_tokens=1, is_aligned=False)
+    plan_chunks(plan, convolution.query_starts, convolution.seq_lens, 64)
+    of_convolution = convolution.x, convolution.weight, windows.states
+    of_recurrence = recurrence.inputs, recurrence.weights, matrices.states, recurrence.seq_lens
+
+    def plain() -> None:
+        short_convolution(
+            *of_convolution, plan, convolution.query_starts, convolution.out, block_size=64,
+            max_tokens=1,
+        )  # fmt: skip
+        mamba_decode(*of_recurrence, recurrence.out, block_size=64)
+
+    def ahead() -> None:
+        convolution_lookahead(
+            *of_convolution, convolution.seq_lens, replays, kept, convolution.out, block_size=64,
+            replayed=kept,
+        )  # fmt: skip
+        mamba_lookahead(*of_recurrence, replays, kept, steps, recurrence.out, block_size=64)
+
+    seconds = [do_bench(launch, warmup=50, rep=200) for launch in (plain, ahead)]
+    assert seconds[1] < 1.3 * seconds[0], seconds  # milliseconds
 
 
 def test_a_step_takes_no_longer_without_lookahead_rows() -> None:

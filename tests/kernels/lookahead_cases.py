@@ -1,5 +1,5 @@
-"""Random steps of lookahead rows over the gated delta rule, and their results beside those of the
-float64 recurrence: for the interpreter's tests and the tests on a GPU. Outputs, blocks that no row
+"""Random steps of lookahead rows over layers with a state, and their results beside those of
+float64 recurrences: for the interpreter's tests and the tests on a GPU. Outputs, blocks that no row
 may read, and inputs that are not kept are NaN."""
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from aioinfer.kernels.convolution_lookahead import convolution_lookahead
 from aioinfer.kernels.delta_arguments import DeltaInputs
 from aioinfer.kernels.delta_decode import make_tickets
 from aioinfer.kernels.delta_lookahead import delta_lookahead
+from aioinfer.kernels.mamba import MambaInputs
+from aioinfer.kernels.mamba_lookahead import mamba_lookahead
 from aioinfer.kernels.states import StateTables
-from cases import error, poisoned
-from delta_cases import DeltaCase, DeltaProblem, Row
+from cases import normal, poisoned
+from delta_cases import WIDTH, DeltaCase, DeltaProblem, Row, StateProblem
+from mamba_cases import MambaCase, MambaProblem
 
 #: Lookahead rows of a slot, at most.
 MOST = 5
@@ -57,25 +61,34 @@ def _row(one: Ahead, size: int) -> Row:
     return Row(one.tokens, one.start + one.tokens, tuple(sorted(set(wanted))))
 
 
-class LookaheadProblem(DeltaProblem):
-    """A step over a layer; `rows` and `inputs` have the replayed tokens, too."""
+class LookaheadStep:
+    """A step of lookahead rows over a layer.
 
-    def __init__(self, case: DeltaCase, slots: Sequence[Ahead]):
-        super().__init__(case, [_row(one, case.block_size) for one in slots])
-        self.slots = slots
-        if case.same_keys:
-            raise ValueError("not here")
+    Args:
+        slots: its rows.
+        problem: the layer, with the tokens of `rows_of(slots)`, the replayed ones among them.
+        inputs: [T, size] each, which the layer keeps for further rows.
+
+    Attributes:
+        own: the tokens of the step.
+        saved: the kept inputs, before the step; kept: after it.
+        seq_lens, replays, starts, tables: the arguments of kernels.
+    """
+
+    def __init__(
+        self, slots: Sequence[Ahead], problem: StateProblem, inputs: Sequence[torch.Tensor]
+    ):
+        self.slots, self.problem = slots, problem
+        device = problem.device
         own: list[int] = []
         rows: list[tuple[int, int, int, int, int]] = []  # slot, seq_len, pending, count, index
-        self.case, device = case, case.device
         numbers = torch.randperm(len(slots) + 2).tolist()
-        sizes = case.channels, case.heads, case.decays
         self.saved = [
-            poisoned(len(numbers), MOST, size, dtype=case.dtype, device=device) for size in sizes
+            poisoned(len(numbers), MOST, x.shape[1], dtype=x.dtype, device=device) for x in inputs
         ]
         self.kept = [x.clone() for x in self.saved]
         for index, one in enumerate(slots):
-            first = int(self.query_starts[index])
+            first = int(problem.query_starts[index])
             mine = range(first + one.pending, first + one.tokens)
             own += mine
             self._share_moved(index, one)
@@ -90,45 +103,47 @@ class LookaheadProblem(DeltaProblem):
                         index,
                     )
                 )
-            for saved, kept, x in zip(self.saved, self.kept, self._kept_inputs, strict=True):
+            for saved, kept, x in zip(self.saved, self.kept, inputs, strict=True):
                 saved[numbers[index], : one.pending] = x[first : first + one.pending]
                 kept[numbers[index]] = saved[numbers[index]]
                 if one.length == 1 and not one.is_padding:
                     kept[numbers[index], : one.count - 1] = x[list(mine)[1:]]
         self.own = torch.tensor(own, device=device)
         columns = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous()
-        self.step_rows = columns[1], (columns[0], columns[2], columns[3])
-        self.index = columns[4].long()
-        self.lengths = [one.length for one in slots for _ in range(one.count)]
-
-    @property
-    def _kept_inputs(self) -> tuple[torch.Tensor, ...]:
-        return self.inputs.mixed, self.inputs.b, self.inputs.a
+        self.seq_lens, self.replays = columns[1], (columns[0], columns[2], columns[3])
+        lengths = [one.length for one in slots for _ in range(one.count)]
+        self.starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        index = columns[4].long()
+        self.tables = [
+            StateTables(pool.states.states, pool.states.tables[index]) for pool in problem.pools
+        ]
+        self._expected = self._expect()
+        problem.out = problem.out[self.own]
 
     def _share_moved(self, index: int, one: Ahead) -> None:
         """Makes the entries of a moved block one block: the block that is read."""
         if one.is_moved:
-            size = self.block_size
-            for pool in self.pools:
+            size = self.problem.block_size
+            for pool in self.problem.pools:
                 table = pool.states.tables[index]
                 table[(one.start + one.pending) // size] = table[(one.start - 1) // size]
 
-    def expect_rows(self) -> torch.Tensor:
+    def _expect(self) -> torch.Tensor:
         """Returns the expected output of the step's tokens, and updates the expected states."""
-        size = self.block_size
-        expected = torch.full(self.out.shape, float("nan"), device=self.device).double()
+        problem, size = self.problem, self.problem.block_size
+        expected = torch.full(problem.out.shape, float("nan"), device=problem.device).double()
         for index, one in enumerate(self.slots):
             if one.is_padding or one.length > 1:
                 continue
-            begin, first = int(self.query_starts[index]), one.start + one.pending
+            begin, first = int(problem.query_starts[index]), one.start + one.pending
             states = []
-            for pool in self.pools:
+            for pool in problem.pools:
                 entry = pool.states.tables[index, max(one.start - 1, 0) // size]
                 known = pool.expected[entry]
                 states.append(known.clone() if one.start else torch.zeros_like(known))
-            out, *after = self.reference(slice(begin, begin + one.tokens), *states)
+            out, *after = problem.reference(slice(begin, begin + one.tokens), *states)
             expected[begin : begin + one.tokens] = out
-            for pool, of_token in zip(self.pools, after, strict=True):
+            for pool, of_token in zip(problem.pools, after, strict=True):
                 for end in (*range((one.start // size + 1) * size, first + 1, size), first + 1):
                     block = int(pool.states.tables[index, (end - 1) // size])
                     if block >= 0:
@@ -136,31 +151,99 @@ class LookaheadProblem(DeltaProblem):
                         pool.written.append(block)
         return expected[self.own]
 
+    def errors(self) -> tuple[float, ...]:
+        """Returns the errors of output and states; NaN where anything was written that should not
+        be, or where kept inputs are not what they should be."""
+        for saved, kept in zip(self.saved, self.kept, strict=True):
+            if not torch.equal(saved.nan_to_num(7), kept.nan_to_num(7)):
+                return (float("nan"),)
+        return self.problem.errors(self._expected)
+
+
+def rows_of(slots: Sequence[Ahead], block_size: int) -> list[Row]:
+    """Returns rows of all tokens of the slots, those that are replayed included."""
+    return [_row(one, block_size) for one in slots]
+
 
 def lookahead(
     case: DeltaCase, slots: Sequence[Ahead], *, has_starts: bool = True
 ) -> tuple[float, ...]:
-    """Runs `delta_lookahead` and returns the errors of output, windows and matrices; NaN where
-    anything was written that should not be, or where kept inputs are not what they should be."""
-    problem = LookaheadProblem(case, slots)
-    expected = problem.expect_rows()
-    inputs = DeltaInputs(*(x[problem.own] for x in problem.inputs))
-    problem.out = problem.out[problem.own]
-    seq_lens, replays = problem.step_rows
-    tables = [
-        StateTables(pool.states.states, pool.states.tables[problem.index]) for pool in problem.pools
-    ]
-    tickets = make_tickets(len(seq_lens), case.key_heads, torch.device(case.device))
-    starts = torch.tensor([0, *problem.lengths], device=case.device).cumsum(0).int()
+    """Runs `delta_lookahead` and returns the errors of output, windows and matrices."""
+    problem = DeltaProblem(case, rows_of(slots, case.block_size))
+    given = problem.inputs
+    step = LookaheadStep(slots, problem, (given.mixed, given.b, given.a))
+    tickets = make_tickets(len(step.seq_lens), case.key_heads, torch.device(case.device))
     delta_lookahead(
-        inputs, problem.weights, *tables, seq_lens, replays, problem.saved, tickets, problem.out,
-        block_size=case.block_size, query_starts=starts if has_starts else None,
+        DeltaInputs(*(x[step.own] for x in given)), problem.weights, *step.tables, step.seq_lens,
+        step.replays, step.saved, tickets, problem.out, block_size=case.block_size,
+        query_starts=step.starts if has_starts else None,
     )  # fmt: skip
     assert not tickets.any()
-    for saved, kept in zip(problem.saved, problem.kept, strict=True):
-        if not torch.equal(saved.nan_to_num(7), kept.nan_to_num(7)):
-            return (float("nan"),)
-    return problem.errors(expected)
+    return step.errors()
 
 
-__all__ = ["MOST", "Ahead", "error", "lookahead"]
+class ConvolutionProblem(StateProblem):
+    """A short convolution; shapes of `MambaCase`."""
+
+    def __init__(self, case: MambaCase, rows: Sequence[Row], channels: int, *, has_silu: bool):
+        super().__init__(rows, case.block_size, case.device)
+        options = {"dtype": case.dtype, "device": case.device}
+        self.x = normal(self.tokens, channels + 3, **options)[:, :-3]
+        self.weight, self.bias = normal(channels, WIDTH, **options), normal(channels, **options)
+        self.has_silu = has_silu
+        self.pools = (self.pool(channels, WIDTH - 1, dtype=case.dtype),)
+        self.out = poisoned(self.tokens, channels, **options)
+
+    def reference(self, tokens: slice, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See `StateProblem.reference`."""
+        inputs = torch.cat((states[0].T, self.x[tokens])).double().unfold(0, WIDTH, 1)
+        out = (inputs * self.weight.double()).sum(-1) + self.bias.double()
+        return torch.nn.functional.silu(out) if self.has_silu else out, inputs[..., 1:]
+
+
+def convolve(
+    case: MambaCase, slots: Sequence[Ahead], channels: int, *, has_starts: bool = True,
+    has_replayed: bool = True,
+) -> tuple[float, ...]:  # fmt: skip
+    """Runs `convolution_lookahead` as Mamba-2 does, or as LFM2, without SiLU and without outputs of
+    replayed tokens. Returns the errors of output and windows. Raises AssertionError if outputs of
+    replayed tokens are wrong."""
+    rows = rows_of(slots, case.block_size)
+    problem = ConvolutionProblem(case, rows, channels, has_silu=has_replayed)
+    step = LookaheadStep(slots, problem, [problem.x])
+    replayed = torch.full_like(step.saved[0], float("nan"))
+    expected = replayed.double()
+    for index, one in enumerate(slots):
+        slot = int(step.replays[0][sum(each.count for each in slots[:index])])
+        begin = int(problem.query_starts[index])
+        tokens = slice(begin, begin + one.pending)
+        if one.pending and has_replayed:
+            pool = problem.pools[0]
+            entry = pool.states.tables[index, max(one.start - 1, 0) // case.block_size]
+            before = pool.states.states[entry]
+            before = before if one.start else torch.zeros_like(before)
+            expected[slot, : one.pending] = problem.reference(tokens, before)[0]
+    convolution_lookahead(
+        problem.x[step.own], problem.weight, step.tables[0], step.seq_lens, step.replays,
+        step.saved[0], problem.out, bias=problem.bias, has_silu=has_replayed,
+        block_size=case.block_size, query_starts=step.starts if has_starts else None,
+        replayed=replayed if has_replayed else None,
+    )  # fmt: skip
+    tolerance = 1e-5 if case.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        replayed.double(), expected, equal_nan=True, rtol=tolerance, atol=tolerance
+    )
+    return step.errors()
+
+
+def mamba(case: MambaCase, slots: Sequence[Ahead], *, has_starts: bool = True) -> tuple[float, ...]:
+    """Runs `mamba_lookahead` and returns the errors of output and matrices."""
+    problem = MambaProblem(case, rows_of(slots, case.block_size))
+    step = LookaheadStep(slots, problem, problem.inputs)
+    step.kept[0] = step.saved[0].clone()  # the convolution keeps other inputs
+    mamba_lookahead(
+        MambaInputs(*(x[step.own] for x in problem.inputs)), problem.weights, step.tables[0],
+        step.seq_lens, step.replays, *step.saved, problem.out, block_size=case.block_size,
+        query_starts=step.starts if has_starts else None,
+    )  # fmt: skip
+    return step.errors()

@@ -119,7 +119,14 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.extended)]
+    "name",
+    [
+        "qwen3_next",
+        "bamba",
+        "lfm2",
+        pytest.param("kimi_linear", marks=pytest.mark.extended),
+        pytest.param("falcon_h1", marks=pytest.mark.extended),
+    ],
 )
 def test_lookahead_over_states_samples_what_steps_without_do(name: str, tmp_path: Path) -> None:
     """Drafts that are kept and others, beside prompts in chunks, over the end of a block."""

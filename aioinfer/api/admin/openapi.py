@@ -48,6 +48,7 @@ class Route:
         content_type: of that reply.
         stream: the content type of the stream that the reply may be instead.
         query: parameters of the query with their schemas.
+        form: the type of the fields of a form, beside its file, where the body is one.
     """
 
     method: str
@@ -58,6 +59,7 @@ class Route:
     content_type: str = "application/json"
     stream: str | None = None
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    form: type | None = None
 
 
 _REF = "#/components/schemas/{name}"
@@ -186,7 +188,22 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
     elif (route.method, path) == ("POST", "/v1/files"):
         form = {"multipart/form-data": {"schema": _FORM}}
         found["requestBody"] = {"required": True, "content": form}
+    elif route.form is not None:
+        form = {"multipart/form-data": {"schema": _form_of(route.form)}}
+        found["requestBody"] = {"required": True, "content": form}
     return found
+
+
+def _form_of(kind: type) -> dict[str, Any]:
+    """Returns the schema of a form of a file and the fields of a type."""
+    (found,), parts = msgspec.json.schema_components([kind])
+    schema: dict[str, Any] = parts[found["$ref"].rpartition("/")[2]]
+    properties = {
+        f"{name}[]" if each.get("type") == "array" else name: each
+        for name, each in schema["properties"].items()
+    }
+    file = {"type": "string", "format": "binary"}
+    return {"type": "object", "properties": {"file": file, **properties}, "required": ["file"]}
 
 
 def _parameters(route: Route, path: str) -> list[dict[str, Any]]:

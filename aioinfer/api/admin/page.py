@@ -62,7 +62,7 @@ _FILES = _find_files()
 #: Each page with its name, which its body and script have, and its title.
 _PAGES = {"/": ("page", "aioinfer"), "/docs": ("docs", "aioinfer: endpoints")}
 #: The style sheets of each page, in their order.
-_STYLES = {"page": ("base", "answer", "engine", "page"), "docs": ("docs",)}
+_STYLES = {"page": ("base", "answer", "engine", "page"), "docs": ("base", "docs")}
 #: The paths of all files and pages, and the path of a mounted application itself.
 PAGE_PATHS = frozenset((*_FILES, *_PAGES, ""))
 #: A model's output is hostile text. Nothing runs and nothing is loaded but the page's own files,

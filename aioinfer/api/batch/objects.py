@@ -7,13 +7,12 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 from aiohttp import BodyPartReader, web
-from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
 from aioinfer.api.batch.store import (
@@ -30,14 +29,12 @@ from aioinfer.api.batch.store import (
     page_of,
     require_files,
 )
-from aioinfer.api.context import FRONTEND, REQUEST_BODIES, receiving
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
+from aioinfer.api.form import chunks_of, read_field, receiving_form
 from aioinfer.api.openai.responses_body import Item, input_items
 from aioinfer.errors import FieldError, RequestError
 
-#: What aiohttp's form parser raises where a body is not a form.
-_NOT_A_FORM = AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError
 #: Items of one body, as with OpenAI.
 _Items = Annotated[list[Item], Meta(max_length=20)]
 #: Bytes of an uploaded file; OpenAI's bound for batches.
@@ -239,22 +236,9 @@ async def get_content(request: web.Request) -> web.StreamResponse:
 async def upload_file(request: web.Request) -> FileObject:
     """Stores the file of a multipart form with `file` and `purpose`, which must be "batch"."""
     store = require_files(request)
-    _check_origin(request)
-    if request.content_type != "multipart/form-data":
-        raise RequestError(
-            "the Content-Type must be multipart/form-data",
-            status=415,
-            code="unsupported_media_type",
-        )
-    if "boundary" not in request.headers.get("Content-Type", ""):
-        raise RequestError("the Content-Type has no boundary", param="file")
     async with store.incoming() as place:
-        try:
-            name, purpose = await _receive(request, place)
-        except RequestError:
-            raise
-        except _NOT_A_FORM as error:
-            raise RequestError("the body is not a well-formed multipart form") from error
+        async with receiving_form(request) as form:
+            name, purpose = await _receive(form, place)
         if name is None:
             raise RequestError("the form has no file", param="file")
         if purpose != b"batch":
@@ -262,56 +246,34 @@ async def upload_file(request: web.Request) -> FileObject:
         return await store.keep(place, owner_of(request), name, "batch")
 
 
-def _check_origin(request: web.Request) -> None:
-    """Raises `RequestError` (403) for a form that a web page of another origin sends: a browser
-    lets any page post one to a local server, and names the page's origin."""
-    origin = request.headers.get("Origin")
-    allowed = request.app[FRONTEND].config.server.cors_origins
-    if origin is None or "*" in allowed or origin in allowed:
-        return
-    if origin.partition("://")[2] != request.headers.get("Host"):
-        raise RequestError(
-            "pages of this origin may not upload files: server.cors_origins lists those that may",
-            status=403,
-            code="origin_not_allowed",
-        )
-
-
-async def _receive(request: web.Request, place: Path) -> tuple[str | None, bytes | None]:
+async def _receive(
+    form: AsyncIterator[BodyPartReader], place: Path
+) -> tuple[str | None, bytes | None]:
     """Writes the form's file to `place`; returns its name and the purpose, None where missing.
 
     Raises `RequestError`.
     """
-    if request.headers.get("Expect"):
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the response itself has not begun
     name = purpose = None
-    form = await request.multipart()
-    async with receiving(request.app[REQUEST_BODIES].counts) as count:
-        while (part := await form.next()) is not None:
-            if not isinstance(part, BodyPartReader):
-                raise RequestError("a form within the form is not understood")
-            if part.name == "file":
-                if name is not None:
-                    raise RequestError("the form has two files", param="file")
-                name = shorten(part.filename or "file")
-                await _write(part, place, count)
-            elif part.name == "purpose":
-                purpose = await _field(part)
-            else:
-                field = shorten(part.name or "")
-                raise RequestError(f"the form's field {field!r} is not supported", param=part.name)
+    async for part in form:
+        if part.name == "file":
+            if name is not None:
+                raise RequestError("the form has two files", param="file")
+            name = shorten(part.filename or "file")
+            await _write(part, place)
+        elif part.name == "purpose":
+            purpose = await read_field(part, _MAX_FIELD_BYTES)
+        else:
+            field = shorten(part.name or "")
+            raise RequestError(f"the form's field {field!r} is not supported", param=part.name)
     return name, purpose
 
 
-async def _write(part: BodyPartReader, place: Path, count: Callable[[int], None]) -> None:
-    """Writes a part of a form to a file, in pieces, and counts the bytes. Raises
-    `RequestError`."""
+async def _write(part: BodyPartReader, place: Path) -> None:
+    """Writes a part of a form to a file, in pieces. Raises `RequestError`."""
     stream: BinaryIO = await asyncio.to_thread(place.open, "xb", 0)
     try:
         size, buffer = 0, bytearray()
-        while chunk := await part.read_chunk(2**16):
-            count(len(chunk))
+        async for chunk in chunks_of(part):
             size += len(chunk)
             if size > MAX_FILE_BYTES:
                 raise web.HTTPRequestEntityTooLarge(MAX_FILE_BYTES, size)
@@ -323,12 +285,3 @@ async def _write(part: BodyPartReader, place: Path, count: Callable[[int], None]
         await asyncio.to_thread(os.fsync, stream.fileno())
     finally:
         await asyncio.to_thread(stream.close)
-
-
-async def _field(part: BodyPartReader) -> bytes:
-    value = bytearray()
-    while chunk := await part.read_chunk(_MAX_FIELD_BYTES):
-        value += chunk
-        if len(value) > _MAX_FIELD_BYTES:
-            raise RequestError("a field of the form is too long", param=part.name)
-    return bytes(value)

@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
 from aioinfer.api.message_events import Block
-from aioinfer.api.messages import picture_part
+from aioinfer.api.messages import TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, SamplingFields
 from aioinfer.api.structured_output import schema_grammar
@@ -425,10 +425,10 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         place = f"input[{index}]"
         if item.type == "message" and item.role != "assistant":
             role = "user" if item.role == "user" else "system"
-            content = _with_pictures(item.content, f"{place}.content")
+            content = _for_template(item.content, f"{place}.content")
             messages.append({"role": role, "content": content})
         elif item.type == "function_call_output":
-            text, call_id = _with_pictures(item.output, f"{place}.output"), item.call_id
+            text, call_id = _for_template(item.output, f"{place}.output"), item.call_id
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             _join(messages, item)
@@ -450,30 +450,20 @@ def _join(messages: list[dict[str, Any]], item: Item) -> None:
         call = {"type": "function", "id": item.call_id, "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":
-        join_thoughts(last, _text(item.content or item.summary))
+        join_thoughts(last, str(_for_template(item.content or item.summary)))
     else:
-        last["content"] = _text(item.content)
+        last["content"] = _for_template(item.content)
 
 
-def _with_pictures(content: Content, place: str) -> str | list[dict[str, Any]]:
-    """Returns the text of a content; the parts of one with pictures."""
-    parts = () if isinstance(content, str) else content or ()
-    if not any(part.type == "input_image" for part in parts):
-        return _text(content)
-    return [
-        picture_part(MediaSource(f"{place}[{index}].image_url", part.image_url))
-        if isinstance(part.image_url, str)
-        else {"type": "text", "text": _text([part])}
-        for index, part in enumerate(parts)
-    ]
-
-
-def _text(content: Content) -> str:
+def _for_template(content: Content, place: str = "") -> TemplateContent:
+    """Returns a content, whose place in the body is given, as chat templates read it."""
     if isinstance(content, str):
         return content
-    parts = content or ()
-    return "\n".join(
-        (part.refusal if part.type == "refusal" else part.text) or "" for part in parts
+    return template_content(
+        MediaSource(f"{place}[{index}].image_url", part.image_url)
+        if isinstance(part.image_url, str)
+        else (part.refusal if part.type == "refusal" else part.text) or ""
+        for index, part in enumerate(content or ())
     )
 
 

@@ -1,6 +1,23 @@
-// A request as code: what the page has sent, for the command line and for Python.
+// The requests for answers, and the same as code, for the command line and for Python.
 
 const CHAT = "/v1/chat/completions";
+
+/**
+ * Returns `{ path, body }` of the request that has `messages` answered, the last of them continued if
+ * it is an answer; a model without a chat template continues the text of the last message.
+ */
+export function requestOf(messages, { model, isChat, settings }) {
+  const { system, ...fields } = settings;
+  const body = { model, stream: true, stream_options: { include_usage: true }, ...fields };
+  const isOpen = messages.at(-1).role === "assistant";
+  if (!isChat) {
+    const prompt = messages.slice(isOpen ? -2 : -1).map(({ content }) => content).join("");
+    return { path: "/v1/completions", body: { ...body, prompt } };
+  }
+  const all = system ? [{ role: "system", content: system }, ...messages] : messages;
+  const goesOn = isOpen ? { continue_final_message: true, add_generation_prompt: false } : {};
+  return { path: CHAT, body: { timings_per_token: true, ...body, ...goesOn, messages: all } };
+}
 
 /** Returns code that sends a request `{ path, body }`; `kind` is "curl" or "python". */
 export function codeOf(kind, { path, body }) {

@@ -1,0 +1,370 @@
+"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations`: what is said in a file.
+
+Each part of a long file is a prompt of one `Generation`; the parts are computed together, and their
+texts come one behind the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from aioinfer.api.admission import admit
+from aioinfer.api.context import FRONTEND, RATE_LIMITER, REQUEST_BODIES, check_model, encode
+from aioinfer.api.delivery import collect, submitted
+from aioinfer.api.errors import error_event, json_response, shorten
+from aioinfer.api.event_stream import EventStream
+from aioinfer.api.form import chunks_of, read_field, receiving_form
+from aioinfer.api.generation import Generation
+from aioinfer.api.http.logs import RECORD, request_id
+from aioinfer.engine.output import Delta
+from aioinfer.engine.sources import SourcePrompt
+from aioinfer.engine.transcription import Recording, Segment, Transcriber, language_names
+from aioinfer.errors import FieldError, RequestError
+from aioinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.engine.output import RequestOutput
+
+#: Bytes of a field of the form, but the file.
+_MAX_FIELD_BYTES = 16_384
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<name>[^`]*)`)?", re.DOTALL)
+#: The text of a timestamp, which a model may write although it should not.
+_TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
+#: Formats of a reply whose text is in pieces with their times.
+_WITH_TIMES = ("verbose_json", "srt", "vtt")
+
+
+class TranslationForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `/v1/audio/translations`, beside `file`."""
+
+    model: str | None = None
+    prompt: str = ""
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    temperature: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the reply has the times of pieces of the text."""
+        return self.response_format in _WITH_TIMES
+
+    def check(self) -> None:
+        """Checks what types cannot express. Raises `RequestError` naming the field."""
+
+
+class TranscriptionForm(TranslationForm, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `/v1/audio/transcriptions`, beside `file`."""
+
+    language: str | None = None
+    stream: bool = False
+    timestamp_granularities: list[Literal["segment", "word"]] = []
+    chunking_strategy: str | None = None
+
+    def check(self) -> None:
+        """See `TranslationForm.check`."""
+        if self.stream and self.response_format not in ("json", "text"):
+            raise FieldError("stream", "needs the response_format 'json' or 'text'")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise FieldError("timestamp_granularities", "needs the response_format 'verbose_json'")
+        if "word" in self.timestamp_granularities:
+            raise FieldError("timestamp_granularities", "of words are not supported")
+
+
+class DurationUsage(Struct, kw_only=True):
+    """What a transcript counts as: the seconds of the sound."""
+
+    type: Literal["duration"] = "duration"
+    seconds: int
+
+
+class Transcription(Struct, kw_only=True):
+    """The reply in the format `json`."""
+
+    text: str
+    usage: DurationUsage
+
+
+class TranscribedSegment(Struct, kw_only=True):
+    """A piece of a transcript, in seconds from the beginning; `avg_logprob` and
+    `compression_ratio` are of the part of the file that was heard at once, as Whisper's own."""
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float | None = None
+
+
+class VerboseTranscription(Struct, kw_only=True):
+    """The reply in the format `verbose_json`."""
+
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscribedSegment]
+    usage: DurationUsage
+
+
+class TextDelta(Struct, kw_only=True):
+    """An event of a stream: more of the text."""
+
+    type: Literal["transcript.text.delta"] = "transcript.text.delta"
+    delta: str
+
+
+class TextDone(Struct, kw_only=True):
+    """The last event of a stream: the whole text."""
+
+    type: Literal["transcript.text.done"] = "transcript.text.done"
+    text: str
+    usage: DurationUsage
+
+
+async def transcribe(request: web.Request) -> web.StreamResponse:
+    """Writes down what is said in a file."""
+    return await _answer(request, TranscriptionForm, "transcribe")
+
+
+async def translate(request: web.Request) -> web.StreamResponse:
+    """Writes down in English what is said in a file in another language."""
+    return await _answer(request, TranslationForm, "translate")
+
+
+async def _answer(
+    request: web.Request, kind: type[TranslationForm], task: str
+) -> web.StreamResponse:
+    """Answers a form. Raises what `read_body`, `admit`, `submitted` and `collect` do."""
+    transcriber = request.app[FRONTEND].require_transcriber()
+    with request.app[REQUEST_BODIES].hold() as held:
+        form, data = await _receive(request, kind, held)
+        admit(request, None)
+        recording = await transcriber.read(data, "file")
+        del data
+    with transcriber.holding(recording):
+        transcript = Transcript(request, form, task, transcriber, recording)
+        return await transcript.answer()
+
+
+async def _receive(
+    request: web.Request, kind: type[TranslationForm], held: Any
+) -> tuple[TranslationForm, bytes]:
+    """Returns the fields of a form, and its file. Raises `RequestError`."""
+    await request.app[RATE_LIMITER].enter()
+    frontend = request.app[FRONTEND]
+    limit, has_file = frontend.config.media.max_bytes, False
+    fields: dict[str, Any] = {}
+    async with receiving_form(request) as parts:
+        async for part in parts:
+            if part.name == "file":
+                if has_file:
+                    raise RequestError("the form has two files", param="file")
+                has_file = True
+                async for chunk in chunks_of(part):
+                    held.add(chunk, limit)
+                continue
+            name, value = part.name or "", await read_field(part, _MAX_FIELD_BYTES)
+            text = value.decode("utf-8", "replace")
+            if name.endswith("[]"):
+                fields.setdefault(name.removesuffix("[]"), []).append(text)
+            else:
+                fields[name] = text
+    if not has_file:
+        raise RequestError("the form has no file", param="file")
+    form = _convert(fields, kind)
+    check_model(frontend, form.model)
+    if (record := request.get(RECORD)) is not None:
+        record.decoded, record.model = time.perf_counter(), form.model
+    return form, await asyncio.to_thread(b"".join, held.take())
+
+
+def _convert(fields: dict[str, Any], kind: type[TranslationForm]) -> TranslationForm:
+    """Returns the fields of a form in their types. Raises `RequestError` naming the field."""
+    try:
+        form = msgspec.convert(fields, kind, strict=False)
+    except msgspec.ValidationError as error:
+        unknown = sorted(fields.keys() - kind.__struct_fields__)
+        if unknown:
+            name = shorten(unknown[0])
+            raise RequestError(f"the form's field {name!r} is not supported", param=name) from None
+        found = _PLACE.fullmatch(str(error))
+        name = (found["name"] if found else "") or "the form"
+        raise FieldError(name, f"is wrong: {found['what'] if found else error}") from None
+    form.check()
+    return form
+
+
+class Transcript:
+    """One request's transcript.
+
+    Attributes:
+        language: the code of the language that is spoken, once it is known.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        form: TranslationForm,
+        task: str,
+        transcriber: Transcriber,
+        recording: Recording,
+    ):
+        self._request, self._form, self._task = request, form, task
+        self._transcriber, self._recording = transcriber, recording
+        given = form.language if isinstance(form, TranscriptionForm) else None
+        self.language = None if given is None else transcriber.language_of(given)
+        self._params = transcriber.params(
+            form.temperature,
+            has_times=form.has_times,
+            logprobs=form.response_format == "verbose_json",
+        )
+
+    async def answer(self) -> web.StreamResponse:
+        """Returns the reply, or sends it as a stream."""
+        form, transcriber = self._form, self._transcriber
+        if self.language is None:
+            self.language = await self._detect() if transcriber.detects_language else "en"
+        prompts = transcriber.prompts(
+            self._recording, self.language, self._task, text=form.prompt, has_times=form.has_times,
+            max_len=self._request.app[FRONTEND].max_model_len,
+        )  # fmt: skip
+        async with submitted(self._request, self._generation(prompts, self._params)) as outputs:
+            if isinstance(form, TranscriptionForm) and form.stream:
+                return await self._stream(outputs)
+            deltas = await collect(outputs)
+        return await asyncio.to_thread(self._whole, deltas)
+
+    def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
+        streams = isinstance(self._form, TranscriptionForm) and self._form.stream
+        return Generation(f"audio-{request_id(self._request)}", prompts, params, streams)
+
+    async def _detect(self) -> str:
+        """Returns the language of the beginning. The encoder's output is kept for what follows."""
+        prompt, params = self._transcriber.detection(self._recording)
+        async with submitted(self._request, self._generation([prompt], params)) as outputs:
+            (delta,) = await collect(outputs)
+        return self._transcriber.detected(delta.token_ids[0] if delta.token_ids else -1)
+
+    @property
+    def _usage(self) -> DurationUsage:
+        return DurationUsage(seconds=math.ceil(self._recording.duration))
+
+    async def _stream(self, outputs: Sequence[RequestOutput]) -> web.StreamResponse:
+        """Sends the texts of all parts, in their order, as they come."""
+        response = EventStream(self._request, outputs)
+        await response.prepare(self._request)
+        try:
+            texts: list[str] = []
+            async for delta in _in_order(outputs):
+                text = _TIMESTAMP.sub("", delta.text)
+                text = text if texts else text.lstrip()
+                if text:
+                    texts.append(text)
+                    await response.write(_event(TextDelta(delta=text)))
+            await response.write(_event(TextDone(text="".join(texts), usage=self._usage)))
+        except ConnectionError:  # the client is gone
+            raise
+        except Exception as error:
+            await response.write_failure(error, error_event(error, self._request.path))
+        return response
+
+    # ---------------------------------------------------------------- in one piece
+
+    def _whole(self, deltas: Sequence[Delta]) -> web.Response:
+        """Returns the reply in the format that the form names."""
+        form = self._form
+        if form.has_times:
+            return self._with_times(deltas)
+        text = _TIMESTAMP.sub("", "".join(delta.text for delta in deltas)).strip()
+        if form.response_format == "text":
+            return web.Response(text=f"{text}\n")
+        return json_response(Transcription(text=text, usage=self._usage))
+
+    def _with_times(self, deltas: Sequence[Delta]) -> web.Response:
+        segments = [
+            segment
+            for part, delta in enumerate(deltas)
+            for segment in self._transcriber.segments(self._recording, part, delta.token_ids)
+        ]
+        match self._form.response_format:
+            case "srt":
+                return web.Response(
+                    text="".join(_srt(segments)), content_type="application/x-subrip"
+                )
+            case "vtt":
+                return web.Response(text="".join(_vtt(segments)), content_type="text/vtt")
+        language = self.language or "en"
+        return json_response(
+            VerboseTranscription(
+                task=self._task,
+                language=language_names().get(language, language),
+                duration=round(self._recording.duration, 2),
+                text="".join(segment.text for segment in segments).strip(),
+                segments=[self._described(i, each, deltas) for i, each in enumerate(segments)],
+                usage=self._usage,
+            )
+        )
+
+    def _described(
+        self, number: int, segment: Segment, deltas: Sequence[Delta]
+    ) -> TranscribedSegment:
+        delta = deltas[segment.part]
+        found = [each.logprob for each in delta.logprobs or ()]
+        text = self._transcriber.text_of(delta.token_ids).encode()
+        return TranscribedSegment(
+            id=number,
+            seek=int(self._recording.starts[segment.part] * 100),
+            start=round(segment.start, 2),
+            end=round(segment.end, 2),
+            text=segment.text,
+            tokens=segment.tokens,
+            temperature=self._form.temperature,
+            avg_logprob=sum(found) / max(1, len(found)),
+            compression_ratio=len(text) / max(1, len(zlib.compress(text))),
+        )
+
+
+async def _in_order(outputs: Sequence[RequestOutput]) -> AsyncIterator[Delta]:
+    """Yields the deltas of outputs, all of one before those of the next."""
+    for output in outputs:
+        async for delta in output:
+            yield delta
+
+
+def _event(event: Struct) -> bytes:
+    return b"data: %b\n\n" % encode(event)
+
+
+def _srt(segments: Sequence[Segment]) -> Iterator[str]:
+    for number, each in enumerate(segments, 1):
+        times = f"{_clock(each.start, ',')} --> {_clock(each.end, ',')}"
+        yield f"{number}\n{times}\n{each.text.strip()}\n\n"
+
+
+def _vtt(segments: Sequence[Segment]) -> Iterator[str]:
+    yield "WEBVTT\n\n"
+    for each in segments:
+        text = each.text.strip().replace("-->", "->")
+        yield f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{text}\n\n"
+
+
+def _clock(seconds: float, point: str) -> str:
+    """Returns a time as 00:00:00 with milliseconds behind `point`."""
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    minutes, second = divmod(whole, 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour:02}:{minute:02}:{second:02}{point}{milliseconds:03}"

@@ -1,0 +1,285 @@
+"""Transcripts of sound by Whisper: from a file to prompts of the engine, from tokens to segments.
+
+A file is decoded in a thread and cut at pauses into parts that the model hears at once; each part
+is a request of its own, so that a long file is transcribed as a batch. The sound that waits or is
+transcribed is bounded for all requests together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from aioinfer.config import Config
+from aioinfer.engine.sources import SourcePrompt
+from aioinfer.errors import ConfigError, FieldError, OverloadedError, RequestError
+from aioinfer.features.speech.planning import SpeechRules
+from aioinfer.media.sound import F32, cut_at_pauses, decode_sound
+from aioinfer.models.source import SourceFormat
+from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.json_file import read_json
+from aioinfer.text.tokenizer import Tokenizer
+
+#: Files that are decoded at a time.
+_THREADS = 2
+#: Seconds of sound that all requests may have together; one alone may have more.
+_MAX_HELD_S = 4 * 3600
+#: Timestamps a second.
+_TIMES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechTokens:
+    """The special tokens of a model that transcribes.
+
+    Attributes:
+        start: with which each transcript begins.
+        languages: by their codes, such as "en"; empty for a model of one language.
+        tasks: "transcribe" and "translate", in models of several languages.
+        before: what stands before the text that precedes the transcript.
+        rules: of the tokens that follow.
+    """
+
+    start: int
+    languages: Mapping[str, int]
+    tasks: Mapping[str, int]
+    before: int
+    rules: SpeechRules
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Tokenizer) -> SpeechTokens:
+        """Reads a model's tokenizer and `generation_config.json`. Raises `ConfigError`."""
+        ids = tokenizer.marker_ids
+
+        def of(name: str) -> int:
+            if f"<|{name}|>" not in ids:
+                raise ConfigError(f"the tokenizer has no token <|{name}|>")
+            return ids[f"<|{name}|>"]
+
+        generation = read_json(folder / "generation_config.json")
+        languages = {code: ids[f"<|{code}|>"] for code in language_names() if f"<|{code}|>" in ids}
+        tasks = {name: of(name) for name in ("transcribe", "translate")} if languages else {}
+        if not generation.get("is_multilingual", True):
+            languages = tasks = {}
+        try:
+            suppressed, first = (
+                tuple(map(int, generation.get(name) or ()))
+                for name in ("suppress_tokens", "begin_suppress_tokens")
+            )
+            latest = generation.get("max_initial_timestamp_index")
+            rules = SpeechRules(
+                of("notimestamps") + 1, of("endoftext"), suppressed, first,
+                None if latest is None else int(latest),
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"generation_config.json cannot be read: {error}") from error
+        return cls(of("startoftranscript"), languages, tasks, of("startofprev"), rules)
+
+
+@cache
+def language_names() -> Mapping[str, str]:
+    """Returns the names of the languages that Whisper knows by their codes: "english" of "en"."""
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    names: Mapping[str, str] = LANGUAGES
+    return names
+
+
+class Segment(NamedTuple):
+    """A piece of a transcript.
+
+    Attributes:
+        start, end: in seconds from the beginning of the file.
+        text: of the piece.
+        tokens: of the text and its two timestamps.
+        part: the number of the part of the file that it is from.
+    """
+
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A file that was decoded and cut.
+
+    Attributes:
+        parts: samples float32 [n] of each part.
+        starts: where each begins, in seconds.
+        duration: of all, in seconds.
+    """
+
+    parts: list[F32]
+    starts: list[float]
+    duration: float
+
+
+class Transcriber:
+    """Makes prompts of sound for one model.
+
+    Args:
+        format: of the model's sources.
+        tokens: the model's special tokens.
+        tokenizer: the model's.
+        config: the whole configuration.
+    """
+
+    def __init__(
+        self, format: SourceFormat, tokens: SpeechTokens, tokenizer: Tokenizer, config: Config
+    ):
+        self.format, self.tokens = format, tokens
+        self._tokenizer, self._config = tokenizer, config.media
+        self._held_s = 0.0
+        self._threads = ThreadPoolExecutor(_THREADS, "sound")
+
+    def shutdown(self) -> None:
+        """Drops work that has not begun. Does not wait."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, data: bytes, place: str) -> Recording:
+        """Returns the sound of a file. Raises `FieldError` naming its `place` in the body."""
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._threads, self._read, data, place)
+
+    def _read(self, data: bytes, place: str) -> Recording:
+        rate = self.format.rate
+        samples = decode_sound(data, rate, self._config, place)
+        parts = cut_at_pauses(samples, self.format.max_values)
+        ends = [0]
+        for part in parts:
+            ends.append(ends[-1] + len(part))
+        return Recording(parts, [end / rate for end in ends[:-1]], len(samples) / rate)
+
+    @contextmanager
+    def holding(self, recording: Recording) -> Iterator[None]:
+        """Context in which a recording's memory is in use. Raises `OverloadedError` if that is too
+        much together with others'."""
+        if self._held_s and self._held_s + recording.duration > _MAX_HELD_S:
+            raise OverloadedError("other requests' sound uses all memory; try again later")
+        self._held_s += recording.duration
+        try:
+            yield
+        finally:
+            self._held_s -= recording.duration
+
+    # ---------------------------------------------------------------- prompts
+
+    def language_of(self, given: str) -> str:
+        """Returns the code of a language, given by its code or its name. Raises `RequestError`."""
+        name = given.strip().lower()
+        names = language_names()
+        codes = {text: code for code, text in names.items()}
+        code = codes.get(name, name.partition("-")[0])
+        if not self.tokens.languages and code == "en":
+            return code
+        if code not in self.tokens.languages:
+            raise FieldError(
+                "language", "must be the ISO-639-1 code of a language that the model knows"
+            )
+        return code
+
+    @property
+    def detects_language(self) -> bool:
+        """Whether the model can say which language it hears."""
+        return bool(self.tokens.languages)
+
+    def detection(self, recording: Recording) -> tuple[SourcePrompt, SamplingParams]:
+        """Returns the prompt and the parameters of the request whose only token is the language of
+        a recording's beginning."""
+        prompt = SourcePrompt([self.tokens.start], self.format.source(recording.parts[0]))
+        allowed = tuple(self.tokens.languages.values())
+        return prompt, SamplingParams(
+            temperature=0, max_tokens=1, allowed_token_ids=allowed, ignore_eos=True
+        )
+
+    def detected(self, token: int) -> str:
+        """Returns the code of the language whose token was sampled."""
+        codes = {id: code for code, id in self.tokens.languages.items()}
+        return codes.get(token, "en")
+
+    def prompts(
+        self,
+        recording: Recording,
+        language: str,
+        task: str,
+        *,
+        text: str,
+        has_times: bool,
+        max_len: int,
+    ) -> list[SourcePrompt]:
+        """Returns a prompt for each part of a recording.
+
+        Args:
+            language: its code.
+            task: "transcribe" or "translate".
+            text: what precedes the transcript of the first part, such as names that it may hold;
+                its last tokens count.
+            has_times: whether the transcript has timestamps.
+            max_len: the longest sequence; half of it is for the text, as Whisper was trained.
+
+        Raises:
+            RequestError: the model cannot translate.
+        """
+        tokens, start = self.tokens, [self.tokens.start]
+        if tokens.languages:
+            start += [tokens.languages[language], tokens.tasks[task]]
+        elif task == "translate":
+            raise RequestError("this model knows English alone, and does not translate")
+        if not has_times:
+            start.append(tokens.rules.first_time - 1)
+        found = [SourcePrompt(start, self.format.source(part)) for part in recording.parts]
+        if text.strip():
+            ids = self._tokenizer.encode(f" {text.strip()}", False, param="prompt")
+            ids = ids[-(max_len // 2 - 1) :]
+            found[0] = SourcePrompt([tokens.before, *ids, *start], found[0].data)
+        return found
+
+    def params(self, temperature: float, *, has_times: bool, logprobs: bool) -> SamplingParams:
+        """Returns the parameters of a transcript's requests. Raises `RequestError`."""
+        rules = replace(self.tokens.rules, has_times=has_times)
+        return SamplingParams(
+            temperature=temperature,
+            logprobs=0 if logprobs else None,
+            speech=rules,
+        )
+
+    # ---------------------------------------------------------------- transcripts
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, without timestamps and special tokens."""
+        first = min(self.tokens.rules.first_time, self.tokens.rules.end)
+        return self._tokenizer.decode(token for token in tokens if token < first)
+
+    def segments(self, recording: Recording, part: int, tokens: Sequence[int]) -> list[Segment]:
+        """Returns the pieces of a part's transcript, between its timestamps."""
+        first = self.tokens.rules.first_time
+        length = len(recording.parts[part]) / self.format.rate
+        found: list[Segment] = []
+        begin, latest, piece = 0.0, 0.0, list[int]()
+
+        def add(end: float) -> None:
+            text = self.text_of(piece)
+            if text.strip():
+                shift = recording.starts[part]
+                found.append(Segment(shift + begin, shift + max(begin, end), text, [*piece], part))
+
+        for token in tokens:
+            piece.append(token)
+            if token < first:
+                continue
+            latest = min((token - first) / _TIMES, length)
+            if len(piece) > 1:  # the timestamp behind a text
+                add(latest)
+                piece = []
+            begin = latest
+        add(length)
+        return found

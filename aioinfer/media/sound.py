@@ -1,0 +1,203 @@
+"""Decoding of sound that clients send, which may be anything: into samples of one channel at one
+rate, in a thread, block by block, so that a long file takes no more memory than its samples do.
+
+WAV is read by Python itself; all other formats (FLAC, MP3, Ogg with Vorbis or Opus, and WAV of
+other than whole numbers) by libsndfile, where the package `soundfile` is installed (the extra
+`audio`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import wave
+from collections.abc import Iterator
+from fractions import Fraction
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.config import MediaConfig
+from aioinfer.errors import FieldError
+
+F32 = npt.NDArray[np.float32]
+#: Rates of files that are read, in samples a second.
+_MIN_RATE, _MAX_RATE = 1000, 384_000
+_MAX_CHANNELS = 32
+#: Seconds that are decoded at a time.
+_BLOCK_S = 4
+#: Zero crossings of the resampler's kernel on either side, and the most steps of a sample that its
+#: phases have: another rate is taken for one that differs from it by a millionth.
+_CROSSINGS, _MAX_PHASES = 16, 1024
+
+
+def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32:
+    """Returns the samples float32 [n] of a file, its channels' mean.
+
+    Args:
+        data: the file.
+        rate: samples a second of the result.
+        config: the section `[media]`.
+        place: of the file in the body, for errors.
+
+    Raises:
+        FieldError: it is no sound, broken, empty or too long.
+    """
+    try:
+        given, blocks = _open(data)
+        if not _MIN_RATE <= given <= _MAX_RATE:
+            raise FieldError(place, f"has {given} samples a second, which is not supported")
+        return _collect(blocks, given, rate, config, place)
+    except (FieldError, MemoryError):
+        raise
+    except Exception as error:  # decoders raise whatever they like
+        more = "" if find_spec("soundfile") else (
+            "; this server reads WAV alone: other formats need its extra `audio`"
+        )  # fmt: skip
+        raise FieldError(place, f"is not sound, or it is broken{more}") from error
+
+
+def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, place: str) -> F32:
+    """Returns the samples of all blocks at another rate. Raises `FieldError`."""
+    resampler = Resampler(given, rate)
+    found, longest, count = [], config.max_seconds * rate, 0
+    for block in blocks:
+        if not np.isfinite(block).all():
+            raise FieldError(place, "has samples that are not finite")
+        found.append(resampler.push(block))
+        count += len(found[-1])
+        if count > longest:
+            raise FieldError(
+                place, f"is longer than {config.max_seconds} seconds (media.max_seconds)"
+            )
+    found.append(resampler.end())
+    samples = np.concatenate(found)[:longest]
+    if not len(samples):
+        raise FieldError(place, "has no samples")
+    return samples
+
+
+def _open(data: bytes) -> tuple[int, Iterator[F32]]:
+    """Returns the rate of a file, and its samples in blocks float32 [n]. Raises whatever a decoder
+    does."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        try:
+            file = wave.open(io.BytesIO(data), "rb")  # noqa: SIM115  (closed with its memory)
+        except (wave.Error, EOFError):
+            if not find_spec("soundfile"):
+                raise
+        else:
+            return file.getframerate(), _read_wave(file)
+    import soundfile
+
+    sound = soundfile.SoundFile(io.BytesIO(data))
+    if sound.channels > _MAX_CHANNELS:
+        raise ValueError("too many channels")
+    return sound.samplerate, _read_soundfile(sound)
+
+
+def _read_wave(file: wave.Wave_read) -> Iterator[F32]:
+    """Yields the samples of a WAV file of whole numbers."""
+    width, channels = file.getsampwidth(), file.getnchannels()
+    if width not in (1, 2, 3, 4) or channels > _MAX_CHANNELS:
+        raise ValueError("a form of WAV that is not supported")
+    while raw := file.readframes(max(1, _BLOCK_S * file.getframerate())):
+        whole = len(raw) // (width * channels) * width * channels
+        yield _as_float(raw[:whole], width).reshape(-1, channels).mean(axis=1, dtype=np.float32)
+
+
+def _as_float(raw: bytes, width: int) -> F32:
+    """Returns whole numbers of `width` bytes as float32 from -1 to 1."""
+    if width == 1:
+        return np.frombuffer(raw, np.uint8).astype(np.float32) / np.float32(128) - np.float32(1)
+    if width == 3:
+        wide = np.zeros((len(raw) // 3, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
+        raw, width = wide.tobytes(), 4
+    numbers: F32 = np.frombuffer(raw, f"<i{width}").astype(np.float32)
+    numbers /= 2 ** (8 * width - 1)
+    return numbers
+
+
+def _read_soundfile(file: Any) -> Iterator[F32]:
+    """Yields the samples of a file that libsndfile has opened."""
+    frames = _BLOCK_S * file.samplerate
+    while len(block := file.read(frames, dtype="float32", always_2d=True)):
+        yield block.mean(axis=1, dtype=np.float32)
+
+
+class Resampler:
+    """Brings samples to another rate, block by block, by a windowed sinc (band-limited
+    interpolation, Smith and Gossett 1984).
+
+    With the rates' ratio N / D in lowest terms, each of D phases of the output has a kernel of its
+    own, and reads every N-th place of the input.
+
+    Args:
+        given, rate: samples a second of input and output.
+    """
+
+    def __init__(self, given: int, rate: int):
+        ratio = Fraction(given, rate).limit_denominator(_MAX_PHASES)
+        self._step, self._phases = ratio.numerator, ratio.denominator
+        cutoff = min(1.0, float(1 / ratio))
+        self._reach = math.ceil(_CROSSINGS / cutoff)
+        starts = np.arange(self._phases) * self._step
+        self._firsts = (starts // self._phases).tolist()
+        fractions = (starts % self._phases) / self._phases
+        offsets = np.arange(1 - self._reach, self._reach + 1) - fractions[:, None]
+        window = np.cos(np.clip(offsets / self._reach, -1, 1) * np.pi / 2) ** 2
+        self._kernels = (np.sinc(offsets * cutoff) * window * cutoff).astype(np.float32)
+        self._rest = np.zeros(self._reach - 1, np.float32)
+        self._num_given = self._num_made = 0
+
+    def push(self, samples: F32) -> F32:
+        """Returns what can be made of the samples float32 [n] that follow."""
+        if self._step == self._phases:
+            return samples
+        self._num_given += len(samples)
+        self._rest = np.concatenate((self._rest, samples))
+        units = (len(self._rest) - 2 * self._reach + 1) // self._step
+        if units <= 0:
+            return np.zeros(0, np.float32)
+        made = np.empty((units, self._phases), np.float32)
+        places = np.lib.stride_tricks.sliding_window_view(self._rest, 2 * self._reach)
+        for phase, (first, kernel) in enumerate(zip(self._firsts, self._kernels, strict=True)):
+            made[:, phase] = places[first :: self._step][:units] @ kernel
+        self._rest = self._rest[units * self._step :]
+        self._num_made += made.size
+        return made.reshape(-1)
+
+    def end(self) -> F32:
+        """Returns the last samples, of which the input goes on with silence."""
+        if self._step == self._phases:
+            return np.zeros(0, np.float32)
+        left = -(-self._num_given * self._phases // self._step) - self._num_made
+        made = self.push(np.zeros(2 * self._reach + self._step, np.float32))
+        while len(made) < left:
+            made = np.concatenate((made, self.push(np.zeros(self._step, np.float32))))
+        return made[:left]
+
+
+#: Samples by which loudness is measured: 20 ms at 16 kHz; and how many of them make a pause.
+_FRAME, _PAUSE = 320, 10
+
+
+def cut_at_pauses(samples: F32, longest: int) -> list[F32]:
+    """Returns samples float32 [n] in parts of at most `longest`. A part ends at the quietest place
+    of the last third that it may have."""
+    parts = []
+    while len(samples) > longest:
+        start = longest - longest // 3
+        frames = (longest - start) // _FRAME
+        loudness = np.square(samples[start : start + frames * _FRAME]).reshape(frames, _FRAME)
+        pause = min(_PAUSE, frames)
+        around = np.convolve(loudness.mean(axis=1), np.ones(pause), "valid")
+        # of equally quiet places the last one: parts are as long as they may be
+        quietest = len(around) - 1 - int(np.argmin(around[::-1]))
+        end = start + (2 * quietest + pause) * _FRAME // 2
+        parts.append(samples[:end])
+        samples = samples[end:]
+    return [*parts, samples]

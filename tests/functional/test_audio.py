@@ -1,0 +1,218 @@
+"""Transcripts over HTTP: every format through OpenAI's client, streams, long files, and forms that
+are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.functional.conftest import Served, serve
+from tests.source_models import (
+    ID,
+    RATE,
+    SECONDS,
+    encoder_inputs,
+    make_tokenizer,
+    save_model,
+    sound,
+)
+from tests.test_sound import wav
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SAMPLES = sound(1.4, 1)
+FILE = ("speech.wav", wav(SAMPLES / 2), "audio/wav")
+LENGTH = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    return folder, save_model("whisper", folder, max_target_positions=LENGTH)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def hearing(model: tuple[Path, Any]) -> AsyncIterator[Served]:
+    settings: dict[str, Any] = {
+        "parallel.executor": "inline", "model.path": str(model[0]), "model.dtype": "float32",
+        "model.max_model_len": LENGTH, "media.max_seconds": 12, "media.max_bytes": 2**20,
+        "server.served_model_names": ["hearing"], "cache.cpu_memory_gib": 0.05,
+    }  # fmt: skip
+    async with serve(**settings) as served:
+        yield served
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(hearing: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{hearing.url}/v1", api_key="none", max_retries=0
+    ) as opened:
+        yield opened
+
+
+async def test_each_format_has_the_reference_s_text(
+    client: openai.AsyncOpenAI, model: tuple[Path, Any]
+) -> None:
+    given: dict[str, Any] = {"model": "hearing", "file": FILE, "language": "de"}
+    create = client.audio.transcriptions.create
+    plain = await create(**given)
+    expected = await asyncio.to_thread(expected_text, model[1])
+    assert len(expected) > 3
+    assert plain.text.startswith(expected)  # the reference counts the first tokens twice
+    assert plain.usage is not None
+    assert (plain.usage.type, plain.usage.seconds) == ("duration", 2)
+    assert await create(**given, response_format="text") == f"{plain.text}\n"
+    found = await create(
+        **given, response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (found.language, found.duration) == ("german", 1.4)
+    segments = found.segments or []
+    assert "".join(each.text for each in segments).strip() == found.text
+    assert all(0 <= each.start <= each.end <= 1.4 for each in segments)
+    assert all(each.avg_logprob < 0 for each in segments)
+    srt = await create(**given, response_format="srt")
+    vtt = await create(**given, response_format="vtt")
+    assert vtt.startswith("WEBVTT\n\n")
+    assert srt.count(" --> ") == vtt.count(" --> ") == len(segments)
+    if segments:
+        assert srt.startswith(f"1\n00:00:0{segments[0].start:.3f} --> ".replace(".", ","))
+
+
+def expected_text(model: Any) -> str:
+    data = np.round(SAMPLES / 2 * 32767).astype(np.float32) / 32768
+    inputs = encoder_inputs("whisper", data, model)
+    ids = model.generate(**inputs, language="de", task="transcribe", max_new_tokens=LENGTH - 4)
+    tokens = [token for token in ids[0].tolist() if token < 256]
+    decoded: str = make_tokenizer().decode(tokens)
+    return decoded.strip()
+
+
+async def test_a_stream_has_the_whole_text_in_parts(client: openai.AsyncOpenAI) -> None:
+    whole = await client.audio.transcriptions.create(model="hearing", file=FILE, language="en")
+    stream = await client.audio.transcriptions.create(
+        model="hearing", file=FILE, language="en", stream=True
+    )
+    *deltas, done = [event async for event in stream]
+    assert {event.type for event in deltas} == {"transcript.text.delta"}
+    assert len(deltas) > 1
+    assert done.type == "transcript.text.done"
+    assert "".join(event.delta for event in deltas) == done.text
+    assert done.text.strip() == whole.text
+
+
+async def test_the_language_is_detected_and_the_source_encoded_once(
+    client: openai.AsyncOpenAI, hearing: Served, model: tuple[Path, Any]
+) -> None:
+    found = await client.audio.transcriptions.create(
+        model="hearing", file=FILE, response_format="verbose_json"
+    )
+    data = np.round(SAMPLES / 2 * 32767).astype(np.float32) / 32768
+    inputs = encoder_inputs("whisper", data, model[1])
+    expected = model[1].detect_language(**inputs)[0].item()
+    names = {ID["<|en|>"]: "english", ID["<|de|>"]: "german", ID["<|fr|>"]: "french"}
+    assert found.language == names[expected]
+
+
+async def test_a_long_file_is_its_parts(client: openai.AsyncOpenAI) -> None:
+    parts = [sound(SECONDS - 0.1, seed) for seed in (5, 6, 7)]
+    silence = np.zeros(RATE // 10, np.float32)
+    long = np.concatenate([each for part in parts for each in (part, silence)])
+    create = client.audio.transcriptions.create
+    given: dict[str, Any] = {"model": "hearing", "language": "fr"}
+    file = ("long.wav", wav(long / 4), "audio/wav")
+    found = await create(**given, file=file, response_format="verbose_json")
+    assert found.duration == 6.0
+    seeks = sorted({each.seek for each in found.segments or []} | {0, 600})
+    assert len(seeks) > 3
+    starts = [each.start for each in found.segments or []]
+    assert starts == sorted(starts)
+    text = (await create(**given, file=file)).text
+    stream = await create(**given, file=file, stream=True)
+    *_, done = [event async for event in stream]
+    assert done.text.strip() == text
+
+
+async def test_a_prompt_and_a_temperature_change_the_text(
+    client: openai.AsyncOpenAI, hearing: Served
+) -> None:
+    given: dict[str, Any] = {"model": "hearing", "file": FILE, "language": "en"}
+    create = client.audio.transcriptions.create
+    texts = [
+        (await create(**given)).text,
+        (await create(**given, prompt="Names: Æneas, Zoë")).text,
+        (await create(**given, temperature=1.0)).text,
+        (await post(hearing, "/v1/audio/translations", {}, FILE[1]))["text"],
+    ]
+    assert len(set(texts)) == 4
+
+
+async def post(
+    hearing: Served, path: str, fields: dict[str, str], data: bytes | None, status: int = 200
+) -> dict[str, Any]:
+    """Sends a form, and returns the reply."""
+    form = aiohttp.FormData(default_to_multipart=True)
+    for field, value in fields.items():
+        form.add_field(field, value)
+    if data is not None:
+        form.add_field("file", io.BytesIO(data), filename="a.wav")
+    async with hearing.http.post(path, data=form) as response:
+        reply: dict[str, Any] = await response.json()
+        assert response.status == status, reply
+    return reply
+
+
+#: Of each: the fields of the form, its file, the status, the parameter and a part of the message.
+REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = {
+    "no file": ({}, None, 400, "file", "has no file"),
+    "an empty file": ({}, b"", 400, "file", "is not sound"),
+    "no sound": ({}, b"GIF89a" * 9, 400, "file", "is not sound"),
+    "too many bytes": ({}, bytes(2**20 + 1), 413, None, ""),
+    "too long": ({}, wav(np.zeros(13 * 8000), 8000), 400, "file", "max_seconds"),
+    "another model": ({"model": "other"}, FILE[1], 404, "model", "does not exist"),
+    "a format": ({"response_format": "xml"}, FILE[1], 400, "response_format", "is wrong"),
+    "a temperature": ({"temperature": "hot"}, FILE[1], 400, "temperature", "is wrong"),
+    "a high one": ({"temperature": "1.5"}, FILE[1], 400, "temperature", "is wrong"),
+    "a language": ({"language": "xx"}, FILE[1], 400, "language", "ISO-639-1"),
+    "a field": ({"speed": "2"}, FILE[1], 400, "speed", "is not supported"),
+    "a stream of pieces": (
+        {"stream": "true", "response_format": "srt"}, FILE[1], 400, "stream", "needs"
+    ),
+    "words": (
+        {"timestamp_granularities[]": "word", "response_format": "verbose_json"}, FILE[1], 400,
+        "timestamp_granularities", "not supported",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_form_that_is_refused(name: str, hearing: Served) -> None:
+    fields, data, status, param, message = REFUSED[name]
+    reply = await post(hearing, "/v1/audio/transcriptions", fields, data, status)
+    assert reply["error"]["param"] == param
+    assert message in reply["error"]["message"]
+
+
+async def test_other_bodies_and_models_are_refused(hearing: Served, served: Served) -> None:
+    reply = await hearing.post("/v1/audio/transcriptions", 415, model="hearing")
+    assert "multipart/form-data" in reply["error"]["message"]
+    reply = await hearing.post("/v1/completions", 400, prompt="a")
+    assert "/v1/audio/transcriptions" in reply["error"]["message"]
+    reply = await post(served, "/v1/audio/transcriptions", {}, FILE[1], 400)
+    assert "does not transcribe" in reply["error"]["message"]
+    async with hearing.http.get("/v1/models") as response:
+        (first, *_) = (await response.json())["data"]
+    assert first["input_modalities"] == ["audio"]
+    async with hearing.http.get("/openapi.json") as response:
+        described = json.loads(await response.read())
+    form = described["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    assert "file" in form["multipart/form-data"]["schema"]["properties"]
