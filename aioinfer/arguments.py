@@ -42,7 +42,6 @@ _KEYS = {
 }
 #: vLLM's names of keys that say the opposite.
 _OPPOSITES = {
-    "disable_cascade_attn": "cache.cascade_attention",
     "enforce_eager": "parallel.cuda_graphs",
 }
 #: vLLM's names of values, by key. A checkpoint says itself how it is quantized.
@@ -58,6 +57,7 @@ _VALUES: dict[str, dict[Any, str]] = {
 #: vLLM's arguments that change nothing here, with the values for which that holds.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
+    "disable_cascade_attn": (False, True),
     "disable_custom_all_reduce": (True, False),
     "disable_log_stats": (True, False),
     "enable_chunked_prefill": (True,),

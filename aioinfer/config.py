@@ -233,8 +233,6 @@ def _check_combinations(config: Config) -> None:
                     f"parallel.executor = 'inline' runs one worker: use "
                     f"'multiprocess' with parallel.{name} above 1"
                 )
-    if parallel.ray_address is not None and parallel.executor != "ray":
-        raise ConfigError("parallel.ray_address needs parallel.executor = 'ray'")
     _check_experts(parallel)
     _check_store(config)
     if model.skip_tokenizer:

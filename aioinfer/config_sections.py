@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from aioinfer.config_keys import key
 from aioinfer.sampling_params import MAX_LOGPROBS
@@ -222,11 +222,6 @@ class CacheConfig:
         "ports behind it are those of the other workers. Default: none are served.",
         None,
     )
-    cascade_attention: bool = key(
-        "On a GPU, read the keys of a prefix that eight or more sequences share once for all "
-        "of them. Not in layers with a sliding window.",
-        True,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +316,9 @@ class LoraConfig:
     """Adapters (LoRA) of the model. A request names one in the place of the model, and requests of
     several adapters and of none share steps."""
 
+    #: Memory of the host for adapters that are not on a GPU, for each worker.
+    host_bytes: ClassVar[int] = 8 * 2**30
+
     adapters: dict[str, str] = key(
         "Adapters by name, each a folder as peft saves it, a hub id or `package:NAME/FOLDER`. "
         "`/v1/load_lora_adapter` adds further ones.",
@@ -347,11 +345,6 @@ class LoraConfig:
     max_prompt_tokens: int = key(
         "Maximum of virtual tokens of a soft prompt; 0 for none.", 0, minimum=0, maximum=4096
     )
-    host_bytes: int = key(
-        "Memory of the host for adapters that are not on a GPU, for each worker.",
-        8 * 2**30,
-        minimum=0,
-    )
 
     @property
     def num_slots(self) -> int:
@@ -363,6 +356,14 @@ class LoraConfig:
 class MediaConfig:
     """Pictures and sound in requests, for models that read them."""
 
+    #: Pixels of a picture, by its header: larger ones are refused before they are decoded.
+    max_pixels: ClassVar[int] = 25_000_000
+    #: Embeddings of pictures or sources that a step computes, beside one picture or source at
+    #: least: each takes the place of a prompt token.
+    encoder_budget: ClassVar[int] = 4096
+    #: Embeddings of pictures that stay on the device, for requests with the same picture.
+    cache_embeddings: ClassVar[int] = 16_384
+
     max_pictures: int = key(
         "Maximum of pictures in a request. 0: the model reads text alone, and its vision tower is "
         "not loaded.",
@@ -371,12 +372,6 @@ class MediaConfig:
         maximum=1024,
     )
     max_bytes: int = key("Maximum size of a file.", 25 * 2**20, minimum=1)
-    max_pixels: int = key(
-        "Maximum of pixels of a picture, by its header: larger ones are refused before they are "
-        "decoded.",
-        25_000_000,
-        minimum=1,
-    )
     max_seconds: int = key(
         "Maximum length of a sound: an hour takes 230 MB while it is transcribed.",
         3600,
@@ -391,19 +386,6 @@ class MediaConfig:
         "Hosts from which requests may have pictures fetched by http(s); other hosts, private "
         "addresses and redirects are refused. Default: none.",
         [],
-    )
-    encoder_budget: int = key(
-        "Embeddings of pictures, or outputs of an encoder before the decoder, that a step "
-        "computes, beside one picture or source at least: an embedding takes the place of a prompt "
-        "token. Lower values keep inter-token latency flat.",
-        4096,
-        minimum=1,
-    )
-    cache_embeddings: int = key(
-        "Embeddings of pictures that stay on the device, for requests with the same picture; at "
-        "least those of the largest picture.",
-        16_384,
-        minimum=1,
     )
 
 
@@ -447,12 +429,6 @@ class ParallelConfig:
         "`multiprocess` in processes of their own (`auto`), `ray` on the hosts of a Ray "
         "cluster. Under torchrun, `auto` takes the processes that it has started.",
         "auto",
-    )
-    ray_address: str | None = key(
-        'Ray cluster that `executor = "ray"` joins: `auto` for this host\'s own, or HOST:PORT. '
-        "Default: the connection that the program has, or a Ray on this host, which ends with "
-        "it.",
-        None,
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "Device of the workers. `auto`: CUDA where there is a GPU.", "auto"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -75,7 +76,8 @@ def is_remote(llm: LLM) -> bool:
 
 def compare(address: str, folder: Path, options: argparse.Namespace) -> None:
     """Takes turns between the executors, and prints."""
-    ray: dict[str, Any] = {"parallel.executor": "ray", "parallel.ray_address": address}
+    os.environ["RAY_ADDRESS"] = address
+    ray: dict[str, Any] = {"parallel.executor": "ray"}
     models = {"multiprocess": LLM(str(folder), settings=_COMMON, progress=False)}
     for _ in range(2):  # each node has room for one
         llm = LLM(str(folder), settings=_COMMON | ray, progress=False)

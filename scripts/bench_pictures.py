@@ -2,7 +2,7 @@ r"""Throughput and latency with pictures over HTTP: a model with random weights 
 
     python scripts/bench_pictures.py                        # the shape of Qwen3-VL-8B, all rows
     python scripts/bench_pictures.py --rows new,same --requests 512 --json pictures.json
-    python scripts/bench_pictures.py --model FOLDER --side 512 --set media.encoder_budget=1024
+    python scripts/bench_pictures.py --model FOLDER --side 512
 
 Rows, each streamed chats of `--input-len` tokens of text in and `--output-len` tokens out, with
 `--streams` requests in flight at a time:

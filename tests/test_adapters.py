@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, GenerationError, RequestError
 from aioinfer.features.adapters.planning import Planning
 from aioinfer.features.adapters.worker import HostAdapters, Work
@@ -203,9 +204,12 @@ def test_latent_attention_has_adapters(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_adapters_take_turns_in_fewer_slots(adapted: Adapted, count: int) -> None:
+def test_adapters_take_turns_in_fewer_slots(
+    adapted: Adapted, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More adapters than slots, more requests than run at a time, and too few blocks for all."""
-    few = {"lora.max_adapters": count, "lora.host_bytes": 0, "cache.num_blocks": 10}
+    monkeypatch.setattr(LoraConfig, "host_bytes", 0)
+    few = {"lora.max_adapters": count, "cache.num_blocks": 10}
     with adapted.llm(**few) as llm:
         adapted.check(llm, [*NAMES, *reversed(NAMES), *NAMES])
 
@@ -347,7 +351,9 @@ def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
 
 
 @pytest.mark.extended
-def test_a_thousand_adapters_on_disk(llama: Adapted, tmp_path: Path) -> None:
+def test_a_thousand_adapters_on_disk(
+    llama: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of which requests choose the n-th with a weight of 1 / n, in four slots; and 64 that come and
     go under that load. Each request has the text of its adapter, and nothing is left behind."""
     kinds = [*ADAPTERS]
@@ -364,7 +370,8 @@ def test_a_thousand_adapters_on_disk(llama: Adapted, tmp_path: Path) -> None:
     def params(name: str | None) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=4, adapter=name)
 
-    settings = {"lora.adapters": paths, "lora.max_adapters": 4, "lora.host_bytes": 2**21}
+    monkeypatch.setattr(LoraConfig, "host_bytes", 2**21)
+    settings = {"lora.adapters": paths, "lora.max_adapters": 4}
     with llama.llm(**settings) as llm:
         for first in range(0, 64, 16):
             some = range(1000 + first, 1016 + first)
@@ -448,11 +455,14 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         llama.llm(**{"lora.max_adapters": 0}).close()
 
 
-def test_an_adapter_whose_files_go_fails_its_requests_alone(llama: Adapted, tmp_path: Path) -> None:
+def test_an_adapter_whose_files_go_fails_its_requests_alone(
+    llama: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoraConfig, "host_bytes", 0)
     folder = make_adapter(llama.folder, tmp_path, seed=9)
     prompt = {"prompt_token_ids": llama.prompt}
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="gone")
-    with llama.llm(**{"lora.host_bytes": 0}) as llm:
+    with llama.llm() as llm:
         llm.load_adapter("gone", str(folder))
         (folder / "adapter_model.safetensors").unlink()
         for _ in range(2):

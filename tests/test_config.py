@@ -252,17 +252,6 @@ def test_an_inline_executor_is_one_worker(kind: str) -> None:
         load_config(overrides=[MODEL, "parallel.executor=inline", f"{name}=2"])
 
 
-def test_an_address_of_ray_is_for_its_executor() -> None:
-    with pytest.raises(
-        ConfigError, match=r"parallel\.ray_address needs parallel\.executor = 'ray'"
-    ):
-        load_config(overrides=[MODEL, "parallel.ray_address=auto"])
-    given = load_config(
-        overrides=[MODEL, "parallel.executor=ray", "parallel.ray_address=10.0.0.7:6379"]
-    )
-    assert given.parallel.ray_address == "10.0.0.7:6379"
-
-
 def test_experts_are_placed_on_several_ranks() -> None:
     wanted = [MODEL, "parallel.expert_parallel=true"]
     with pytest.raises(ConfigError, match=r"needs parallel\.tensor_parallel_size above 1"):

@@ -28,9 +28,14 @@ from aioinfer.media.picture import decode_picture
 from aioinfer.media.source import MediaReader, MediaSource, is_public
 from tests.vision_models import as_file, picture
 
-CONFIG = MediaConfig(max_bytes=2**20, max_pixels=10**6)
+CONFIG = MediaConfig(max_bytes=2**20)
 RGB = picture(64, 48, 1)
 PNG, JPEG = as_file(RGB), as_file(RGB, "JPEG")
+
+
+@pytest.fixture(autouse=True)
+def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MediaConfig, "max_pixels", 10**6)
 
 
 def read(url: str, config: MediaConfig = CONFIG, *, is_base64: bool = False) -> bytes:

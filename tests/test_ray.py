@@ -96,11 +96,17 @@ def pair() -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray finds none by itself; what a test sets is undone behind it."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
 def settings(cluster: Cluster, ranks: int, **more: Any) -> dict[str, Any]:
+    os.environ["RAY_ADDRESS"] = cluster.address
     return {
         "executor": "ray",
         "tensor_parallel_size": ranks,
-        "parallel.ray_address": cluster.address,
         "model.skip_tokenizer": True,
     } | more
 
@@ -170,9 +176,8 @@ async def test_real_weights_over_two_nodes(pair: Cluster) -> None:
             return [output.token_ids for output in llm.generate(prompts, params)]
 
     one = await asyncio.to_thread(tokens, executor="inline")
-    three = await asyncio.to_thread(
-        tokens, executor="ray", ray_address=pair.address, tensor_parallel_size=3
-    )
+    os.environ["RAY_ADDRESS"] = pair.address
+    three = await asyncio.to_thread(tokens, executor="ray", tensor_parallel_size=3)
     assert one == three
     assert set(one[1]) <= {28, 33, 216}
 
@@ -221,8 +226,8 @@ async def test_a_start_that_is_cancelled(pair: Cluster, folder: Path) -> None:
 
 
 async def test_a_cluster_that_is_not_there(folder: Path) -> None:
-    more = {"parallel.ray_address": "ray://127.0.0.1:1"}
-    config = tiny_config(folder, executor="ray", **more)
+    os.environ["RAY_ADDRESS"] = "ray://127.0.0.1:1"
+    config = tiny_config(folder, executor="ray")
     with pytest.raises(ConfigError, match="has to run on a node"):
         await Run(RayExecutor(config, folder)).start()
 

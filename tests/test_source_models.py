@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from aioinfer.config import Config, ModelConfig
+from aioinfer.config import Config, MediaConfig, ModelConfig
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, SpeechTokens, Transcriber
 from aioinfer.executor.inline import InlineExecutor
@@ -130,10 +130,11 @@ def test_all_together(saved: Saved) -> None:
 
 
 @EVERY
-def test_chunks_and_one_source_a_step(saved: Saved) -> None:
+def test_chunks_and_one_source_a_step(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MediaConfig, "encoder_budget", 1)
     settings = {
         "scheduler.max_num_batched_tokens": 7, "scheduler.max_num_seqs": 4,
-        "media.encoder_budget": 1, "cache.enable_prefix_caching": False,
+        "cache.enable_prefix_caching": False,
     }  # fmt: skip
     with opened(saved, **settings) as llm:
         check(saved, saved.turns, generate(llm, saved.turns))

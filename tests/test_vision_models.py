@@ -120,11 +120,12 @@ def test_all_together(saved: Saved) -> None:
 
 
 @EVERY
-def test_chunks_cut_pictures_and_the_cache_holds_one(saved: Saved) -> None:
-    settings = {
-        "scheduler.max_num_batched_tokens": 24, "media.encoder_budget": 1,
-        "media.cache_embeddings": largest(saved), "cache.enable_prefix_caching": False,
-    }  # fmt: skip
+def test_chunks_cut_pictures_and_the_cache_holds_one(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MediaConfig, "encoder_budget", 1)
+    monkeypatch.setattr(MediaConfig, "cache_embeddings", largest(saved))
+    settings = {"scheduler.max_num_batched_tokens": 24, "cache.enable_prefix_caching": False}
     with opened(saved, **settings) as llm:
         check(saved, TURNS, chat(llm, TURNS))
 

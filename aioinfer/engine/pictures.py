@@ -151,7 +151,7 @@ class PictureReader:
             raise FieldError(
                 place,
                 f"takes {found.num_embeddings} tokens, and at most {self._config.cache_embeddings} "
-                "fit (media.cache_embeddings)",
+                "fit",
             )
         if found.pixels.nbytes > MAX_PICTURE_BYTES:
             raise FieldError(place, "has too many pixels in the sizes in which this model reads it")

@@ -94,7 +94,7 @@ class RayExecutor(WorkerExecutor):
     def _place(self) -> None:
         """Connects to Ray and finds room for the ranks; runs in a thread."""
         parallel = self.config.parallel
-        ray_cluster.RaySession.join(parallel.ray_address, self._size * parallel.data_parallel_size)
+        ray_cluster.RaySession.join(self._size * parallel.data_parallel_size)
         self._has_joined = True
         self._own_node = ray_cluster.own_node()
         self._placement = ray_cluster.place(

@@ -48,15 +48,16 @@ class RaySession:
     _is_own = False
 
     @classmethod
-    def join(cls, address: str | None, num_ranks: int) -> None:
-        """Connects to the cluster at `address`, or starts Ray on this host for `num_ranks` ranks.
+    def join(cls, num_ranks: int) -> None:
+        """Connects to the cluster that Ray's own variable `RAY_ADDRESS` names, or that this host is
+        a node of; where there is none, starts Ray on this host for `num_ranks` ranks.
 
         Raises:
-            ConfigError: there is no such cluster.
+            ConfigError: there is no cluster at that address.
         """
         with cls._lock:
             if not cls._num_users and not ray.is_initialized():
-                _connect(address, num_ranks)
+                _connect(num_ranks)
                 cls._is_own = True
             cls._num_users += 1
 
@@ -70,22 +71,23 @@ class RaySession:
                 ray.shutdown()
 
 
-def _connect(address: str | None, num_ranks: int) -> None:
+def _connect(num_ranks: int) -> None:
     # it would take SIGTERM away from the server, which drains then
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    address = os.environ.get("RAY_ADDRESS")
     if address is not None and "://" in address:
         raise ConfigError(
-            f"parallel.ray_address = {address!r}: the server has to run on a node of the "
-            "cluster; write 'auto' or HOST:PORT"
+            f"RAY_ADDRESS = {address!r}: the server has to run on a node of the cluster; write "
+            "'auto' or HOST:PORT"
         )
-    if address is not None:
+    if address != "local":
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+            return
         except (ConnectionError, OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"parallel.ray_address = {address!r}: no Ray cluster answers: {error}"
-            ) from error
-        return
+            if address is not None:
+                message = f"RAY_ADDRESS = {address!r}: no Ray cluster answers: {error}"
+                raise ConfigError(message) from error
     # otherwise Ray reports its usage to its makers
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

@@ -61,7 +61,7 @@ def _check(picture: Image.Image, config: MediaConfig, place: str) -> None:
 
 
 def _too_large(config: MediaConfig, place: str) -> FieldError:
-    return FieldError(place, f"has more than {config.max_pixels} pixels (media.max_pixels)")
+    return FieldError(place, f"has more than {config.max_pixels} pixels")
 
 
 def _as_rgb(picture: Image.Image) -> Image.Image:

@@ -188,7 +188,7 @@ class Worker:
             stage=peers.pp.rank,
             num_stages=peers.pp.size,
         )
-        self._backend.cascade = config.cache.cascade_attention
+        self._backend.cascade = True
         self._backend.state_dtype = config.cache.state_dtype
         method = config.speculation.method
         self._backend.wants_mtp = method == "mtp"

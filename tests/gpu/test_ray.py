@@ -67,7 +67,7 @@ def test_the_same_tokens_as_without_ray(folder: Path, shape: dict[str, Any]) -> 
     _assert_nothing_is_left()
 
 
-def test_stages_on_two_nodes(folder: Path) -> None:
+def test_stages_on_two_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are of this host, but the ranks take them for two: hidden states and tokens go through
     NCCL."""
     nodes = [{"num_cpus": 1, "num_gpus": 1, "env_vars": {"CUDA_VISIBLE_DEVICES": n}} for n in "01"]
@@ -76,7 +76,8 @@ def test_stages_on_two_nodes(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={**nodes[0], "include_dashboard": False})
     try:
         cluster.add_node(**nodes[1])
-        assert generate(folder, "ray", ray_address=cluster.address, **shape) == expected
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        assert generate(folder, "ray", **shape) == expected
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -11,6 +11,7 @@ import torch
 from engine_settings import engine_settings
 
 from aioinfer import LLM, SamplingParams
+from aioinfer.config import MediaConfig
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.worker.gpu_device import GpuDevice
 from tests.source_models import reference_output, save_model
@@ -29,11 +30,14 @@ SHAPES: dict[str, dict[bool, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("name", SHAPES)
-def test_tokens_are_transformers_s(name: str, kernels: bool, tmp_path: Path) -> None:
+def test_tokens_are_transformers_s(
+    name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MediaConfig, "encoder_budget", 200)
     model = save_model(name, tmp_path, **SHAPES[name][kernels])
     settings = engine_settings(
         parallel__executor="inline", scheduler__max_num_batched_tokens=48,
-        media__encoder_budget=200, cache__enable_prefix_caching=True, model__max_model_len=128,
+        cache__enable_prefix_caching=True, model__max_model_len=128,
     )  # fmt: skip
     turns = [*TURNS[name], *TURNS[name]]
     llm = LLM(str(tmp_path), progress=False, settings=settings)

@@ -11,6 +11,7 @@ import torch
 from engine_settings import inline_llm, worker_of
 
 from aioinfer import SamplingParams
+from aioinfer.config import MediaConfig
 from aioinfer.worker.gpu_device import GpuDevice
 from tests.vision_models import MODELS, conversation, picture, reference_output, save_model
 
@@ -31,10 +32,13 @@ WITH_KERNELS = ("qwen3_vl", "gemma3", "mistral3", "smolvlm")
     ("name", "kernels"),
     [*((name, False) for name in MODELS), *((name, True) for name in WITH_KERNELS)],
 )
-def test_texts_are_transformers_s(name: str, kernels: bool, tmp_path: Path) -> None:
+def test_texts_are_transformers_s(
+    name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MediaConfig, "encoder_budget", 16)
     model = save_model(name, tmp_path, head_dim=64 if kernels else 16)
     with inline_llm(
-        tmp_path, scheduler__max_num_batched_tokens=96, media__encoder_budget=16,
+        tmp_path, scheduler__max_num_batched_tokens=96,
         cache__enable_prefix_caching=True, model__max_model_len=2048,
     ) as llm:  # fmt: skip
         outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)
@@ -52,7 +56,7 @@ def test_texts_are_transformers_s(name: str, kernels: bool, tmp_path: Path) -> N
 
 
 def test_towers_in_bfloat16_are_near_float32(tmp_path: Path) -> None:
-    from aioinfer.config import MediaConfig, ModelConfig
+    from aioinfer.config import ModelConfig
     from aioinfer.layers.backend import Backend
     from aioinfer.layers.parallel import ParallelGroup
     from aioinfer.models.vision.registry import read_vision

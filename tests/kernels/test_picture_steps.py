@@ -31,7 +31,7 @@ from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
 from tests.kernels.test_gpu_device import Stream
 from tests.vision_models import IMAGE, VOCAB, picture, save_model
 
-MEDIA = MediaConfig(cache_embeddings=64)
+MEDIA = MediaConfig()
 PARAMS = SamplingParams(temperature=0)
 MAX_LEN, BLOCKS = 64, 4
 

@@ -1,9 +1,9 @@
 """Worker half of adapters: reads them into memory of the host, in a thread, and puts them into the
 slots of the device.
 
-The host keeps what was used most recently, up to `lora.host_bytes`, each adapter in the form of a
-slot: it enters one by a single copy, on a stream of its own, which begins when the steps before are
-over and which later steps wait for.
+The host keeps what was used most recently, up to `LoraConfig.host_bytes`, each adapter in the form
+of a slot: it enters one by a single copy, on a stream of its own, which begins when the steps
+before are over and which later steps wait for.
 """
 
 from __future__ import annotations

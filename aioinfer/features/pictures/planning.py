@@ -1,7 +1,7 @@
 """Planning half of pictures: which pictures a step encodes, and which tokens get embeddings.
 
 A picture is encoded in the first step that computes a token of it, unless its embeddings are in the
-workers' cache. A step encodes as many as `media.encoder_budget` allows; a request whose next
+workers' cache. A step encodes as many as `MediaConfig.encoder_budget` allows; a request whose next
 picture does not fit computes the tokens before it, or waits. Nothing has to be remembered between
 steps but the cache's contents: a picture that has left the cache before all of its tokens were
 computed, as after a preemption, is encoded again.

@@ -2,7 +2,7 @@
 
 A request's source is encoded in the step that first computes a token of it, unless a block with its
 keys and values is in the cache (`scheduler.source_blocks`). A step encodes as many as
-`media.encoder_budget` allows; further requests wait.
+`MediaConfig.encoder_budget` allows; further requests wait.
 """
 
 from __future__ import annotations
