@@ -41,6 +41,8 @@ MAX_PROBE_COST = 0.005
 _MIN_GAIN = 1.02
 #: Requests that are probed in a step, and steps between two probes at least.
 _NUM_PROBED, _MIN_INTERVAL = 8, 4
+#: A request that keeps at least this part of its first drafts is probed with so many.
+_PROMISING, _DEEP = 0.7, 3
 #: After requests have come or gone, or a probe was kept, the next probe comes sooner where there
 #: are fewer than so many requests, but not before so many steps: what is known of a request rests
 #: on few drafts. With many, a probe is dear, and drafts that are kept need not pay.
@@ -293,8 +295,9 @@ class Planning(StepFeature):
                     each.follow(mean)
 
     def _probe(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
-        """Returns one draft for some requests, and sets when the next are probed: as many as cost
-        no more than few of them, since a graph computes as many rows for fewer."""
+        """Returns one draft for some requests, and several for some that keep their first ones. Sets
+        when the next are probed. There are as many drafts as cost no more than few of them, since a
+        graph computes as many rows for fewer."""
         allowed = [request for request in decodes if self._allows_lookahead(request)]
         if not allowed:
             return None
@@ -306,12 +309,17 @@ class Planning(StepFeature):
             if costs.with_lookahead(size) > most:
                 break
             count = size - rows
-        probed = (allowed[first:] + allowed[:first])[:count]
-        self._probed = first + len(probed)
-        cost = costs.with_lookahead(rows + len(probed)) / costs.plain(rows) - 1.0
+        promising = [r for r in allowed if self._acceptance(r).first >= _PROMISING]
+        deep = min(_DEEP, self._max_drafts)
+        probed = dict.fromkeys(promising[: count // (2 * deep)], deep)
+        left = count - deep * len(probed)
+        others = [r for r in allowed[first:] + allowed[:first] if r not in probed][:left]
+        probed.update(dict.fromkeys(others, 1))
+        self._probed = first + len(others)
+        cost = costs.with_lookahead(rows + sum(probed.values())) / costs.plain(rows) - 1.0
         self._interval = max(_MIN_INTERVAL, min(1024, int(cost / MAX_PROBE_COST)))
         self._next_probe = self._step + self._interval
-        return dict.fromkeys(probed, 1)
+        return probed
 
     def _allows_lookahead(self, request: Request) -> bool:
         return not request.uses or all(
