@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import numpy as np
 import torch
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioinfer.config import Config, ModelConfig, SpeculationConfig
-from aioinfer.features.speculation.ngram import MAX_SUFFIX, MIN_SUFFIX, find_drafts
+from aioinfer.features.speculation.ngram import (
+    LONG,
+    MAX_SUFFIX,
+    MAX_TEXT,
+    MIN_SUFFIX,
+    NONE,
+    SHORT,
+    find_drafts,
+    find_match,
+)
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.features.speculation.worker import Work
 from aioinfer.ipc.plan import Admission, Admissions
@@ -42,6 +52,28 @@ def drafts_of(tokens: list[int], count: int) -> list[int] | None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 7))
 def test_drafts_equal_a_plain_search(tokens: list[int], count: int) -> None:
     assert drafts_of(tokens, count) == search(tokens, count)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_the_match_is_as_long_as_the_suffix_that_is_found(tokens: list[int]) -> None:
+    length = next(
+        (
+            size
+            for size in range(MAX_SUFFIX, MIN_SUFFIX - 1, -1)
+            if any(tokens[i : i + size] == tokens[-size:] for i in range(len(tokens) - size))
+        ),
+        0,
+    )
+    expected = {0: NONE, MAX_SUFFIX: LONG}.get(length, SHORT)
+    assert find_match(array("i", tokens)) == expected
+
+
+def test_matches_are_looked_for_in_a_prediction_and_in_the_end_of_a_text() -> None:
+    tokens = array("i", [1, 2, 3, 4, *range(9, 9 + MAX_TEXT), 1, 2, 3, 4])
+    assert find_match(tokens) == NONE
+    assert find_match(tokens, np.array([2, 3, 4, 5], np.int32)) == SHORT
+    assert find_match(tokens[4:]) == NONE
+    assert find_match(tokens[-MAX_TEXT:] + tokens[-6:]) == LONG
 
 
 def test_a_predicted_text_goes_before_the_tokens() -> None:

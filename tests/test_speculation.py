@@ -16,8 +16,7 @@ from aioinfer.engine.beam_search import Beam
 from aioinfer.features.masks.planning import Constrained
 from aioinfer.features.speculation.acceptance import Acceptance
 from aioinfer.features.speculation.costs import SIZES, StepCosts
-from aioinfer.features.speculation.matches import LONG, NONE
-from aioinfer.features.speculation.ngram import MAX_SUFFIX
+from aioinfer.features.speculation.ngram import LONG, MAX_SUFFIX, NONE
 from aioinfer.features.speculation.planning import Planning
 from aioinfer.features.speculation.prediction import MAX_PREDICTED, Predicted
 from aioinfer.scheduler.request import Request
@@ -82,7 +81,7 @@ def make_planning(measured=(), method: str = "ngram", others: str = "") -> Plann
         overrides={"model.path": "m", "speculation.method": method,
                    "speculation.max_draft_tokens": MOST, "model.features": [others] * bool(others)}
     )  # fmt: skip
-    limits = SimpleNamespace(step_times=measured)
+    limits = SimpleNamespace(step_times=measured, max_lookahead=384)
     host = SimpleNamespace(
         scheduler=lambda: SimpleNamespace(limits=limits), metrics=Metrics(), config=config
     )
@@ -255,6 +254,25 @@ def test_a_text_that_begins_to_repeat_itself_has_drafts_at_once() -> None:
     assert planning.lookahead([request]) == {request: MOST}
     request.tokens.append(9)
     assert planning.lookahead([request]) is None
+
+
+def test_matches_of_many_requests_are_looked_for_in_turn() -> None:
+    """None is as it was for long; what is learned of a draft is of the match that its step had."""
+    planning = make_planning(start_times(memory_bound))
+    requests = [make_request(str(n), [1, 2, 3, 4, 5], 999) for n in range(40)]
+    planning.lookahead(requests)
+    for request in requests:
+        request.tokens.extend([1, 2, 3, 4])
+    planning.lookahead(requests)
+    seen = [planning._known(request).match for request in requests]
+    assert seen == [NONE] * 16 + [LONG] * 16 + [NONE] * 8
+    for request in requests[15:17]:
+        before = planning._known(request).acceptance[NONE].first
+        planning.take_lookahead(request, 1, 0)  # of the step before the last
+        assert planning._known(request).acceptance[NONE].first < before
+    for _ in range(2):
+        planning.lookahead(requests)
+    assert [planning._known(request).match for request in requests] == [LONG] * 40
 
 
 def test_the_engine_finds_the_drafts_of_the_workers() -> None:

@@ -8,7 +8,7 @@ executes each plan, in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +152,8 @@ class Worker:
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
+        if config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
+            self._config = config = _without_drafts(config)  # stages on GPUs do not look ahead
         self._peers = Peers(config, groups, self.device)
         self.memory = make_rank_memory(self.device, sleeps=config.model.sleep_mode)
         self.graph_bytes = 0
@@ -507,6 +509,8 @@ class Worker:
             model.stream_size, len(model.tapped_layers) * model.hidden_size,
             num_drafts if max_lookahead else 0, self._backend.dtype,
         )  # fmt: skip
+        if not max_lookahead:
+            config = _without_drafts(config)
         rank = Rank(
             model, slots, links, config, self._drafter, kv, self._engine, self._identify_kv,
             self._peers.groups.spec, self._tally,
@@ -566,10 +570,7 @@ class Worker:
 
     @property
     def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead. A pipeline
-        looks ahead on CPUs alone."""
-        if self._config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
-            return 0
+        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead."""
         return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:
@@ -602,6 +603,10 @@ class Worker:
                 self._peers.drain_stages()
         with self._peers.together("the largest step", self.on_stuck):
             self._run_kinds(lambda: steps.run(plan))
+
+
+def _without_drafts(config: Config) -> Config:
+    return replace(config, speculation=replace(config.speculation, method="none"))
 
 
 def _read_placement(config: Config) -> ExpertPlacement | None:

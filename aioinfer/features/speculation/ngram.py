@@ -4,12 +4,28 @@ followed them there is likely to follow again."""
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from aioinfer.ipc.sections import I32
 
 #: Tokens of the suffix that is looked up, at least and at most.
 MIN_SUFFIX, MAX_SUFFIX = 2, 4
+#: How long a match is: there is none, shorter than `MAX_SUFFIX` tokens, or so long.
+NONE, SHORT, LONG = range(3)
+#: Tokens of a text that `find_match` looks at: the last ones. It takes 4 to 40 microseconds.
+MAX_TEXT = 16_384
+
+
+def find_match(tokens: array[int], predicted: I32 | None = None) -> int:
+    """Returns how long the match is behind which `find_drafts` finds drafts: `NONE`, `SHORT` or
+    `LONG`."""
+    text = np.frombuffer(tokens, np.int32)[-MAX_TEXT:]
+    size, _ = _longest(text, text)
+    if predicted is not None:
+        size = max(size, _longest(text, predicted)[0])
+    return NONE if not size else LONG if size == MAX_SUFFIX else SHORT
 
 
 def find_drafts(tokens: I32, count: int, predicted: I32 | None = None) -> I32 | None:

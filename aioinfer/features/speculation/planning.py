@@ -26,8 +26,7 @@ import numpy as np
 from aioinfer.features.host import Host
 from aioinfer.features.speculation.acceptance import Acceptance, mean_of
 from aioinfer.features.speculation.costs import SIZES, StepCosts
-from aioinfer.features.speculation.matches import LONG, NONE, Matches
-from aioinfer.features.speculation.ngram import MAX_SUFFIX, find_drafts
+from aioinfer.features.speculation.ngram import LONG, MAX_SUFFIX, NONE, find_drafts, find_match
 from aioinfer.features.speculation.prediction import MAX_PREDICTED, Predicted
 from aioinfer.features.speculation.sections import PredictedTexts
 from aioinfer.ipc.sections import I32, Section
@@ -50,6 +49,8 @@ _FEW, _EARLY = 64, 8
 #: With more requests, a choice holds for so many steps: it takes longer to make. That there are no
 #: drafts holds longer, unless a probe is kept or requests come or go.
 _MANY, _STEPS_OF_CHOICE, _STEPS_OF_NONE = 16, 2, 16
+#: Requests whose texts are searched for matches in a step.
+_NUM_LOOKED = 16
 #: Weight of a step in the average of all requests.
 _MEAN_WEIGHT = 0.02
 #: Tokens of predicted texts that a plan takes (1 MiB, 64 texts of full length).
@@ -65,20 +66,27 @@ class _Requested:
 
     Attributes:
         acceptance: by how long the match of its text is, where drafts are matches.
-        match: how long it is; before: how long it was when the step before was planned.
+        match: how long it is, as far as the engine knows the text.
     """
 
-    __slots__ = ("_matches", "acceptance", "before", "match")
+    __slots__ = ("_before", "_since", "acceptance", "match")
 
     def __init__(self, means: Sequence[Acceptance]):
         self.acceptance = [mean.new() for mean in means]
-        self.match = self.before = NONE
-        self._matches = Matches()
+        self.match = self._before = NONE
+        self._since = 0
 
-    def look(self, request: Request) -> bool:
-        """Takes in the request's tokens. Returns whether its match has become longer."""
-        self.before, self.match = self.match, self._matches.find(request.tokens)
-        return self.match > self.before
+    def note_match(self, match: int, step: int) -> bool:
+        """Notes how long the match is when a step is planned. Returns whether it has become
+        longer."""
+        self._before, self.match, self._since = self.match, match, step
+        return match > self._before
+
+    def acceptance_at(self, step: int) -> tuple[int, Acceptance]:
+        """Returns how long the match was when one of the last steps was planned, and the acceptance
+        of such steps."""
+        match = self.match if step >= self._since else self._before
+        return match, self.acceptance[match]
 
 
 class Planning(StepFeature):
@@ -108,6 +116,9 @@ class Planning(StepFeature):
         self._finds_drafts = not (self._drafts_behind or host.config.model.features)
         # steps in a row that drafted; a request is in every so many steps, with its drafts of then
         self._num_drafting, self._num_stages = 0, host.config.parallel.pipeline_parallel_size
+        # steps that are planned before the result of a step is taken
+        self._num_ahead = self._num_stages if host.config.scheduler.plan_ahead else 0
+        self._looked = 0  # where in the list of requests the last search for matches ended
         self.reserve = speculation.max_draft_tokens - 1 if self._drafts_behind else 0
         self._probed = 0  # where in the list of requests the last probe ended
         for position in range(self._max_drafts if self.looks_ahead else 0):
@@ -119,10 +130,15 @@ class Planning(StepFeature):
 
     def drafts(self, request: Request, count: int) -> Sequence[int]:
         """See `StepFeature.drafts`."""
-        use = request.use(Predicted)
-        predicted = use.tokens if use is not None and use.is_sent(request) else None
+        predicted = self._predicted(request)
         found = find_drafts(np.frombuffer(request.tokens, np.int32), count, predicted)
         return [0] * count if found is None else found.tolist()
+
+    @staticmethod
+    def _predicted(request: Request) -> I32 | None:
+        """Returns the predicted text of a request, if the workers have one."""
+        use = request.use(Predicted) if request.uses else None
+        return use.tokens if use is not None and use.is_sent(request) else None
 
     @classmethod
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
@@ -134,7 +150,8 @@ class Planning(StepFeature):
         again when that has been preempted; with a later token where a plan has texts enough."""
         new: dict[int, I32] = {}
         room = _MAX_TEXT_TOKENS
-        for row in rows if self.looks_ahead and not self._drafts_behind else ():
+        has_texts = self.host.scheduler().limits.max_lookahead and not self._drafts_behind
+        for row in rows if has_texts else ():
             if row.use.is_sent(row.request):
                 continue
             room -= len(row.use.tokens)
@@ -188,9 +205,8 @@ class Planning(StepFeature):
 
     def take_lookahead(self, request: Request, rows: int, kept: int) -> None:
         """See `StepFeature.take_lookahead`."""
-        known = self._known(request)
-        match = known.before if self.host.config.scheduler.plan_ahead else known.match
-        known.acceptance[match].learn(rows, kept)
+        match, acceptance = self._known(request).acceptance_at(self._step - self._num_ahead)
+        acceptance.learn(rows, kept)
         if request.uses and (use := request.use(Predicted)) is not None:
             use.note(rows, kept)
         mean = self.means[match]
@@ -221,13 +237,19 @@ class Planning(StepFeature):
         self._next_probe = min(self._next_probe, self._step + early)
 
     def _look(self, decodes: Sequence[Request]) -> bool:
-        """Looks for the ends of texts earlier in them, where drafts come from there and there are
-        few requests. Returns whether a request is more likely to keep drafts than before."""
-        if self._drafts_behind or len(decodes) > _FEW:
+        """Looks for the ends of texts earlier in them, where drafts come from there; of many
+        requests for those of some in turn. Returns whether a request is more likely to keep drafts
+        than before."""
+        if self._drafts_behind:
             return False
+        first = self._looked % len(decodes) if len(decodes) > _NUM_LOOKED else 0
+        some = [*decodes[first : first + _NUM_LOOKED]]
+        self._looked = first + len(some)
         grown = [
-            self._known(request).look(request)
-            for request in decodes
+            self._known(request).note_match(
+                find_match(request.tokens, self._predicted(request)), self._step
+            )
+            for request in some
             if self._allows_lookahead(request)
         ]
         return any(grown)
@@ -295,9 +317,9 @@ class Planning(StepFeature):
                     each.follow(mean)
 
     def _probe(self, decodes: Sequence[Request], costs: StepCosts) -> Mapping[Request, int] | None:
-        """Returns one draft for some requests, and several for some that keep their first ones. Sets
-        when the next are probed. There are as many drafts as cost no more than few of them, since a
-        graph computes as many rows for fewer."""
+        """Returns one draft for some requests, and several for some that keep their first ones:
+        as many as cost no more than few of them, since a graph computes as many rows for fewer.
+        Sets when the next are probed."""
         allowed = [request for request in decodes if self._allows_lookahead(request)]
         if not allowed:
             return None
