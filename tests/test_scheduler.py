@@ -881,6 +881,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 flow=Flow(str(number % flows), 1.0 + number % flows),
                 uses=CONSTRAINED if number % 3 == 0 else (),
             )  # fmt: skip
+            request.retain_s = draw(st.sampled_from([0.0, 0.0, 300.0]))
             harness.add(request)
             requests.append(request)
         for _ in range(draw(st.integers(0, 6))):

@@ -18,7 +18,7 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import TemplateContent, template_content
-from aioinfer.api.protocol import Count, GenerationBody, Int32
+from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
 from aioinfer.engine.tools import Choice, make_use
@@ -30,6 +30,7 @@ from aioinfer.text.message_parser import ToolUse
 if TYPE_CHECKING:
     from aioinfer.engine.frontend import Frontend
 
+_HOUR_S = 3600.0
 #: What Anthropic calls the ways in which tools may be called.
 _CHOICES: Mapping[str, Choice] = {
     "auto": "auto", "any": "required", "tool": "named", "none": "none",
@@ -39,6 +40,18 @@ _TEXT_EVENT = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
     b'"delta":{"type":"text_delta","text":%b}}\n\n'
 )
+
+
+class CacheControl(Struct, kw_only=True):
+    """For how long the prompt is to stay in the prefix cache."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time in seconds."""
+        return _HOUR_S if self.ttl == "1h" else RETAIN_S
 
 
 class ImageSource(Struct, kw_only=True):
@@ -62,6 +75,7 @@ class ContentBlock(Struct, kw_only=True):
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
     source: ImageSource | None = None
+    cache_control: CacheControl | None = None
 
     def picture(self, place: str) -> MediaSource:
         """Returns the block's picture. Raises `RequestError` if its source lacks something."""
@@ -95,6 +109,7 @@ class AnthropicTool(Struct, kw_only=True):
     allowed_callers: list[str] | None = None
     defer_loading: bool | None = None
     input_examples: list[Any] | None = None
+    cache_control: CacheControl | None = None
 
     def as_function(self, place: str) -> dict[str, Any]:
         """Returns the function, as `make_use` reads it; `place` is the tool's in the body. Raises
@@ -156,6 +171,22 @@ class CountTokensRequest(GenerationBody, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+    def cache_controls(self) -> Iterator[CacheControl]:
+        """Yields all that the body says about caching: its own, and that of tools and blocks."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        inner = [b for block in blocks if isinstance(block.content, list) for b in block.content]
+        for each in (self, *(self.tools or ()), *blocks, *inner):
+            if each.cache_control is not None:
+                yield each.cache_control
+
+    def retain_s(self) -> float:
+        """See `GenerationBody.retain_s`: the whole prompt stays for the longest time that any part
+        of it is to stay for."""
+        asked = [each.seconds for each in self.cache_controls()]
+        return max(asked, default=super().retain_s())
 
     def check(self) -> None:
         """See `Body.check`."""
@@ -273,13 +304,22 @@ def _messages(message: InputMessage, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": template_content(parts), **extra}
 
 
-class MessageUsage(Struct, kw_only=True):
-    """Tokens of a message. Cached tokens are not among the input's."""
+class CacheCreation(Struct, kw_only=True):
+    """Tokens that were written to the cache, by the time for which they stay."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
+class MessageUsage(Struct, kw_only=True, omit_defaults=True):
+    """Tokens of a message. Tokens that were read from the cache, or are kept there because the body
+    asks for that, are not among the input's."""
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0
+    cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    cache_creation: CacheCreation | UnsetType = UNSET
 
 
 class TextBlock(Struct, kw_only=True, tag="text"):
@@ -430,12 +470,24 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         )
 
     def _usage(self, num_tokens: int) -> MessageUsage:
-        cached = self.output.num_cached_tokens
-        return MessageUsage(
-            input_tokens=len(self.output.prompt_token_ids) - cached,
+        cached, prompt_len = self.output.num_cached_tokens, len(self.output.prompt_token_ids)
+        found = MessageUsage(
+            input_tokens=prompt_len - cached,
+            cache_creation_input_tokens=0,
             cache_read_input_tokens=cached,
             output_tokens=num_tokens,
         )
+        asked, size = list(self.body.cache_controls()), self.frontend.block_size
+        if asked and size:
+            created = max(0, prompt_len // size * size - cached)
+            found.input_tokens -= created
+            found.cache_creation_input_tokens = created
+            is_long = self.body.retain_s() > RETAIN_S
+            found.cache_creation = CacheCreation(
+                ephemeral_5m_input_tokens=0 if is_long else created,
+                ephemeral_1h_input_tokens=created if is_long else 0,
+            )
+        return found
 
     def _stop(self, reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
         """Returns why a message has ended, in Anthropic's words, and its stop sequence."""

@@ -125,6 +125,7 @@ async def submitted(
                         cache_salt=generation.cache_salt or "",
                         known=stream_state(request).known,
                         handover=handover_of(request) if len(prompts) == 1 else None,
+                        retain_s=generation.retain_s,
                     )
                 )
                 places.use(params.num_sequences)

@@ -88,7 +88,7 @@ NO_EFFECT_BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "the prefix cache works by itself, for all requests": (
         "cache_control", "cache_prompt", "extra_key", "id_slot", "n_cache_reuse", "n_discard",
-        "num_keep", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "num_keep", "prompt_cache_options",
     ),
     "it is for loading a model, which the server has done": (
         "embedding_only", "f16_kv", "keep_alive", "logits_all", "low_vram", "main_gpu", "num_batch",

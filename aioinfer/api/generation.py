@@ -48,6 +48,7 @@ class Generation:
         streams: whether the client reads the output while it comes.
         priority: the one that the body names.
         cache_salt: divides the prefix cache; None is for everyone.
+        retain_s: for how long the prefix cache keeps the prompts before others, in seconds.
         second_texts: `SamplingParams.second_text` of each prompt; empty: 0 of all.
     """
 
@@ -57,6 +58,7 @@ class Generation:
     streams: bool = False
     priority: int | None = None
     cache_salt: str | None = None
+    retain_s: float = 0.0
     second_texts: Sequence[int] = ()
 
     def params_of(self, prompt: int) -> SamplingParams:
@@ -219,7 +221,9 @@ class TextDialect(Dialect[B]):
     def generation(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
         """See `Dialect.generation`."""
         found, body = super().generation(prompts, params), self.body
-        return replace(found, streams=body.streams, cache_salt=body.cache_salt)
+        return replace(
+            found, streams=body.streams, cache_salt=body.cache_salt, retain_s=body.retain_s()
+        )
 
 
 def data_event(body: Mapping[str, Any] | Struct) -> bytes:

@@ -58,6 +58,9 @@ class AnyObject(Struct):
 
 #: The description of a field without effect begins with it.
 NO_EFFECT_TEXT = "It has no effect"
+#: For how long a prompt stays in the prefix cache before others, in seconds: where a client asks
+#: for that, or has tools; and where it asks for long.
+RETAIN_S, LONG_RETAIN_S = 300.0, 86_400.0
 #: The type of a field that has no effect; `fields.NO_EFFECT` has the reason.
 Ignored = Annotated[
     AnyObject | list[Any] | str | float | bool | None, Meta(description=NO_EFFECT_TEXT)
@@ -109,6 +112,11 @@ class GenerationBody(PromptsBody, kw_only=True):
         """Whether the client reads the output while it comes."""
         return bool(self.stream)
 
+    def retain_s(self) -> float:
+        """Returns for how long the prefix cache keeps the prompt before others, in seconds: with
+        tools, the conversation goes on when they have run."""
+        return RETAIN_S if self.tool_use().tools else 0.0
+
     @property
     def shows_thoughts(self) -> bool:
         """Whether the reply holds thoughts."""
@@ -136,9 +144,7 @@ class IgnoredFields(GenerationBody, kw_only=True):
 
     # OpenAI
     metadata: Ignored = None
-    prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
     service_tier: Ignored = None
     store: Ignored = None
@@ -156,7 +162,11 @@ class IgnoredFields(GenerationBody, kw_only=True):
 
 
 class CommonSampling(IgnoredFields, kw_only=True):
-    """The fields that OpenAI's and llama.cpp's APIs have in common for how tokens are sampled."""
+    """The fields that OpenAI's and llama.cpp's APIs have in common for how tokens are sampled, and
+    OpenAI's for how long prompts are cached."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     temperature: float | None = None
     top_k: Int32 | None = None
@@ -167,6 +177,13 @@ class CommonSampling(IgnoredFields, kw_only=True):
     frequency_penalty: float | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
+
+    def retain_s(self) -> float:
+        """See `GenerationBody.retain_s`."""
+        if self.prompt_cache_retention == "24h":
+            return LONG_RETAIN_S
+        is_named = self.prompt_cache_key is not None or self.prompt_cache_retention is not None
+        return RETAIN_S if is_named else super().retain_s()
 
 
 class SamplingFields(CommonSampling, kw_only=True):

@@ -76,6 +76,7 @@ class Frontend:
         adapters: that requests may name.
         defaults, vocab_size, hidden_size, pooling, is_encoder: see `ServedModel`.
         max_model_len: the longest sequence, prompt included, that every engine can hold.
+        block_size: tokens of a block that the prefix cache shares; 0 without one.
         dead_reason: why no request can be served any more, or None.
         loop_lag: how late the event loop is.
         control: pauses the model, and has it sleep.
@@ -224,6 +225,7 @@ class Frontend:
 
     def make_encoder(self, hash_block_size: int | None) -> None:
         """Makes the encoder of prompts; see `PromptEncoder`."""
+        self.block_size = hash_block_size or 0
         self._encoder = PromptEncoder(
             self.tokenizer,
             self._threads,
@@ -440,6 +442,7 @@ class Frontend:
         cache_salt: str = "",
         known: Sequence[KnownDelta] = (),
         handover: Handover | None = None,
+        retain_s: float = 0.0,
     ) -> RequestOutput:
         """Queues a request and returns its output, to be iterated over. Cancelling this call leaves
         nothing behind.
@@ -454,6 +457,7 @@ class Frontend:
             cache_salt: prompts share KV blocks only under the same one.
             known: the part of the output that the client has already, from another server.
             handover: the KV blocks of the prompt that another server has.
+            retain_s: for how long its KV blocks are evicted last after its end, in seconds.
 
         Raises:
             RequestError: the request is wrong or could never fit, or the model sleeps.
@@ -474,6 +478,7 @@ class Frontend:
             arrived=arrived,
             known=known,
             handover=handover,
+            retain_s=retain_s,
         )
 
     async def compile(self, params: SamplingParams) -> CompiledConstraint | None:
@@ -535,6 +540,7 @@ class Frontend:
         arrived: float,
         known: Sequence[KnownDelta] = (),
         handover: Handover | None = None,
+        retain_s: float = 0.0,
     ) -> RequestOutput:
         """The second half of `submit`, without a wait: requests that are admitted one after the
         other share a step.
@@ -563,6 +569,8 @@ class Frontend:
         )
         self._sequences.make(output, prompt, constraint, max_len, priority, flow)
         first = output.sequences[0].request
+        for sequence in output.sequences:
+            sequence.request.retain_s = retain_s
         # no `await` from here on: the request meets the same loads by which it is routed
         may_hit = all(use.max_cached != 0 for use in first.uses)
         hashes = prompt.hashes if may_hit else []

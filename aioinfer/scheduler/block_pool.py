@@ -30,6 +30,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.retention import Retention
 from aioinfer.scheduler.stored_blocks import StoredBlocks
 
 
@@ -42,6 +43,7 @@ class BlockPool:
         partial: loses the hashes that leave the prefix index, once a caller has put it there.
         stored: the group's part of the store of KV, which notes the blocks that get a hash and the
             hashes that leave the prefix index; None without a store.
+        retention: which blocks are evicted last.
     """
 
     def __init__(self, num_blocks: int):
@@ -56,6 +58,7 @@ class BlockPool:
         self.changed: set[bytes] | None = None
         self.partial: PartialBlocks | None = None
         self.stored: StoredBlocks | None = None
+        self.retention = Retention(num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -84,11 +87,25 @@ class BlockPool:
         """
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block = self._take_free()
             self._forget(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
+
+    def _take_free(self) -> int:
+        """Takes the block that is reused next off the free list. Retained ones go to its end, so
+        that each is passed once while the list goes round."""
+        for _ in range(len(self._free) if self.retention else 0):
+            block, _ = self._free.popitem(last=False)
+            if self._hash_of[block] not in self.retention:
+                return block
+            self._free[block] = None
+        return self._free.popitem(last=False)[0]
+
+    def retain(self, hashes: Iterable[bytes], seconds: float) -> None:
+        """Has the blocks of a prefix evicted last for so long, as far as they are cached."""
+        self.retention.keep([each for each in hashes if each in self._cached], seconds)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds an owner to each block; free ones leave the free list."""

@@ -298,10 +298,19 @@ class KVCacheManager:
                 self._states.leave(request)
             if self.store is not None:
                 self.store.use(request.block_hashes[: request.num_committed])
+            if request.retain_s:
+                self._retain(request.block_hashes[: request.num_committed], request.retain_s)
             for kind in self._kinds:
                 kind.free(request, request.blocks)
         request.blocks = []
         request.num_blocks = request.num_committed = 0
+
+    def _retain(self, hashes: Sequence[bytes], seconds: float) -> None:
+        """Has the blocks of a prefix evicted last for so long, here and in the store."""
+        for pool in self.pools:
+            pool.retain(hashes, seconds)
+        if self.store is not None:
+            self.store.retain(hashes, seconds)
 
     # ---------------------------------------------------------------- prefixes
 

@@ -20,6 +20,7 @@ from aioinfer.scheduler.copy_rates import Rate
 from aioinfer.scheduler.group_blocks import Stored
 from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.request import Request
+from aioinfer.scheduler.retention import Retention
 from aioinfer.scheduler.stored_blocks import StoredBlocks
 
 
@@ -56,6 +57,9 @@ class KVConnector:
 
     def use(self, group: int, block_hash: bytes) -> None:
         """Counts a block as used now."""
+
+    def retain(self, group: int, hashes: Sequence[bytes], seconds: float) -> None:
+        """Has the blocks of a prefix leave last for so long."""
 
     def keep(self, group: int, block_hash: bytes) -> bool:
         """Whether it keeps a block that is being saved on the host."""
@@ -106,6 +110,7 @@ class DiskConnector(KVConnector):
         super().__init__()
         self.files = [OrderedDict[bytes, None].fromkeys(found) for found in limits.files]
         self._num_files = limits.num_files
+        self._retentions = [Retention(count) for count in limits.num_files]
         self._deletes: list[tuple[int, bytes]] = []
         for group in range(len(self.files)):
             self._trim(group)
@@ -132,9 +137,18 @@ class DiskConnector(KVConnector):
         return True
 
     def _trim(self, group: int) -> None:
-        files = self.files[group]
+        files, retention = self.files[group], self._retentions[group]
         while len(files) > self._num_files[group]:
+            for _ in range(len(files) if retention else 0):
+                if (block_hash := next(iter(files))) not in retention:
+                    break
+                files.move_to_end(block_hash)
             self._deletes.append((group, files.popitem(last=False)[0]))
+
+    def retain(self, group: int, hashes: Sequence[bytes], seconds: float) -> None:
+        """See `KVConnector.retain`."""
+        here = [block_hash for block_hash in hashes if block_hash in self.files[group]]
+        self._retentions[group].keep(here, seconds)
 
     def lose(self, group: int, block_hash: bytes) -> None:
         """See `KVConnector.lose`."""

@@ -278,6 +278,13 @@ class KVStore:
                 for block_hash in reversed(hashes):
                     connector.use(number, block_hash)
 
+    def retain(self, hashes: Sequence[bytes], seconds: float) -> None:
+        """Has the blocks of a prefix leave last for so long, wherever they are."""
+        for number, group in enumerate(self.groups):
+            group.retain(hashes, seconds)
+            for connector in self.connectors:
+                connector.retain(number, hashes, seconds)
+
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Forgets blocks whose contents cannot be trusted, and what loads on their way bring."""
         self.spoil_loads()

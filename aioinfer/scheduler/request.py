@@ -146,6 +146,7 @@ class Request:
         uses: what it asks of step features.
         spans: the tokens of the prompt that are not known by their ids alone, ascending.
         handover: the blocks of its prompt that another server has computed for it.
+        retain_s: for how long its blocks are evicted last after it has ended, in seconds.
         rotary_offset: added to the positions of tokens behind the pictures of the prompt where RoPE
             is applied, in models that have three positions a token.
         source: what its tokens attend to beside each other, in models with an encoder before the
@@ -208,6 +209,7 @@ class Request:
     rotary_offset: int = 0
     source: Source | None = None
     handover: Handover | None = None
+    retain_s: float = 0.0
 
     status: RequestStatus = RequestStatus.WAITING
     key: tuple[int, float, int] = (0, 0.0, 0)

@@ -62,28 +62,33 @@ class SnapshotPool(BlockPool):
         self._value = [0.0] * num_blocks
         self._shares = [0] * num_blocks  # how often a request has begun with the state
         self._floor = 0.0
+        self._most_saved = 1
         # (value, order of release, block) of free cached blocks; entries may be out of date
         self._heap: list[tuple[float, int, int]] = []
         self._num_released = 0
 
-    def allocate(self, count: int) -> list[int]:
-        """See `BlockPool.allocate`."""
-        blocks = []
-        for _ in range(count):
-            self._free.move_to_end(self._next(), last=False)
-            blocks += super().allocate(1)
-        return blocks
+    def _take_free(self) -> int:
+        """See `BlockPool._take_free`."""
+        block = self._next()
+        del self._free[block]
+        return block
 
     def _next(self) -> int:
         """Returns the block to be reused next."""
         first = next(iter(self._free))
         if self._hash_of[first] is None:
             return first
+        num_passed = 0
         while True:
             value, _, block = heappop(self._heap)
-            if self._is_current(value, block):
-                self._floor = max(self._floor, value)
-                return block
+            if not self._is_current(value, block):
+                continue
+            if num_passed < len(self._free) and self._hash_of[block] in self.retention:
+                num_passed += 1
+                self._enter(block, value + self._most_saved)  # it comes after others
+                continue
+            self._floor = max(self._floor, value)
+            return block
 
     def _is_current(self, value: float, block: int) -> bool:
         """Whether an entry of the heap is about a block as it is now."""
@@ -135,6 +140,7 @@ class SnapshotPool(BlockPool):
         computing `saved` more tokens than the snapshot before it does."""
         self.commit(block, block_hash)
         self._saved[block], self._shares[block] = saved, 0
+        self._most_saved = max(self._most_saved, saved)
 
     def _offer(self, block: int) -> None:
         """See `BlockPool._offer`: not before it is clear that no later snapshot supersedes it."""

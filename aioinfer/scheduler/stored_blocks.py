@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from aioinfer.errors import IntegrityError
+from aioinfer.scheduler.retention import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,12 @@ class StoredBlocks:
 
     Attributes:
         num_places: blocks that the host holds.
+        retention: which blocks leave last.
     """
 
     def __init__(self, num_places: int):
         self.num_places = num_places
+        self.retention = Retention(num_places)
         self._num_reading = 0
         self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(num_places - 1, -1, -1))
@@ -106,7 +109,19 @@ class StoredBlocks:
             yield Move(group, place, block, block_hash=block_hash)
 
     def _take_place(self) -> int:
-        return self._free.pop() if self._free else self._places.popitem(last=False)[1]
+        if self._free:
+            return self._free.pop()
+        for _ in range(len(self._places) if self.retention else 0):
+            block_hash, place = self._places.popitem(last=False)
+            if block_hash not in self.retention:
+                return place
+            self._places[block_hash] = place
+        return self._places.popitem(last=False)[1]
+
+    def retain(self, hashes: Iterable[bytes], seconds: float) -> None:
+        """Has the blocks of a prefix leave last for so long, as far as they are here."""
+        here = [each for each in hashes if each in self._places or self.expects(each)]
+        self.retention.keep(here, seconds)
 
     @property
     def max_reads(self) -> int:

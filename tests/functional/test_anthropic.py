@@ -54,6 +54,22 @@ async def test_a_text(client: anthropic.AsyncAnthropic) -> None:
     assert again.content[0].text == block.text  # type: ignore[union-attr]
 
 
+async def test_the_tokens_that_are_kept_are_told(client: anthropic.AsyncAnthropic) -> None:
+    text = "Remember every one of these words, since they will be asked for: " + "sun moon " * 40
+    block: Any = {"type": "text", "text": text, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    messages: Any = [{"role": "user", "content": [block]}]
+    first = (await client.messages.create(**USUAL, messages=messages)).usage
+    again = (await client.messages.create(**USUAL, messages=messages)).usage
+    assert first.cache_creation is not None
+    assert first.cache_creation.ephemeral_1h_input_tokens == first.cache_creation_input_tokens
+    created, cached = first.cache_creation_input_tokens or 0, again.cache_read_input_tokens or 0
+    assert created >= 64
+    assert cached == created + (first.cache_read_input_tokens or 0)
+    assert again.cache_creation_input_tokens == 0
+    whole = first.input_tokens + created + (first.cache_read_input_tokens or 0)
+    assert whole == again.input_tokens + cached
+
+
 async def test_a_streamed_text(client: anthropic.AsyncAnthropic) -> None:
     whole = await client.messages.create(**USUAL, messages=ASK)
     kinds = []

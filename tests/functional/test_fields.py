@@ -370,7 +370,7 @@ class TestTable:
         submitted: list[str] = []
 
         async def record(prompt: Any, params: SamplingParams, **options: Any) -> NoReturn:
-            shown = [options[name] for name in ("priority", "cache_salt")]
+            shown = [options[name] for name in ("priority", "cache_salt", "retain_s")]
             submitted.append(str((prompt, params, *shown)))
             raise RequestError("it is recorded")
 
@@ -403,7 +403,7 @@ OF_BOTH: dict[str, Any] = {
     "grammar": 'root ::= "x"', "json_schema": {"type": "null"}, "use_beam_search": True,
     "length_penalty": 2, "early_stopping": True, "truncate_prompt_tokens": 2,
     "truncation_side": "right", "priority": 1, "cache_salt": "x", "return_progress": True,
-    "vllm_xargs": {"x": 1},
+    "vllm_xargs": {"x": 1}, "prompt_cache_key": "x", "prompt_cache_retention": "24h",
 }  # fmt: skip
 OF_COMPLETIONS = {"prompt": "x", "logprobs": 1}
 OF_CHATS = {
