@@ -8,18 +8,22 @@ import gc
 import json
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aioinfer.async_llm import AsyncLLM
 from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, GenerationError, RequestError
+from aioinfer.features.adapters.checkpoint import digest_adapter
 from aioinfer.features.adapters.planning import Planning
+from aioinfer.features.adapters.sections import DROP, READ, AdapterFiles
 from aioinfer.features.adapters.worker import HostAdapters, Work
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.shards import Shard, Source
@@ -323,6 +327,135 @@ def test_adapters_of_a_trainer_replace_each_other(llama: Adapted, tmp_path: Path
     assert not any(folder.exists() for folder in folders)
 
 
+def halves(llm: Any) -> tuple[Planning, HostAdapters]:
+    """The planning half of adapters, and their memory of the host, of an engine in this process."""
+    (engine,) = llm.frontend.engines
+    works = engine._workers.executor._worker.runner.works.all
+    (work,) = [each for each in works if isinstance(each, Work)]
+    return engine.features.of(Planning), work.host
+
+
+def check_nothing_is_left(llm: LLM) -> None:
+    planning, host = halves(llm)
+    assert not planning._reading | planning._read | planning._failed
+    assert not planning._wanted
+    assert {slot.number for slot in planning._slots} == {-1}
+    assert not host._kept
+    assert not host._unreported
+
+
+async def launch(llama: Adapted, **settings: Any) -> AsyncLLM:
+    paths = {name: str(path) for name, path in llama.adapters.items()}
+    given = {**SETTINGS, "lora.adapters": paths, **settings}
+    return await AsyncLLM.launch(str(llama.folder), settings=given)
+
+
+async def generate(llm: AsyncLLM, llama: Adapted, name: str | None, count: int = OUTPUT) -> Any:
+    """The last output of a request with an adapter."""
+    params = SamplingParams(temperature=0, max_tokens=count, adapter=name, ignore_eos=True)
+    last = None
+    async for output in llm.generate({"prompt_token_ids": llama.prompt}, params):
+        last = output
+    return last
+
+
+async def until(is_true: Callable[[], object]) -> None:
+    """Waits until something is true, for 20 seconds at most."""
+    for _ in range(4000):
+        if is_true():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError
+
+
+async def test_an_adapter_that_is_being_read_lets_others_run(llama: Adapted) -> None:
+    """Also where it came first and nothing else ran; and few plans ask for it meanwhile."""
+    llm = await launch(llama)
+    try:
+        may_go_on = threading.Event()
+        planning, host = halves(llm)
+        host._thread.submit(may_go_on.wait, 60)
+        cold = asyncio.create_task(generate(llm, llama, "small"))
+        await until(lambda: planning._reading)
+        for _ in range(2):
+            others = [generate(llm, llama, None), generate(llm, llama, None)]
+            for output in await asyncio.wait_for(asyncio.gather(*others), 20):
+                assert output.completions[0].token_ids == llama.text(None)
+        (engine,) = llm.frontend.engines
+        before, began = engine.scheduler.stats.steps, perf_counter()
+        await asyncio.sleep(0.3)
+        assert engine.scheduler.stats.steps - before <= (perf_counter() - began) / 0.02 + 2
+        assert not cold.done()
+        may_go_on.set()
+        output = await asyncio.wait_for(cold, 20)
+        assert output.completions[0].token_ids == llama.text("small")
+    finally:
+        await llm.close()
+
+
+async def test_an_adapter_is_read_while_its_request_waits(llama: Adapted) -> None:
+    """For a place among the running requests, which another one has."""
+    llm = await launch(llama, **{"scheduler.max_num_seqs": 1})
+    try:
+        planning, _ = halves(llm)
+        number = llm.frontend.adapters.get("small").number
+        first = asyncio.create_task(generate(llm, llama, None, 400))
+        (engine,) = llm.frontend.engines
+        await until(lambda: engine.scheduler.num_running)
+        second = asyncio.create_task(generate(llm, llama, "small"))
+        await until(lambda: number in planning._read)
+        assert not first.done()
+        first.cancel()
+        output = await asyncio.wait_for(second, 20)
+        assert output.completions[0].token_ids == llama.text("small")
+        await asyncio.gather(first, return_exceptions=True)
+    finally:
+        await llm.close()
+
+
+async def test_requests_of_one_adapter_do_not_keep_another_out(llama: Adapted) -> None:
+    """Of one slot, for which requests of one adapter come all the time."""
+    llm = await launch(llama, **{"lora.max_adapters": 1, "scheduler.max_num_seqs": 2})
+    ended: list[str] = []
+
+    async def run(name: str) -> None:
+        await generate(llm, llama, name)
+        ended.append(name)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(12):
+                group.create_task(run("large" if number == 2 else "small"))
+        assert ended.index("large") <= 4
+    finally:
+        await llm.close()
+
+
+def test_an_adapter_never_finds_keys_of_another(llama: Adapted) -> None:
+    """Nor of a former one of its name, unless it has the same files."""
+    with llama.llm() as llm:
+
+        def cached(name: str | None) -> int:
+            params = SamplingParams(temperature=0, max_tokens=1, adapter=name)
+            (output,) = llm.generate([{"prompt_token_ids": llama.prompt}], params)
+            return output.num_cached_tokens
+
+        assert [cached(name) for name in (None, "small", "large", "small", None, "large")] == [
+            0, 0, 0, 32, 32, 32
+        ]  # fmt: skip
+        for name, found in (("attention", [0, 32]), ("small", [32, 32])):  # by their contents
+            llm.load_adapter("small", str(llama.adapters[name]))
+            assert [cached("small"), cached("small")] == found
+
+
+def test_the_smallest_and_the_largest_rank(llama: Adapted, tmp_path: Path) -> None:
+    adapters = {
+        f"rank {rank}": make_adapter(llama.folder, tmp_path / str(rank), seed=rank, rank=rank)
+        for rank in (1, 256)
+    }
+    check_texts(llama.folder, adapters, **{"lora.max_rank": 256})
+
+
 def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
     """Loaded and unloaded while others run."""
     names = [f"adapter {number}" for number in range(12)]
@@ -337,17 +470,8 @@ def test_many_adapters_leave_nothing_behind(llama: Adapted) -> None:
             for name in names:
                 llm.unload_adapter(name)
         llama.check(llm, [None])
-        (engine,) = llm.frontend.engines
-        work = engine.features.of(Planning)
         assert not [*llm.frontend.adapters]
-        assert not work._reading | work._read | work._failed
-        assert {slot.number for slot in work._slots} == {-1}
-        (host,) = [
-            each.host
-            for each in engine._workers.executor._worker.runner.works.all
-            if isinstance(each, Work)
-        ]
-        assert not host._kept
+        check_nothing_is_left(llm)
 
 
 @pytest.mark.extended
@@ -393,14 +517,7 @@ def test_a_thousand_adapters_on_disk(
             llm.unload_adapter(name)
         llama_outputs = llm.generate([prompt], params(None))
         assert llama_outputs[0].completions[0].token_ids == llama.text(None)[:4]
-        (engine,) = llm.frontend.engines
-        planning = engine.features.of(Planning)
-        assert not planning._reading | planning._read | planning._failed
-        assert {slot.number for slot in planning._slots} == {-1}
-        works = engine._workers.executor._worker.runner.works.all
-        (host,) = [each.host for each in works if isinstance(each, Work)]
-        assert not host._kept
-        assert not host._unreported
+        check_nothing_is_left(llm)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -415,7 +532,7 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
     tensors = load_file(source / "adapter_model.safetensors")
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     elsewhere = name.replace("layers.0", "layers.7")
-    wide = torch.zeros(4, 65)
+    end, wide = "base_model.model.lm_head.lora_A.weight", torch.zeros(4, 65)
     cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
         ({"use_dora": True}, {}, "use_dora is not supported"),
         ({"bias": "all"}, {}, "bias is 'all'"),
@@ -426,6 +543,11 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         ({"lora_alpha": 10**400}, {}, "adapter_config.json cannot be read"),
         ({"rank_pattern": {"(": 4}}, {}, "adapter_config.json cannot be read"),
         ({"alpha_pattern": {"q_proj": "high"}}, {}, "adapter_config.json cannot be read"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, {}, "lora_alpha is nan, and not finite"),
+        ({"rank_pattern": {"(q+)+x": 4}}, {}, "repeats a group"),
+        ({"task_type": "x" * 2**20}, {}, "has more than 1048576 bytes"),
+        ({}, {name: torch.zeros(4, 64, dtype=torch.int8)}, "has I8, and not F16"),
+        ({}, {end: wide, end.replace("_A", "_B"): wide + 1}, r"lm_head .*: lora\.embeddings is false"),
         ({}, {name: torch.zeros(64)}, r"has the shape \(64,\), and is no matrix"),
         ({}, {name: wide}, "an adapter of another model"),
         ({}, {elsewhere: wide}, "of model.layers.7.self_attn.q_proj it has one matrix"),
@@ -448,6 +570,9 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         save_config.write_text(json.dumps(config), "utf-8")
         with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):
             llm.load_adapter("wrong", str(tmp_path / "0"))
+        (tmp_path / "0" / "adapter_model.safetensors").rename(tmp_path / "0" / "adapter_model.bin")
+        with pytest.raises(ConfigError, match=r"adapter_model\.bin may run code"):
+            llm.load_adapter("wrong", str(tmp_path / "0"))
         llama.check(llm, NAMES)
     with pytest.raises(ConfigError, match=r"has rank 64, and the server's lora\.max_rank is 16"):
         llama.llm(**{"lora.max_rank": 16}).close()
@@ -469,6 +594,24 @@ def test_an_adapter_whose_files_go_fails_its_requests_alone(
             with pytest.raises(GenerationError, match="the adapter 'gone' cannot be read"):
                 llm.generate([prompt], params)
         llama.check(llm, NAMES)
+
+
+def test_an_adapter_whose_files_have_changed_fails_its_requests_alone(
+    llama: Adapted, tmp_path: Path
+) -> None:
+    """Until it is loaded again: the prefix cache knows its keys by the files as they were."""
+    folder = make_adapter(llama.folder, tmp_path, seed=9)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="changed")
+    prompt = {"prompt_token_ids": llama.prompt}
+    with llama.llm() as llm:
+        llm.load_adapter("changed", str(folder))
+        make_adapter(llama.folder, folder, seed=10)
+        with pytest.raises(GenerationError, match="the adapter 'changed' cannot be read"):
+            llm.generate([prompt], params)
+        llm.load_adapter("changed", str(folder))
+        (output,) = llm.generate([prompt], params)
+        text = adapted_text(llama.folder, folder, llama.prompt, OUTPUT)
+        assert output.completions[0].token_ids == text
 
 
 def test_an_adapter_that_is_not_finite_fails_its_requests_alone(
@@ -513,15 +656,20 @@ def test_memory_of_the_host_keeps_what_is_used(llama: Adapted) -> None:
     read; what was read before goes."""
     slots = AdapterSlots(1, 64, torch.float32, torch.device("cpu"), uses_kernels=False)
     slots.adapt([Source("model.layers.0.self_attn.q_proj", Shard.whole(128))], Shard.whole(64))
-    host, folder = HostAdapters(slots, 0, pinned=False), str(llama.adapters["small"])
-    first, may_go_on = host.read(1, folder), threading.Event()
+    folder = llama.adapters["small"]
+    host, files = (
+        HostAdapters(slots, 0, pinned=False),
+        AdapterFiles(str(folder), digest_adapter(folder, whole=False)),
+    )
+    first, may_go_on = host.read(1, files), threading.Event()
     first.result()
     host._thread.submit(may_go_on.wait, 30)
-    second = host.read(2, folder)
-    assert host.report() == [(1, False)]
-    assert host.read(1, folder) is first
+    second = host.read(2, files)
+    assert host.report() == [(1, READ)]
+    assert host.read(1, files) is first
     may_go_on.set()
     second.result()
-    assert host.report() == [(2, False)]
-    assert host.read(2, folder) is second
+    assert host.report() == [(2, READ)]
+    assert host.read(2, files) is second
+    assert host.report() == [(1, DROP)]
     assert {*host._kept} == {2}

@@ -69,7 +69,8 @@ class StepFeature:
         reserve: tokens behind the last row of a request for which a step that looks ahead should
             have KV blocks.
         is_waiting: whether no step may be planned until the feature says so by `Host.go_on`.
-        holds_back: whether `holds` may let a request wait.
+        holds_back: whether `holds` may let a request wait; it is also told of each one that comes
+            (`expect`).
         announces: whether `announce` may have a section.
     """
 
@@ -96,6 +97,15 @@ class StepFeature:
     def holds(self, request: Request, use: Any) -> bool:
         """Whether a waiting request with this use may not be admitted yet; others go before it.
         Called if the feature `holds_back`, when the request is next in the queue."""
+        return False
+
+    def expect(self, request: Request, use: Any) -> None:
+        """Notes that a request with this use begins to wait. Called if the feature `holds_back`."""
+
+    def needs_step(self, *, is_idle: bool) -> bool:
+        """Whether a plan is to be posted though it has no rows, for what the feature announces, or
+        to hear of the workers where nothing else is posted (`is_idle`). Called if the feature
+        `announces`."""
         return False
 
     def limit(self, use: Any, wanted: int, rows: Sequence[Row], start: int) -> int:
@@ -208,6 +218,16 @@ class StepFeatures:
             use.feature in self._holding and self._holding[use.feature].holds(request, use)
             for use in request.uses
         )
+
+    def expect(self, request: Request) -> None:
+        """Notes that a request begins to wait; see `StepFeature.expect`."""
+        for use in request.uses if self._holding else ():
+            if use.feature in self._holding:
+                self._holding[use.feature].expect(request, use)
+
+    def need_step(self, *, is_idle: bool) -> bool:
+        """See `StepFeature.needs_step`."""
+        return any(feature.needs_step(is_idle=is_idle) for feature in self._announcing)
 
     def limit(
         self, request: Request, wanted: int, rows: Mapping[str, Sequence[Row]], start: int

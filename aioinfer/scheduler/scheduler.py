@@ -170,6 +170,7 @@ class Scheduler:
             start = self._fair_queuing.virtual_time(priority)
         request.key = (priority, start, next(self._arrivals))
         self._waiting.add(request)
+        self.features.expect(request)
 
     def fits(self, max_len: int) -> bool:
         """Whether a request of this length could ever run.
@@ -320,7 +321,9 @@ class Scheduler:
         """Plans a step, or returns None if there is nothing to compute. The plan must be posted."""
         running = self._running
         builder = self._planner.plan(self._step_id)
-        if builder.is_empty and not self._has_transfers():
+        if builder.is_empty and not (
+            self._has_transfers() or self.features.need_step(is_idle=not self._posted)
+        ):
             return None
         running.send_changes(builder)
         rows = builder.feature_rows()

@@ -90,7 +90,7 @@ def test_tokens_have_the_adapters_of_their_slots() -> None:
     ("tokens", "width", "out", "rank", "modules"),
     [
         (1, 40, 24, 16, 1), (7, 196, 130, 16, 3), (40, 300, 40, 8, 2), (90, 64, 200, 24, 1),
-        (258, 40, 24, 24, 1), (1030, 32, 20, 8, 2),
+        (258, 40, 24, 24, 1), (1030, 32, 20, 8, 2), (9, 32, 20, 2, 1), (3, 24, 20, 256, 1),
     ],
 )  # fmt: skip
 def test_each_token_gets_the_product_of_its_adapter(

@@ -1,5 +1,5 @@
 """Adapters as `peft` saves them: a folder with `adapter_config.json` and
-`adapter_model.safetensors`."""
+`adapter_model.safetensors`. Neither can run code; pickles (`adapter_model.bin`) are not read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from aioinfer.errors import ConfigError
+from aioinfer.ipc.content_digest import digest_files
 from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights
 from aioinfer.models.text_model import own_name
 
+CONFIG, WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+#: The maximum of a configuration, and a group that is repeated, with which a search may take
+#: exponential time.
+_MAX_CONFIG_BYTES = 1 << 20
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+#: Types of numbers, as safetensors names them.
+_DTYPES = ("F16", "BF16", "F32", "F64")
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
     r"\.lora_((?P<side>[AB])(\.\w+)?\.weight|embedding_(?P<table>[AB])(\.\w+)?)"
@@ -57,8 +65,10 @@ class AdapterConfig:
     @classmethod
     def read(cls, folder: Path) -> AdapterConfig:
         """Reads a folder. Raises `ConfigError` for what is not supported."""
-        file = folder / "adapter_config.json"
+        file = folder / CONFIG
         try:
+            if file.stat().st_size > _MAX_CONFIG_BYTES:
+                raise ValueError(f"it has more than {_MAX_CONFIG_BYTES} bytes")
             given = json.loads(file.read_text("utf-8"))
             if not isinstance(given, dict):
                 raise ValueError("it does not hold an object")
@@ -67,9 +77,9 @@ class AdapterConfig:
                 return cls(0, 0.0, {}, {}, False, (), int(given["num_virtual_tokens"]))
             return cls(
                 _rank(given["r"]),
-                float(given.get("lora_alpha", 8)),
+                _alpha(given.get("lora_alpha", 8)),
                 _by_pattern(given.get("rank_pattern") or {}, _rank),
-                _by_pattern(given.get("alpha_pattern") or {}, float),
+                _by_pattern(given.get("alpha_pattern") or {}, _alpha),
                 bool(given.get("use_rslora")),
                 [str(name) for name in given.get("target_parameters") or ()],
             )
@@ -122,10 +132,15 @@ def write_adapter(
         text = json.dumps(dict(config), default=plain)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the adapter's configuration: {error}") from error
-    (folder / "adapter_config.json").write_text(text, "utf-8")
+    (folder / CONFIG).write_text(text, "utf-8")
     # safetensors takes no tensors that share memory
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(own, folder / "adapter_model.safetensors")
+    save_file(own, folder / WEIGHTS)
+
+
+def digest_adapter(folder: Path, *, whole: bool) -> str:
+    """Returns a digest of an adapter's files; unless `whole`, of parts of them. Raises OSError."""
+    return "".join(digest_files(folder / name, whole=whole).hex() for name in (CONFIG, WEIGHTS))
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
@@ -153,9 +168,20 @@ def _rank(given: Any) -> int:
     return rank
 
 
+def _alpha(given: Any) -> float:
+    """Returns an alpha. Raises ValueError for one that is not finite."""
+    if not math.isfinite(alpha := float(given)):
+        raise ValueError(f"lora_alpha is {alpha}, and not finite")
+    return alpha
+
+
 def _by_pattern(given: Any, convert: Callable[[Any], _T]) -> dict[re.Pattern[str], _T]:
     """Returns values by patterns that a module's whole name matches if the given one matches its
-    end, as in peft. Raises `re.error` for what is no pattern."""
+    end, as in peft. Raises `re.error` for what is no pattern, and ValueError for one that might be
+    searched for without end."""
+    for pattern in dict(given):
+        if _REPEATED_GROUP.search(pattern):
+            raise ValueError(f"the pattern {pattern!r} repeats a group, which is not supported")
     return {
         re.compile(rf"(.*\.)?({pattern})"): convert(value) for pattern, value in dict(given).items()
     }
@@ -195,8 +221,10 @@ def read_weights(folder: Path, *, on_meta: bool = False) -> dict[str, AdapterWei
 
 def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
     """Returns a matrix of an open file of safetensors. Raises `ConfigError` for one that is not a
-    matrix."""
-    shape = file.get_slice(name).get_shape()
+    matrix, or has other numbers."""
+    shape, dtype = file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()
+    if dtype not in _DTYPES:
+        raise ConfigError(f"the adapter's {name} has {dtype}, and not {', '.join(_DTYPES)}")
     if len(shape) != 2:
         raise ConfigError(f"the adapter's {name} has the shape {tuple(shape)}, and is no matrix")
     return torch.empty(shape, device="meta") if on_meta else file.get_tensor(name)
@@ -204,15 +232,22 @@ def _read_tensor(file: Any, name: str, *, on_meta: bool) -> torch.Tensor:
 
 def _read_prompt(folder: Path, *, on_meta: bool) -> AdapterWeights:
     """Returns a soft prompt; see `PROMPT`."""
-    path = folder / "adapter_model.safetensors"
+    path = folder / WEIGHTS
     try:
         with safe_open(path, "pt") as file:
             if (names := list(file.keys())) != [PROMPT]:
                 raise ConfigError(f"{path} is no soft prompt: it holds {', '.join(names)}")
             vectors = _read_tensor(file, PROMPT, on_meta=on_meta)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(_unreadable(path, error)) from error
     return AdapterWeights(vectors.new_empty(0, vectors.shape[1]), vectors, 1.0)
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """Returns why the file of an adapter's matrices cannot be read."""
+    if not path.exists() and path.with_name(_PICKLE).exists():
+        return f"{path.with_name(_PICKLE)} may run code: save the adapter as {WEIGHTS}"
+    return f"{path} cannot be read: {error}"
 
 
 def merged_of(module: str) -> int:
@@ -241,14 +276,14 @@ class _Tensors:
     names: dict[tuple[str, str], tuple[str, bool]]
 
     def __init__(self, folder: Path, config: AdapterConfig):
-        self._path, self._config = folder / "adapter_model.safetensors", config
+        self._path, self._config = folder / WEIGHTS, config
 
     def __enter__(self) -> _Tensors:
         try:
             self.file: Any = safe_open(self._path, "pt")
             names = [name for name in self.file.keys() if not _BASE.fullmatch(name)]  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}") from error
+            raise ConfigError(_unreadable(self._path, error)) from error
         matched = {name: _TENSOR.fullmatch(name) for name in names}
         unknown = [name for name, match in matched.items() if match is None]
         if unknown or not names:

@@ -1,12 +1,13 @@
 """Planning half of adapters: which adapter is in which slot of the workers.
 
 A request waits in the queue until its adapter is in a slot, and others go before it. The adapter is
-read into memory of the host first, beside the steps of others; then it takes a free slot, or that
-of an adapter that no running request has, the one that was used least recently. Where nothing else
-runs, the request's own step waits for it.
+read into memory of the host as soon as the request waits, in a thread of the workers; then it takes
+a free slot, or that of an adapter that no running request has, the one that was used least
+recently. Memory of the host is bounded: an adapter that is not there any more is read again once
+there is a slot for it. Where nothing runs, plans without rows begin to read and ask for the end.
 
 If running requests have all slots, the adapter with the fewest of them gets no further ones until
-the request that waits has had its turn.
+the request that waits has had its turn: its slot is for that request.
 """
 
 from __future__ import annotations
@@ -15,13 +16,24 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from aioinfer.errors import GenerationError
 from aioinfer.features.adapters.registry import Adapter
-from aioinfer.features.adapters.sections import DROP, READ, AdapterChanges, AdapterStates
+from aioinfer.features.adapters.sections import (
+    DROP,
+    FAILED,
+    READ,
+    AdapterChanges,
+    AdapterFiles,
+    AdapterStates,
+)
 from aioinfer.ipc.sections import Section
 from aioinfer.scheduler.features import StepFeature, SubmittedRequest
 from aioinfer.scheduler.request import Request, RequestStatus, Use
+
+#: Adapters that are being read at a time, at most.
+_MAX_READING = 4
 
 
 @dataclass(slots=True)
@@ -65,7 +77,12 @@ class Planning(StepFeature):
         self._slots = [_Slot() for _ in range(count)]
         self._plan = 0  # the number of the plan that is being made
         self._changes: list[tuple[int, int, bool]] = []
-        self._folders: dict[int, str] = {}
+        self._files: dict[int, AdapterFiles] = {}
+        self._awaits = False  # whether the plan is posted to hear what has been read
+        self._removed: WeakSet[Adapter] = WeakSet()
+        #: adapters that are to be read, are being read, are in memory of the host, and cannot be
+        #: read
+        self._wanted: dict[int, Adapter] = {}
         self._reading: set[int] = set()
         self._read: set[int] = set()
         self._failed: set[int] = set()
@@ -76,6 +93,16 @@ class Planning(StepFeature):
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
         """See `StepFeature.use_of`."""
         return None if submitted.adapter is None else AdapterUse(submitted.adapter)
+
+    def expect(self, request: Request, use: Any) -> None:
+        """See `StepFeature.expect`."""
+        if self._place_of(use.adapter.number) is None:
+            self._want(use.adapter)
+
+    def needs_step(self, *, is_idle: bool) -> bool:
+        """See `StepFeature.needs_step`."""
+        self._awaits = is_idle and bool(self._reading)
+        return self._awaits or bool(self._changes)
 
     def holds(self, request: Request, use: Any) -> bool:
         """See `StepFeature.holds`."""
@@ -117,28 +144,43 @@ class Planning(StepFeature):
         return next((p for p, slot in enumerate(self._slots) if slot.number == number), None)
 
     def _find_place(self, request: Request, adapter: Adapter) -> int | None:
-        """Returns the slot that an adapter takes, if it can now; else has it read."""
+        """Returns the slot that an adapter takes, if there is one and it has been read; else has it
+        read."""
         number, is_alone = adapter.number, self._is_alone
-        if number not in self._read and not is_alone:
-            if number not in self._reading:
-                self._reading.add(number)
-                self._add(adapter, READ, waits=False)
-            return None
         place = self._free_place(request)
+        if place is not None and number not in self._read:
+            self._want(adapter)
+            place = None
         if place is None:
             return None
         self._slots[place] = _Slot(number, self._plan, self._plan + (not is_alone))
         self._add(adapter, place, waits=is_alone)
         return place
 
+    def _want(self, adapter: Adapter) -> None:
+        """Has an adapter read that is not there, unless that is impossible."""
+        number = adapter.number
+        if number not in self._read | self._reading | self._failed:
+            self._wanted[number] = adapter
+            self._begin_reading()
+
+    def _begin_reading(self) -> None:
+        """Has wanted adapters read, in the order of their requests, a few at a time: each takes
+        memory of the host until it has been used."""
+        while self._wanted and len(self._reading) < _MAX_READING:
+            number = next(iter(self._wanted))
+            self._reading.add(number)
+            self._add(self._wanted.pop(number), READ, waits=False)
+
     def _free_place(self, request: Request) -> int | None:
         """Returns the slot whose adapter was used least recently, of those that no running request
-        has; None if there is none: then the one with the fewest is to become free."""
+        has and that are not for another one's turn; None if there is none: then the one with the
+        fewest is to become free."""
         running = Counter(r.adapter for r in self.host.scheduler().running if r.adapter >= 0)
         free = [
             place
             for place, slot in enumerate(self._slots)
-            if not running[place] and slot.ready <= self._plan
+            if not running[place] and slot.ready <= self._plan and not self._yields(request, place)
         ]
         if free:
             return min(free, key=lambda place: self._slots[place].used)
@@ -159,7 +201,7 @@ class Planning(StepFeature):
 
     def _add(self, adapter: Adapter, slot: int, *, waits: bool) -> None:
         self._changes.append((adapter.number, slot, waits))
-        self._folders[adapter.number] = adapter.folder
+        self._files[adapter.number] = AdapterFiles(adapter.folder, adapter.sample)
 
     def _fail(self, request: Request, adapter: Adapter) -> None:
         """Ends a request outside the planning of a step."""
@@ -169,27 +211,30 @@ class Planning(StepFeature):
     def announce(self) -> Section | None:
         """See `StepFeature.announce`."""
         self._plan += 1
-        if not self._changes:
+        if not self._changes and not self._awaits:
             return None
-        section = AdapterChanges.of(self._changes, self._folders)
-        self._changes, self._folders = [], {}
+        self._awaits = False
+        section = AdapterChanges.of(self._changes, self._files)
+        self._changes, self._files = [], {}
         return section
 
     def take_report(self, section: Section) -> None:
         """See `StepFeature.take_report`. Requests whose step has waited for an adapter that cannot
         be read run by now."""
         assert isinstance(section, AdapterStates)
-        for number, failed in zip(section.numbers.tolist(), section.failed.tolist(), strict=True):
+        for number, state in zip(section.numbers.tolist(), section.states.tolist(), strict=True):
             self._reading.discard(number)
-            if failed:
+            self._read.discard(number)
+            if state == FAILED:
                 self._failed.add(number)
                 for request in self.host.scheduler().running:
                     for use in request.uses:
                         if isinstance(use, AdapterUse) and use.adapter.number == number:
                             self._fail(request, use.adapter)
                 self._empty(number)
-            else:
+            elif state == READ:
                 self._read.add(number)
+        self._begin_reading()
 
     def _empty(self, number: int) -> None:
         """Lets the slot of an adapter hold none."""
@@ -197,13 +242,20 @@ class Planning(StepFeature):
         if place is not None:
             self._slots[place].number = -1
 
+    def drop(self, request: Request) -> None:
+        """See `StepFeature.drop`."""
+        for use in request.uses:
+            if isinstance(use, AdapterUse) and use.adapter in self._removed:
+                self.forget(use.adapter)
+
     def forget(self, adapter: Adapter) -> None:
         """Lets the workers free what they have of an adapter that was removed. A request that still
         has it has it read again."""
+        self._removed.add(adapter)
         number = adapter.number
-        self._read.discard(number)
-        self._reading.discard(number)
-        self._failed.discard(number)
+        self._wanted.pop(number, None)
+        for numbers in (self._reading, self._read, self._failed):
+            numbers.discard(number)
         place = self._place_of(number)
         if place not in {r.adapter for r in self.host.scheduler().running}:
             self._empty(number)
@@ -212,6 +264,7 @@ class Planning(StepFeature):
     def restart(self) -> None:
         """See `StepFeature.restart`: new workers have no adapters."""
         self._slots = [_Slot(ready=self._plan) for _ in self._slots]
-        self._changes, self._folders, self._turn = [], {}, None
+        self._changes, self._files, self._turn = [], {}, None
+        self._wanted.clear()
         for numbers in (self._reading, self._read, self._failed):
             numbers.clear()

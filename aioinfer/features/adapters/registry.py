@@ -11,15 +11,20 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from aioinfer.checkpoint.source import resolve_folder
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, RequestError
-from aioinfer.features.adapters.checkpoint import AdapterConfig, read_weights, write_adapter
-from aioinfer.ipc.content_digest import digest_files
-from aioinfer.layers.adapters.parts import PROMPT, ModuleShape, rank_of
+from aioinfer.features.adapters.checkpoint import (
+    AdapterConfig,
+    digest_adapter,
+    read_weights,
+    write_adapter,
+)
+from aioinfer.layers.adapters.parts import PROMPT, AdapterWeights, ModuleShape, rank_of
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
@@ -41,6 +46,7 @@ class Adapter:
         rank: the largest of its modules.
         prompt_tokens: virtual tokens of a soft prompt; 0 for none.
         digest: of its files, which KV blocks depend on: these may outlive the process.
+        sample: a digest of parts of its files, by which workers find out that they have changed.
     """
 
     number: int
@@ -49,6 +55,7 @@ class Adapter:
     rank: int
     prompt_tokens: int = 0
     digest: str = ""
+    sample: str = ""
 
 
 class AdapterRegistry:
@@ -66,7 +73,7 @@ class AdapterRegistry:
         self._by_name: dict[str, Adapter] = {}
         self._numbers = count()
         self._modules: Modules = {}
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.on_remove: Callable[[Adapter], None] = lambda adapter: None
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -87,8 +94,8 @@ class AdapterRegistry:
         """Adds the adapters of `lora.adapters`, of the model in a folder. Raises `ConfigError`."""
         if self._config.lora.num_slots:  # not while requests run: it takes the interpreter a while
             self._modules = await asyncio.to_thread(adaptable_modules, folder, self._config)
-        for name, path in self._config.lora.adapters.items():
-            await self.add(name, path)
+        adds = [self.add(name, path) for name, path in self._config.lora.adapters.items()]
+        await asyncio.gather(*adds)  # as many at a time as there are threads
 
     async def add(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """Adds an adapter once its files have been checked; in the place of one with its name,
@@ -106,17 +113,15 @@ class AdapterRegistry:
             raise ConfigError("this server has no adapters: lora.max_adapters is 0")
         if name in self._config.served_model_names:
             raise ConfigError(f"{name!r} is the name of the model")
-        async with self._lock:
+        async with self._locks.setdefault(name, asyncio.Lock()):
             if name in self._by_name and not replaces:
                 raise RequestError(
                     f"there is an adapter {name!r} already: load_inplace replaces it",
                     param="lora_name",
                 )
-            folder, rank, prompt_tokens = await asyncio.to_thread(self._check, path)
-            digest = await asyncio.to_thread(digest_files, folder, whole=True)
-            old = self._by_name.get(name)
-            number = next(self._numbers)
-            adapter = Adapter(number, name, str(folder), rank, prompt_tokens, digest.hex())
+            folder, rank, prompt_tokens, *digests = await asyncio.to_thread(self._check, path)
+            old, number = self._by_name.get(name), next(self._numbers)
+            adapter = Adapter(number, name, str(folder), rank, prompt_tokens, *digests)
             self._by_name[name] = adapter
         if old is not None:
             self.on_remove(old)
@@ -146,13 +151,27 @@ class AdapterRegistry:
         self.on_remove(adapter)
         return adapter
 
-    def _check(self, path: str) -> tuple[Path, int, int]:
-        """Returns folder, rank and virtual tokens of an adapter. Raises `ConfigError`."""
+    def _check(self, path: str) -> tuple[Path, int, int, str, str]:
+        """Returns folder, rank, virtual tokens, digest and sample of an adapter. Raises
+        `ConfigError`."""
         folder = resolve_folder(path, "the adapter")
         config, weights = AdapterConfig.read(folder), read_weights(folder, on_meta=True)
-        if (prompt := weights.get(PROMPT)) is not None:
+        prompt, rank = weights.get(PROMPT), 0
+        if prompt is not None:
             self._check_prompt(folder, prompt.up, config.prompt_tokens)
-            return folder, 0, config.prompt_tokens
+        else:
+            rank = self._check_matrices(folder, config, weights)
+        try:
+            whole, sample = (digest_adapter(folder, whole=whole) for whole in (True, False))
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read: {error}") from error
+        return folder, rank, config.prompt_tokens, whole, sample
+
+    def _check_matrices(
+        self, folder: Path, config: AdapterConfig, weights: Mapping[str, AdapterWeights]
+    ) -> int:
+        """Returns the rank of an adapter. Raises `ConfigError` for one that does not go with the
+        model."""
         rank = rank_of(weights)
         for module, given in weights.items():
             known = self._modules.get(module)
@@ -168,7 +187,7 @@ class AdapterRegistry:
         most = self._config.lora.max_rank
         if rank > most:
             raise ConfigError(f"{folder} has rank {rank}, and the server's lora.max_rank is {most}")
-        return folder, rank, 0
+        return rank
 
     def _check_prompt(self, folder: Path, vectors: torch.Tensor, tokens: int) -> None:
         """Raises `ConfigError` for a soft prompt that does not go with the model."""

@@ -10,21 +10,33 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from aioinfer.features.adapters.checkpoint import read_weights
-from aioinfer.features.adapters.sections import DROP, READ, AdapterChanges, AdapterStates
+from aioinfer.features.adapters.checkpoint import digest_adapter, read_weights
+from aioinfer.features.adapters.sections import (
+    DROP,
+    FAILED,
+    READ,
+    AdapterChanges,
+    AdapterFiles,
+    AdapterStates,
+)
 from aioinfer.ipc.plan import StepPlan
-from aioinfer.layers.adapters.parts import rank_of
+from aioinfer.layers.adapters.parts import AdapterWeights, rank_of
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.worker.features import PendingSection, Rank, WorkerFeature
 
 _log = logging.getLogger(__name__)
+
+#: A plan without rows waits so long for an adapter that is being read, and not longer: plans behind
+#: it wait as well.
+_MAX_WAIT_S = 0.02
 
 
 class _Packed(NamedTuple):
@@ -49,12 +61,13 @@ class HostAdapters:
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._kept: OrderedDict[int, Future[_Packed]] = OrderedDict()
         self._unreported: dict[int, Future[_Packed]] = {}
+        self._dropped: list[int] = []  # since the last report
 
-    def read(self, number: int, folder: str) -> Future[_Packed]:
+    def read(self, number: int, files: AdapterFiles) -> Future[_Packed]:
         """Begins to read an adapter that is not there, and returns it."""
         if number not in self._kept:
-            future = self._thread.submit(self._read, folder)
-            self._kept[number] = self._unreported[number] = future
+            self._kept[number] = self._thread.submit(self._read, files)
+            self._unreported[number] = self._kept[number]
         self._kept.move_to_end(number)
         self._shrink(number)
         return self._kept[number]
@@ -62,15 +75,18 @@ class HostAdapters:
     def drop(self, number: int) -> None:
         """Forgets an adapter."""
         self._kept.pop(number, None)
+        self._unreported.pop(number, None)
 
-    def _read(self, folder: str) -> _Packed:
+    def _read(self, files: AdapterFiles) -> _Packed:
+        folder = Path(files.folder)
         with torch.inference_mode():
-            slots, weights = self._slots, read_weights(Path(folder))
+            slots, weights = self._slots, read_weights(folder)
             rank, pinned = rank_of(weights), self._pinned
+            _require_finite(weights, slots.dtype, folder)
+            if digest_adapter(folder, whole=False) != files.sample:
+                raise ValueError(f"{folder} has changed since the adapter was loaded")
             products = slots.pack(weights, pinned=pinned)
             parts = slots.pack_parts(weights, pinned=pinned)
-            for packed in (products, parts):
-                _require_finite(packed, folder)
             return _Packed(products, parts, rank)
 
     def _shrink(self, used: int) -> None:
@@ -80,24 +96,38 @@ class HostAdapters:
         for number in done[: max(0, len(self._kept) - most)]:
             if number not in self._unreported:
                 del self._kept[number]
+                self._dropped.append(number)
 
-    def report(self) -> list[tuple[int, bool]]:
-        """Returns (number, whether it failed) of the adapters that were read since the last
-        call."""
-        found = [(n, future) for n, future in self._unreported.items() if future.done()]
-        for number, future in found:
+    def await_read(self, max_wait_s: float) -> None:
+        """Waits so long for an adapter that is being read, if there are some."""
+        if self._unreported:
+            wait(self._unreported.values(), max_wait_s, "FIRST_COMPLETED")
+
+    def report(self) -> list[tuple[int, int]]:
+        """Returns what has become of adapters since the last call, as `AdapterStates` has it."""
+        found = [(number, DROP) for number in self._dropped]
+        self._dropped = []
+        ended = [(n, future) for n, future in self._unreported.items() if future.done()]
+        for number, future in ended:
             del self._unreported[number]
             if (error := future.exception()) is not None:
                 _log.error("an adapter cannot be read: %s", error)
                 self._kept.pop(number, None)
-        return [(number, future.exception() is not None) for number, future in found]
+            found.append((number, READ if error is None else FAILED))
+        return found
 
 
-def _require_finite(packed: torch.Tensor, folder: str) -> None:
-    """Raises ValueError for an adapter with NaN or infinite numbers: tokens without it are
-    multiplied with its matrices, too, by zeros, and would be NaN."""
-    if len(packed) and not torch.stack(packed.aminmax()).isfinite().all():
-        raise ValueError(f"{folder} has numbers that are not finite in {packed.dtype}")
+def _require_finite(
+    weights: Mapping[str, AdapterWeights], dtype: torch.dtype, folder: Path
+) -> None:
+    """Raises ValueError for an adapter with numbers that are NaN or infinite in a dtype: tokens
+    without it are multiplied with its matrices, too, by zeros, and would be NaN. All ranks look at
+    all numbers, so that they agree."""
+    for module, each in weights.items():
+        for given, scale in ((each.down, 1.0), (each.up, each.scale)):
+            ends = torch.stack(given.aminmax()) if given.numel() else given.new_zeros(2)
+            if not (ends.float() * scale).to(dtype).isfinite().all():
+                raise ValueError(f"{folder}: {module} has numbers that are not finite in {dtype}")
 
 
 class Work(WorkerFeature):
@@ -136,18 +166,20 @@ class Work(WorkerFeature):
         changes = plan.section(AdapterChanges)
         if changes is not None:
             self._take(changes)
+            if not len(plan.slots):
+                self.host.await_read(_MAX_WAIT_S)
         records = plan.admissions.records
         self._of_slots[records["slot"]] = records["adapter"]
         self._adapters.tokens.is_active = bool(self._of_slots[plan.slots].any())
 
     def _take(self, changes: AdapterChanges) -> None:
-        folders = changes.folders_by_number()
+        files = changes.files_by_number()
         columns = (changes.numbers, changes.slots, changes.waits)
         for number, slot, waits in zip(*(each.tolist() for each in columns), strict=True):
             if slot == DROP:
                 self.host.drop(number)
                 continue
-            reading = self.host.read(number, folders[number])
+            reading = self.host.read(number, files[number])
             if slot != READ:
                 self._enter(slot, reading, waits=bool(waits))
 
@@ -177,8 +209,8 @@ class Work(WorkerFeature):
         self._adapters.parts.enter(slot, packed.parts)
 
     def read_step(self, step_id: int) -> PendingSection | None:
-        """Returns which adapters have been read since the step before."""
+        """Returns what has become of adapters since the step before."""
         if not self._serves or not (found := self.host.report()):
             return None
-        numbers, failed = torch.tensor(found, dtype=torch.int32).unbind(1)
-        return PendingSection(AdapterStates, (numbers.contiguous(), failed.contiguous()))
+        numbers, states = torch.tensor(found, dtype=torch.int32).unbind(1)
+        return PendingSection(AdapterStates, (numbers.contiguous(), states.contiguous()))

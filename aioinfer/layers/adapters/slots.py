@@ -38,6 +38,7 @@ class AdapterSlots:
         max_prompt_tokens: maximum of a soft prompt; 0 for none.
 
     Attributes:
+        dtype: of the matrices.
         tokens: of a step by adapter.
         products: that adapters may change, of a step's tokens.
         row_products: the others.
@@ -61,7 +62,7 @@ class AdapterSlots:
         self.products: list[AdaptedProduct] = []
         self.row_products: list[RowProduct] = []
         self.parts = SlotParts()
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         #: numbers of a packed slot in A and in B
         self._sizes = [0, 0]
         self._entering: torch.Tensor
@@ -123,11 +124,11 @@ class AdapterSlots:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot."""
-        return (sum(self._sizes) + self.parts.size) * self._dtype.itemsize
+        return (sum(self._sizes) + self.parts.size) * self.dtype.itemsize
 
     def allocate(self, tokens: int) -> None:
         """Makes the memory of the slots, for steps of up to `tokens` tokens."""
-        dtype, device = self._dtype, self._device
+        dtype, device = self.dtype, self._device
         self.memory = torch.zeros(self.count, self._sizes[0], dtype=dtype, device=device)
         for product in self._all_products:
             product.allocate(self.memory)
@@ -145,7 +146,7 @@ class AdapterSlots:
             weights: by checkpoint module.
             pinned: in pinned memory.
         """
-        packed = torch.zeros(sum(self._sizes), dtype=self._dtype, pin_memory=pinned)
+        packed = torch.zeros(sum(self._sizes), dtype=self.dtype, pin_memory=pinned)
         rank, (downs, ups) = rank_of(weights), packed.split(self._sizes)
         for product in self._all_products:
             product.put(downs, ups, weights, rank)
@@ -153,7 +154,7 @@ class AdapterSlots:
 
     def pack_parts(self, weights: Mapping[str, AdapterWeights], *, pinned: bool) -> torch.Tensor:
         """Returns this rank's `parts` of an adapter on the host; arguments as of `pack`."""
-        return self.parts.pack(weights, rank_of(weights), self._dtype, pinned=pinned)
+        return self.parts.pack(weights, rank_of(weights), self.dtype, pinned=pinned)
 
     def enter(self, slot: int, packed: torch.Tensor, rank: int) -> None:
         """Puts an adapter into a slot, on the current stream."""
