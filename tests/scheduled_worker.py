@@ -187,24 +187,3 @@ def prompts_that_begin_alike(count: int, vocab_size: int = 200) -> list[list[int
         + [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 40))]
         for _ in range(count)
     ]
-
-
-def check_prefix_hits(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]], **cache: Any
-) -> Scheduler:
-    """Outputs are as expected, and all different, while prefixes come from the cache. Returns the
-    scheduler."""
-    outputs, scheduler = generate(folder, prompts, **cache)
-    assert outputs == expected
-    assert len({tuple(output) for output in outputs}) == len(prompts)
-    assert scheduler.stats.prefix_hit > 0
-    return scheduler
-
-
-def check_chunks_and_preemption(
-    folder: Path, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    """Outputs are as expected with prompts in chunks of 7 tokens and too few KV blocks."""
-    outputs, scheduler = generate(folder, prompts, budget=7, num_blocks=28)
-    assert outputs == expected
-    assert scheduler.stats.preemptions > 3

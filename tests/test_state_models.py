@@ -1,10 +1,11 @@
-"""Models with states, and with layers that read the KV cache of others, served: greedy texts are
-those of transformers, in float32, with chunks of odd lengths, prefix hits, preemption, forks, and
-over two ranks or stages."""
+"""Models whose layers keep something else than all keys and values (states, windows, latents), or
+read the KV cache of others, served: greedy texts are those of transformers, in float32, with chunks
+of odd lengths, prefix hits, preemption, forks, and over two ranks or stages."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +58,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # groups of two head sizes, windows, and layers that read the cache of others
     "gemma4": ("gemma4_text", {}),
     "gemma3n": ("gemma3n_text", {}),
-}
+    "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 13,
+                          "num_hidden_layers": 4, "max_window_layers": 2}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+}  # fmt: skip
 
 #: One of each kind of state, and of each kind of shared keys. Kimi-Linear's attention keeps latent
 #: vectors, which float8 is refused for.
 STATES_BESIDE_KEYS = ("qwen3_5", "lfm2_moe", "falcon_h1", "bamba", "gemma4", "gemma3n")
 
 
-@pytest.fixture(scope="module", params=CASES)
+def params() -> Iterator[Any]:
+    """Yields the cases; those of latents are extended."""
+    for name in CASES:
+        marks = [pytest.mark.extended] if name.startswith("deepseek") else []
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=params())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, fields = CASES[request.param]
     folder = tiny_model(family, tmp_path_factory.mktemp("model"), **fields)

@@ -90,28 +90,6 @@ async def test_a_shared_prefix_sticks(pair: Served) -> None:
     assert gained[1 - home] == 0
 
 
-async def test_a_burst_with_a_shared_prefix(pair: Served) -> None:
-    stem = prompt(400, 3)
-    hit = pair.frontend.stats()["prefix_tokens_hit"]
-    bodies = [{"prompt": stem + prompt(8, 30 + number)} for number in range(8)]
-    assert sorted(await complete_on(pair, *bodies[:2])) == [0, 2], (
-        "the second one waits for what the first computes"
-    )
-    assert pair.frontend.stats()["prefix_tokens_hit"] - hit == 400
-    assert await complete_on(pair, *bodies) == [4, 4], "four slots each"
-
-
-async def test_load_goes_before_a_short_prefix(pair: Served) -> None:
-    stem = prompt(100, 4)
-    home = (await complete_on(pair, {"prompt": stem})).index(1)
-    held = asyncio.ensure_future(pair.post("/v1/completions", prompt=stem, n=3, **LONG))
-    await until(lambda: running(pair)[home] == 3)
-    assert running(pair)[1 - home] == 0, "the completions of a prompt stay together"
-    assert (await complete_on(pair, {"prompt": stem}))[home] == 0
-    held.cancel()
-    await until(lambda: running(pair) == [0, 0])
-
-
 async def test_who_goes_away_frees_its_engine(pair: Served) -> None:
     posts = [
         asyncio.ensure_future(pair.post("/v1/completions", prompt=prompt(20, 40 + number), **LONG))

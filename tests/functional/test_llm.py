@@ -91,17 +91,6 @@ def test_siblings_differ_and_repeat(llm):
     assert len(set(texts)) > 1
 
 
-def test_a_stop_string_across_tokens_does_not_leak(llm):
-    prompt = "The three primary colours are red,"
-    greedy = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-    (whole,) = llm.generate(prompt, SamplingParams(**greedy))
-    stop = whole.text[9:14]  # begins and ends within words
-    (cut,) = llm.generate(prompt, SamplingParams(**greedy, stop=stop))
-    completion = cut.completions[0]
-    assert completion.text == whole.text[: whole.text.index(stop)]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-
-
 def test_min_tokens_holds_the_end_back(llm):
     prompt = [{"role": "user", "content": "Say hi."}]
     (free,) = llm.chat([prompt], SamplingParams(temperature=0, max_tokens=40))
@@ -111,22 +100,6 @@ def test_min_tokens_holds_the_end_back(llm):
     assert len(held.token_ids) >= 39
     end = llm.frontend.tokenizer.eos_token_id
     assert end not in held.token_ids[:38]
-
-
-def test_logit_bias_and_stop_token_ids(llm):
-    bias = {"temperature": 0, "max_tokens": 4, "logit_bias": {1234: 100.0}}
-    (biased,) = llm.generate("Hello", SamplingParams(**bias, ignore_eos=True))
-    assert biased.token_ids == [1234] * 4
-    (stopped,) = llm.generate("Hello", SamplingParams(**bias, stop_token_ids=[1234]))
-    assert (stopped.token_ids, stopped.text) == ([1234], "")
-    assert stopped.completions[0].stop_reason == 1234
-
-
-def test_penalties_keep_a_text_from_repeating_itself(llm):
-    usual = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
-    params = [SamplingParams(**usual, frequency_penalty=penalty) for penalty in (0.0, 2.0)]
-    plain, penalized = llm.generate(["la la la la la la la"] * 2, params)
-    assert len(set(penalized.token_ids)) > len(set(plain.token_ids))
 
 
 def test_logprobs_belong_to_the_tokens(llm):

@@ -3,7 +3,6 @@ does, with token types and without a KV cache."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +22,12 @@ from aioinfer.worker.slots import Slots
 from aioinfer.worker.warm_up import DummySteps
 from tests.encoder_models import random_texts, tiny_encoder
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
-from tests.kernels.test_gpu_device import Stream
+from tests.kernels.test_gpu_device import no_cuda as no_cuda
 
 LENGTHS = [9, 33, 1, 9]
 #: Where the second text of each prompt begins.
 SECOND = [4, 0, 0, 8]
 HEADS = {"hidden_size": 32, "num_attention_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
 
 def make_runner(folder: Path, *, kernels: bool) -> ModelRunner:

@@ -4,7 +4,6 @@ CPU does, which tests of whole models compare with transformers."""
 from __future__ import annotations
 
 from array import array
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,19 +27,12 @@ from aioinfer.worker.kv_tensors import KVTensors
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.slots import Slots
 from tests.kernels.bound_model import BLOCK_SIZE, CPU, Bound
-from tests.kernels.test_gpu_device import Stream
+from tests.kernels.test_gpu_device import no_cuda as no_cuda
 from tests.vision_models import IMAGE, VOCAB, picture, save_model
 
 MEDIA = MediaConfig()
 PARAMS = SamplingParams(temperature=0)
 MAX_LEN, BLOCKS = 64, 4
-
-
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Stream", "Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
 
 
 def make_runner(folder: Path, *, kernels: bool) -> ModelRunner:
