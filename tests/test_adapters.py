@@ -30,6 +30,8 @@ from aioinfer.layers.shards import Shard, Source
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
 from tests.adapters import adapted_text, make_adapter, prompt_scores
+from tests.encoder_models import tiny_encoder
+from tests.source_models import save_model
 from tests.test_multiprocess import workers
 from tests.tiny_models import tiny_model
 
@@ -578,6 +580,13 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         llama.llm(**{"lora.max_rank": 16}).close()
     with pytest.raises(ConfigError, match=r"lora\.max_adapters is 0"):
         llama.llm(**{"lora.max_adapters": 0}).close()
+
+
+@pytest.mark.parametrize("family", ["bert", "whisper"])
+def test_models_with_an_encoder_have_no_adapters(family: str, tmp_path: Path) -> None:
+    (save_model if family == "whisper" else tiny_encoder)(family, tmp_path)
+    with pytest.raises(ConfigError, match="not supported for models with an encoder"):
+        LLM(str(tmp_path), settings={**SETTINGS, "lora.max_adapters": 1}, progress=False).close()
 
 
 def test_an_adapter_whose_files_go_fails_its_requests_alone(

@@ -199,7 +199,6 @@ def by_length(step: Step) -> SortedStep | None:
         query_starts=F.pad(ends, (1, 0)).int(),
         seq_lens=inputs.seq_lens[rows],
         token_types=None if types is None else types[order],
-        adapters=None if inputs.adapters is None else inputs.adapters[order],
     )
     host = HostRows(sorted_lengths.tolist(), sorted_lengths.tolist())
     return SortedStep(replace(step, inputs=reordered, host=host, memo={}), order, places)

@@ -388,9 +388,8 @@ class KernelLatentAttention:
         out = queries.new_empty(*queries.shape[:2], self._shape.value_size)
         if decodes:
             tables, lens = group.block_tables[:decodes], inputs.seq_lens[:decodes]
-            adapters = self._expansion.adapters_of(step)
-            own = None if adapters is None else adapters[:decodes]
-            self._decode(queries[:decodes], tables, lens, out[:decodes], own)
+            expansion = self._expansion.of_tokens(step, slice(0, decodes))
+            self._decode(queries[:decodes], tables, lens, out[:decodes], expansion)
         for number, segment in enumerate(self._plans.segments):
             self._attend_segment(queries, step, number, segment, out)
         return out
@@ -406,9 +405,8 @@ class KernelLatentAttention:
         if len(queries):
             plan_decode(self._plans.workspace, sampled.seq_lens)
             tables = step.inputs.groups[self._group].block_tables.index_select(0, sampled.rows)
-            adapters = self._expansion.adapters_of(step)
-            own = None if adapters is None else adapters.index_select(0, sampled.last)
-            self._decode(queries, tables, sampled.seq_lens, out, own)
+            expansion = self._expansion.of_tokens(step, sampled.last)
+            self._decode(queries, tables, sampled.seq_lens, out, expansion)
         return out
 
     def _rotate_and_cache(self, queries: torch.Tensor, latents: torch.Tensor, step: Step) -> None:
@@ -426,17 +424,16 @@ class KernelLatentAttention:
         tables: torch.Tensor,
         seq_lens: torch.Tensor,
         out: torch.Tensor,
-        adapters: torch.Tensor | None,
+        expansion: LatentExpansion,
     ) -> None:
-        """Attends rows of one token, absorbed; writes to `out` [R, num_heads, value_size].
-        `adapters`: of the rows, as in `LatentExpansion.expand`."""
-        shape, expansion = self._shape, self._expansion
+        """Attends rows of one token, absorbed; writes to `out` [R, num_heads, value_size]."""
+        shape = self._shape
         plain, rotated = queries.split((shape.plain_size, shape.rotary_size), dim=-1)
         sums = latent_decode(
-            expansion.absorb(plain, adapters), rotated, self._cache, tables, seq_lens,
+            expansion.absorb(plain), rotated, self._cache, tables, seq_lens,
             self._plans.workspace, scale=shape.scale, pdl=self._pdl,
         )  # fmt: skip
-        expansion.values_of(sums, out, adapters)
+        expansion.values_of(sums, out)
 
     def _attend_segment(
         self,
@@ -450,11 +447,8 @@ class KernelLatentAttention:
         shape, plans = self._shape, self._plans
         latents = self._cache.flatten(0, 1).index_select(0, self._slots(step, number, segment))
         expanded = plans.expanded[: len(latents)]
-        adapters = self._expansion.adapters_of(step)
-        if adapters is not None:
-            first = step.inputs.query_starts.index_select(0, segment.rows)
-            adapters = adapters.index_select(0, first)
-        self._expansion.expand(latents[:, : shape.latent_size], expanded, adapters)
+        expansion = self._expansion.of_rows(step, segment.rows)
+        expansion.expand(latents[:, : shape.latent_size], expanded)
         latent_prefill(
             queries, expanded, latents[:, shape.latent_size :], segment, plans.state, out,
             plain_size=shape.plain_size, scale=shape.scale, config=plans.config, pdl=self._pdl,

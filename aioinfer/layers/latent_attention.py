@@ -226,20 +226,21 @@ class TorchLatentAttention:
             gathers = plan_gathers(step.host, inputs.block_tables, self._cache, None)
             step.memo[memo] = gathers
         output = queries.new_empty(*queries.shape[:2], self._shape.value_size)
-        adapters = self._expansion.adapters_of(step)
         for gather in gathers:
             tokens = slice(gather.first, gather.first + gather.count)
-            attend = self._attend_decodes if gather.shape[0] else self._attend_row
-            own = None if adapters is None else adapters[tokens]
-            output[tokens] = attend(queries[tokens], latents[tokens], gather, own)
+            attend, own = self._attend_decodes, tokens
+            if not gather.shape[0]:  # one sequence: its first token stands for all
+                attend, own = self._attend_row, slice(gather.first, gather.first + 1)
+            expansion = self._expansion.of_tokens(step, own)
+            output[tokens] = attend(queries[tokens], latents[tokens], gather, expansion)
         return output
 
     def _attend_decodes(
         self, queries: torch.Tensor, latents: torch.Tensor, gather: Gather,
-        adapters: torch.Tensor | None,
+        expansion: LatentExpansion,
     ) -> torch.Tensor:  # fmt: skip
         """Attends one token of each of several sequences, absorbed: the heads are the queries of
-        one product over the latents. `adapters`: of the tokens, as in `LatentExpansion.expand`."""
+        one product over the latents."""
         shape, (rows, length) = self._shape, gather.shape
         assert gather.blocks is not None
         context = self._cache.index_select(0, gather.blocks).flatten(0, 1)
@@ -248,7 +249,7 @@ class TorchLatentAttention:
             context.index_fill_(0, gather.padding, 0)
         context = context.view(rows, 1, -1, shape.cached_size)[:, :, :length]
         plain, rotated = queries.split((shape.plain_size, shape.rotary_size), dim=-1)
-        absorbed = torch.cat((self._expansion.absorb(plain, adapters), rotated), dim=-1)
+        absorbed = torch.cat((expansion.absorb(plain), rotated), dim=-1)
         sums = F.scaled_dot_product_attention(
             absorbed.unsqueeze(1),
             context,
@@ -256,20 +257,18 @@ class TorchLatentAttention:
             attn_mask=gather.mask,
             scale=shape.scale,
         )
-        return self._expansion.values_of(sums.squeeze(1), adapters=adapters)
+        return expansion.values_of(sums.squeeze(1))
 
     def _attend_row(
         self, queries: torch.Tensor, latents: torch.Tensor, gather: Gather,
-        adapters: torch.Tensor | None,
+        expansion: LatentExpansion,
     ) -> torch.Tensor:  # fmt: skip
-        """Attends the tokens of one sequence to everything of it that is in the cache, expanded;
-        `adapters` as in `_attend_decodes`."""
+        """Attends the tokens of one sequence to everything of it that is in the cache, expanded."""
         shape = self._shape
         if gather.blocks is not None:
             latents = self._cache.index_select(0, gather.blocks).flatten(0, 1)[: gather.shape[1]]
         latent, shared = latents.split((shape.latent_size, shape.rotary_size), dim=-1)
-        of_context = None if adapters is None else adapters[:1].expand(len(latent))
-        plain, values = self._expansion.expand(latent, adapters=of_context)
+        plain, values = expansion.expand(latent)
         shared = shared.unsqueeze(1).expand(-1, shape.num_heads, -1)
         keys = torch.cat((plain, shared), dim=-1)
         attended = F.scaled_dot_product_attention(
@@ -320,11 +319,9 @@ def make_latent_attention(
         )
     down = make.column([first, latents], bias=bias)
     latent_norm = make.norm(f"{name}.kv_a_layernorm", shape.latent_size, eps=norm_eps)
-    expanded = [Source(f"{name}.kv_b_proj", heads.times(shape.plain_size + shape.value_size))]
-    columns, slots = Shard.whole(shape.latent_size), backend.adapters
-    adapted = None if slots is None else slots.adapt_rows(expanded, columns)
-    weight = make.weight(expanded, columns)
-    expansion = make.keep(LatentExpansion(weight, local, backend, adapted))
+    expanded = Source(f"{name}.kv_b_proj", heads.times(shape.plain_size + shape.value_size))
+    weight = make.weight([expanded], Shard.whole(shape.latent_size))
+    expansion = make.keep(LatentExpansion(weight, local, expanded, backend))
     output = make.row(f"{name}.o_proj", heads.times(shape.value_size), bias=bias)
     rotary = make.rotary(rope, shape.rotary_size)
     attention = LatentAttention(

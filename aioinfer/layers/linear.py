@@ -8,6 +8,7 @@ How a weight is stored, loaded and multiplied is up to its format (`formats`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -227,16 +228,18 @@ class LatentExpansion:
         weight: of the projection, as it is loaded; head by head the keys' channels, then the
             values'.
         shape: of this rank.
+        source: the checkpoint module.
         backend: of the rank.
-        adapted: what adapters add to the projection; None where there are none.
     """
 
-    def __init__(
-        self, weight: Weight, shape: LatentShape, backend: Backend,
-        adapted: RowProduct | None = None,
-    ):  # fmt: skip
+    def __init__(self, weight: Weight, shape: LatentShape, source: Source, backend: Backend):
         self._weight: Weight | None = weight
-        self._adapted = adapted
+        #: what adapters add; and the adapter slot of each row, negative for none
+        self._adapted: RowProduct | None = None
+        self._adapters: torch.Tensor | None = None
+        if backend.adapters is not None:
+            columns = Shard.whole(shape.latent_size)
+            self._adapted = backend.adapters.adapt_rows([source], columns)
         self._shape = shape
         self._backend = backend
         self._matrix: torch.Tensor | None = None
@@ -262,10 +265,24 @@ class LatentExpansion:
         assert self._matrix is not None, "finalize was not called"
         return self._matrix
 
-    def adapters_of(self, step: Step) -> torch.Tensor | None:
-        """Returns the adapter slot of each of a step's tokens (int32 [T], negative for none), for
-        the arguments `adapters` below; None where no token may have one."""
-        return None if self._adapted is None else self._adapted.adapters_of(step)
+    def of_tokens(self, step: Step, tokens: slice | torch.Tensor) -> LatentExpansion:
+        """Returns the projection as some tokens of a step have it, with their adapters: for as many
+        latents, queries or sums; `tokens`: which of the step's, integers [N] or a slice."""
+        given = None if self._adapted is None else self._adapted.adapters_of(step)
+        return self if given is None else self._with(given[tokens])
+
+    def of_rows(self, step: Step, rows: torch.Tensor) -> LatentExpansion:
+        """Returns the projection as the sequences of some rows of a step have it, integers [N];
+        see `of_tokens`."""
+        given = None if self._adapted is None else self._adapted.adapters_of(step)
+        if given is None:
+            return self
+        return self._with(given[step.inputs.query_starts[rows]])
+
+    def _with(self, adapters: torch.Tensor) -> LatentExpansion:
+        bound = copy.copy(self)
+        bound._adapters = adapters
+        return bound
 
     @property
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,60 +296,54 @@ class LatentExpansion:
         return by_head[:, : self._shape.plain_size], by_head[:, self._shape.plain_size :]
 
     def expand(
-        self, latents: torch.Tensor, out: torch.Tensor | None = None,
-        adapters: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, latents: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys [N, num_heads, plain_size] and values [N, num_heads, value_size] of latents
         [N, latent_size], as views of one tensor.
 
         Args:
             out: [N, num_heads * (plain_size + value_size)] to write to; by default a new tensor.
-            adapters: int32 [N], the adapter slot of each latent; None where none has one.
         """
         shape = self._shape
         if out is None:
             out = F.linear(latents, self.matrix)
         else:
             torch.mm(latents, self.matrix.t(), out=out)
-        if self._adapted is not None and adapters is not None:
-            self._adapted.add_rows(latents, out, adapters)
+        if self._adapted is not None and self._adapters is not None:
+            self._adapted.add_rows(latents, out, self._adapters)
         both = out.view(len(latents), shape.num_heads, shape.plain_size + shape.value_size)
         keys, values = both.split((shape.plain_size, shape.value_size), dim=-1)
         return keys, values
 
-    def absorb(self, queries: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
         """Returns queries over latents [T, num_heads, latent_size] for queries [T, num_heads,
-        plain_size]; adapters: of the tokens, as in `expand`. With W + B A in the place of W, W^T q
-        becomes W^T q + A^T (B^T q)."""
+        plain_size]. With adapters, W + B A in the place of W, W^T q becomes W^T q + A^T (B^T q)."""
         weight, _ = self._parts
         shape = len(queries), self._shape.num_heads, self._shape.latent_size
         absorbed = queries.new_empty(shape)
         torch.bmm(queries.transpose(0, 1), weight, out=absorbed.transpose(0, 1))
-        if self._adapted is not None and adapters is not None:
+        if self._adapted is not None and self._adapters is not None:
             up, _ = self._of_heads(self._adapted.up)
-            shrunk = self._adapted.keep_own(torch.bmm(queries.transpose(0, 1), up), adapters)
+            shrunk = torch.bmm(queries.transpose(0, 1), up)
+            shrunk = self._adapted.keep_own(shrunk, self._adapters)
             absorbed.add_((shrunk @ self._adapted.down).transpose(0, 1))
         return absorbed
 
-    def values_of(
-        self, sums: torch.Tensor, out: torch.Tensor | None = None,
-        adapters: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def values_of(self, sums: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns outputs [T, num_heads, value_size] for sums of latents [T, num_heads,
         latent_size].
 
         Args:
             out: to write to; by default a new tensor.
-            adapters: of the tokens, as in `expand`.
         """
         _, weight = self._parts
         if out is None:
             out = sums.new_empty(len(sums), self._shape.num_heads, self._shape.value_size)
         torch.bmm(sums.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
-        if self._adapted is not None and adapters is not None:
+        if self._adapted is not None and self._adapters is not None:
             _, up = self._of_heads(self._adapted.up)
             shrunk = (sums @ self._adapted.down.t()).transpose(0, 1)
-            shrunk = self._adapted.keep_own(shrunk, adapters)
+            shrunk = self._adapted.keep_own(shrunk, self._adapters)
             out.add_(torch.bmm(shrunk, up.transpose(1, 2)).transpose(0, 1))
         return out
 

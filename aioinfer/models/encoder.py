@@ -98,9 +98,6 @@ class EncoderModel(BuiltModel):
         layer: returns layer `number`, made by a maker.
         embedding: before the layers.
         norm: behind the layers, or none.
-
-    Raises:
-        ConfigError: there are to be adapters.
     """
 
     finishes_with_hidden_states = True
@@ -116,8 +113,6 @@ class EncoderModel(BuiltModel):
         embedding: EncoderEmbedding,
         norm: Norm | None = None,
     ):
-        if make.backend.adapters is not None:
-            raise ConfigError("adapters (lora) are not supported for encoders")
         self._make, self.backend = make, make.backend
         self.hidden_size = self.stream_size = config.hidden_size
         self.vocabulary = embedding.words.vocabulary

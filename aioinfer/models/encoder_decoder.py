@@ -128,9 +128,6 @@ class EncoderDecoderModel(DecoderModel):
         config, make, layer, options: as in `DecoderModel`.
         encoder: made on the device "meta".
         lengths: of sources, those of the layers' cross attention.
-
-    Raises:
-        ConfigError: there are to be adapters.
     """
 
     def __init__(
@@ -143,10 +140,6 @@ class EncoderDecoderModel(DecoderModel):
         lengths: SourceLengths,
         **options: Any,
     ):
-        if make.backend.adapters is not None:
-            raise ConfigError(
-                "adapters (lora) are not supported for models with an encoder before the decoder"
-            )
         super().__init__(config, make, layer, **options)
         encoder.place(make.backend)
         self.encoder: SourceEncoder = make.keep(encoder)

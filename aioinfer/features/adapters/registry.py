@@ -29,6 +29,8 @@ from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ParallelGroup
 from aioinfer.models.decoder import DecoderModel
+from aioinfer.models.encoder import EncoderModel
+from aioinfer.models.encoder_decoder import EncoderDecoderModel
 from aioinfer.models.registry import build_model
 
 #: The modules that adapters may change.
@@ -224,13 +226,16 @@ def _unknown(name: str) -> RequestError:
 
 def adaptable_modules(folder: Path, config: Config) -> Modules:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
-    it is not built from our layers."""
+    it is not built from our layers. Raises `ConfigError` for a model with an encoder."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)
     slots = AdapterSlots(
         1, 1, torch.float32, device, uses_kernels=False, has_experts=config.lora.experts,
         has_embeddings=config.lora.embeddings, max_prompt_tokens=config.lora.max_prompt_tokens,
     )  # fmt: skip
     backend = Backend(device, torch.float32, group, adapters=slots)
-    if not isinstance(build_model(folder, backend, config.model), DecoderModel):
+    model = build_model(folder, backend, config.model)
+    if isinstance(model, (EncoderModel, EncoderDecoderModel)):
+        raise ConfigError("adapters (lora) are not supported for models with an encoder")
+    if not isinstance(model, DecoderModel):
         return {}
     return slots.modules
