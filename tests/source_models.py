@@ -34,6 +34,12 @@ _SHAPE = {
     "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "init_std": 0.2,
     "bos_token_id": END, "eos_token_id": END, "pad_token_id": END,
 }  # fmt: skip
+_T5 = {
+    "vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2,
+    "num_decoder_layers": 3, "n_positions": 128, "decoder_start_token_id": 0, "eos_token_id": 297,
+    "pad_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "initializer_factor": 3.0,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -41,6 +47,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **_SHAPE, "vocab_size": VOCAB, "num_mel_bins": 20, "max_target_positions": 128,
             "max_source_positions": SECONDS * 50,
             "decoder_start_token_id": ID["<|startoftranscript|>"],
+        },
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            **_SHAPE, "vocab_size": 300, "max_position_embeddings": 128, "bos_token_id": 296,
+            "eos_token_id": 297, "pad_token_id": 298, "decoder_start_token_id": 297,
+            "forced_eos_token_id": None, "scale_embedding": True,
+        },
+    ),
+    "t5": ("T5ForConditionalGeneration", {**_T5, "feed_forward_proj": "relu"}),
+    "flan_t5": (
+        "T5ForConditionalGeneration",
+        {
+            **_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+            "scale_decoder_outputs": False,
         },
     ),
 }  # fmt: skip
@@ -66,6 +88,8 @@ def save_model(name: str, folder: Path, **fields: Any) -> Any:
         generation.max_initial_timestamp_index = 50
         generation.suppress_tokens = SUPPRESSED
         generation.begin_suppress_tokens = FIRST_SUPPRESSED
+    if name == "bart":
+        model.generation_config.forced_bos_token_id = 296
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model

@@ -17,6 +17,7 @@ import transformers
 from aioinfer.config import Config, MediaConfig, ModelConfig
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, SpeechTokens, Transcriber
+from aioinfer.errors import RequestError
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import LLM, Output
 from aioinfer.models.mel import log_mel, mel_filters
@@ -43,7 +44,11 @@ Turn = tuple[list[int], Any]
 _START = [ID[f"<|{name}|>"] for name in ("startoftranscript", "de", "transcribe", "notimestamps")]
 _LONG = [ID["<|startofprev|>"], *range(65, 95), *_START]
 SOUNDS = [sound(0.7, 1), sound(2.0, 2), sound(1.3, 3)]
+TEXTS = [[*range(40, 90, 3), 297], [70] * 60 + [297], [99, 50], [*range(40, 90, 3), 297]]
+SUPPRESSING = ("suppress_tokens", "begin_suppress_tokens")
 TURNS: dict[str, list[Turn]] = {
+    **{name: [([0], text) for text in TEXTS] for name in ("t5", "flan_t5")},
+    "bart": [([297, 296], text) for text in TEXTS],
     "whisper": [(_START, SOUNDS[0]), (_LONG, SOUNDS[1]), (_START, SOUNDS[1]), (_LONG, SOUNDS[2])],
 }
 
@@ -59,8 +64,9 @@ class Saved(NamedTuple):
         return TURNS[self.name]
 
 
-#: All but one are tested beside `make test` where it takes processes.
+#: For tests of one family, the others being tested beside `make test`; and of all.
 EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in MODELS if name != "whisper"]
+ONE = pytest.mark.parametrize("saved", ["whisper", *EXTENDED], indirect=True)
 EVERY = pytest.mark.parametrize("saved", MODELS, indirect=True)
 
 
@@ -126,10 +132,11 @@ def test_all_together(saved: Saved) -> None:
     with opened(saved) as llm:
         outputs = generate(llm, saved.turns)
         check(saved, saved.turns, outputs)
-        assert len({tuple(output.token_ids) for output in outputs}) == len(saved.turns)
+        given = {(tuple(start), len(source), sum(source)) for start, source in saved.turns}
+        assert len({tuple(output.token_ids) for output in outputs}) == len(given)
 
 
-@EVERY
+@ONE
 def test_chunks_and_one_source_a_step(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MediaConfig, "encoder_budget", 1)
     settings = {
@@ -140,7 +147,7 @@ def test_chunks_and_one_source_a_step(saved: Saved, monkeypatch: pytest.MonkeyPa
         check(saved, saved.turns, generate(llm, saved.turns))
 
 
-@EVERY
+@ONE
 def test_preempted_requests_begin_again_with_their_source(saved: Saved) -> None:
     with opened(saved, **{"cache.num_blocks": 5}) as llm:
         outputs = generate(llm, [*saved.turns, *saved.turns])
@@ -148,17 +155,21 @@ def test_preempted_requests_begin_again_with_their_source(saved: Saved) -> None:
         assert any(output.completions[0].num_preemptions for output in outputs)
 
 
-@EVERY
+@ONE
 def test_a_source_that_is_known_is_not_encoded_again(saved: Saved) -> None:
     with opened(saved) as llm:
         calls = encoder_calls(llm)
         for _ in range(2):
             for turn in saved.turns:
                 check(saved, [turn], generate(llm, [turn]))
-        assert sum(calls) == len({id(source) for _, source in saved.turns})
+        assert sum(calls) == num_sources(saved)
         llm.run(reset(llm))
         check(saved, saved.turns[:1], generate(llm, saved.turns[:1]))
-        assert sum(calls) == len({id(source) for _, source in saved.turns}) + 1
+        assert sum(calls) == num_sources(saved) + 1
+
+
+def num_sources(saved: Saved) -> int:
+    return len({tuple(np.asarray(source).tolist()) for _, source in saved.turns})
 
 
 async def reset(llm: LLM) -> None:
@@ -180,7 +191,7 @@ def encoder_calls(llm: LLM) -> list[int]:
     return calls
 
 
-@EVERY
+@ONE
 def test_sequences_and_beams_of_one_source(saved: Saved) -> None:
     start, source = saved.turns[0]
     with opened(saved) as llm:
@@ -193,12 +204,13 @@ def test_sequences_and_beams_of_one_source(saved: Saved) -> None:
     expected = saved.model.generate(
         **encoder_inputs(saved.name, source, saved.model),
         decoder_input_ids=torch.tensor([start]), num_beams=3, max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS, do_sample=False, suppress_tokens=None, begin_suppress_tokens=None,
+        min_new_tokens=TOKENS, do_sample=False, use_cache=False,
+        **(dict.fromkeys(SUPPRESSING) if saved.name == "whisper" else {}),
     )  # fmt: skip
     assert found.token_ids == expected[0].tolist()[-TOKENS:]
 
 
-@pytest.mark.parametrize("saved", ["whisper", *EXTENDED], indirect=True)
+@ONE
 def test_two_tensor_parallel_ranks(saved: Saved) -> None:
     settings = {"parallel.tensor_parallel_size": 2, "parallel.executor": "multiprocess"}
     with opened(saved, **settings) as llm:
@@ -257,3 +269,24 @@ def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:
     assert [(each.start, each.end, each.text) for each in found] == [(1.1, 1.5, "a")]
     assert transcriber.segments(recording, 1, [time(0.0), time(0.2)]) == []
     transcriber.shutdown()
+
+
+@pytest.mark.parametrize("saved", ["bart"], indirect=True)
+def test_texts_and_token_ids_are_what_the_encoder_reads(saved: Saved) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with opened(saved) as llm:
+        ids = [*llm.run(llm.frontend.encode("abc"))]
+        text, listed = llm.generate(["abc", ids], params)
+        assert text.token_ids == listed.token_ids
+        assert text.prompt_token_ids == listed.prompt_token_ids == ids
+        for prompt, message in (
+            ([], "is empty"),
+            ([5] * 129, "encoder takes 128"),
+            ([300], "vocab"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                llm.generate([prompt], params)
+        with pytest.raises(RequestError, match="prompt_logprobs is not supported"):
+            llm.generate([[5]], replace(params, prompt_logprobs=0))
+        with pytest.raises(RequestError, match="does not transcribe"):
+            llm.frontend.require_transcriber()

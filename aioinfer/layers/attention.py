@@ -15,6 +15,7 @@ import torch
 
 from aioinfer.ipc.kv_spec import AttentionSpec
 from aioinfer.layers.backend import Backend
+from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.kv_cache import AttentionShape, KVCache, KVScales
 from aioinfer.layers.layer import LayerCache, Mixer
 from aioinfer.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -111,6 +112,7 @@ class Attention(Mixer):
             has no value, so that a head may attend to nothing (gpt-oss, OpenAI 2025; after
             "attention sinks", Xiao et al. 2023); or none.
         slopes: float32 [num_heads], of ALiBi (see `TorchAttention`), or none.
+        distance_bias: of the scores, or none; the kernels do not have it.
         gated: whether outputs are multiplied with the sigmoid of gates, which the projection has
             behind each head's queries in the checkpoint.
         norm: of the residual stream before the projection, or none.
@@ -137,6 +139,7 @@ class Attention(Mixer):
         qk_norm_rule: QKNorms | None = None,
         sinks: HeadVector | None = None,
         slopes: torch.Tensor | None = None,
+        distance_bias: DistanceBias | None = None,
         gated: bool = False,
         norm: Norm | None = None,
         post_norm: Norm | None = None,
@@ -154,7 +157,7 @@ class Attention(Mixer):
         if qk_norms is not None and self._norm_rule.is_fused:
             self._fused_norms = _as_fused(*qk_norms)
         self._sinks = None if sinks is None else sinks.values
-        self._slopes = slopes
+        self._slopes, self._distance_bias = slopes, distance_bias
         self._gated = gated
         self._qkv_size = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
         self._norm, self._post_norm = norm, post_norm
@@ -214,6 +217,8 @@ class Attention(Mixer):
         """See `Mixer.lacks`."""
         from aioinfer.layers.kernel_attention import supports
 
+        if self._distance_bias is not None:
+            return "biases by distance"
         is_supported = supports(self.shape, block_size)
         return None if is_supported else f"head size {self.shape.head_size}"
 
@@ -236,10 +241,12 @@ class Attention(Mixer):
         """Returns the attention without Triton kernels: decodes by compiled kernels where weights
         are multiplied by such, too, all else in torch."""
         is_plain = self._sinks is None and self._slopes is None and not self._norm_rule.after_rope
-        is_plain = is_plain and not self.is_read
+        is_plain = is_plain and not self.is_read and self._distance_bias is None
         if self._compiled and is_plain and supports(self.shape, self._rotary, self.cache):
             return CompiledAttention(self.shape, self.group, self.cache, self._rotary)
-        attention = TorchAttention(self.shape, self.group, self._sinks, self._slopes)
+        attention = TorchAttention(
+            self.shape, self.group, self._sinks, self._slopes, self._distance_bias
+        )
         attention.is_read = self.is_read
         return attention
 
@@ -420,6 +427,7 @@ def make_attention(
     projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     merged: str | None = None, merged_by_group: bool = False, gated: bool = False,
     value_norm: bool = False, input_size: int | None = None, key_bias: bool = True,
+    distance_bias: DistanceBias | None = None,
 ) -> Attention:  # fmt: skip
     """Returns the attention of the checkpoint module `name`.
 
@@ -444,6 +452,7 @@ def make_attention(
             many as channels; the projection of queries has them behind each head's queries.
         input_size: channels that the projection takes, if not those of the residual stream.
         value_norm: whether an RMSNorm without a weight is applied to each head's values.
+        distance_bias: of the scores, or none.
     """
     heads, kv_heads = head_shards(num_heads, num_kv_heads, make.backend.group)
     device, scale = make.backend.device, head_size**-0.5 if scale is None else scale
@@ -471,6 +480,7 @@ def make_attention(
         qk_norm_rule=qk_norms,
         sinks=make.keep(HeadVector(f"{name}.sinks", heads, device)) if sinks else None,
         slopes=(alibi_slopes(heads) * alibi).to(device) if alibi else None, gated=gated,
+        distance_bias=distance_bias,
         norm=norm, post_norm=post_norm, residual_scale=residual_scale,
         compiled=make.has_compiled_weights, value_norm_eps=make.norm_eps if value_norm else None,
         backend=make.backend,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -237,9 +237,9 @@ def make_bidirectional_attention(
 
 
 def make_distance_bias(
-    make: PartMaker, name: str, *, num_buckets: int, num_heads: int, max_len: int
+    make: PartMaker, name: str, *, num_buckets: int, num_heads: int, max_len: int, **options: Any
 ) -> DistanceBias:
     """Returns the bias of the checkpoint module `name`, for heads and texts of all ranks together;
     arguments as in `DistanceBias`."""
     heads, _ = head_shards(num_heads, num_heads, make.backend.group)
-    return make.keep(DistanceBias(name, num_buckets, heads, max_len, make.backend))
+    return make.keep(DistanceBias(name, num_buckets, heads, max_len, make.backend, **options))

@@ -16,6 +16,7 @@ from itertools import takewhile
 import torch
 import torch.nn.functional as F
 
+from aioinfer.layers.distance_bias import DistanceBias
 from aioinfer.layers.kv_cache import AttentionShape, KVCache
 from aioinfer.layers.rotary import RotaryTable
 from aioinfer.layers.step import HostRows, Step
@@ -36,6 +37,8 @@ class Gather:
         padding: int64 [m], the positions of gathered keys past their sequence's end.
         distances: float32, how far each key is behind the query, negative for later keys: [rows, 1,
             1, tokens of the longest], or [count, tokens] of one row.
+        bias: what is added to the scores where there is a bias by distance, once a layer has
+            computed it for all.
     """
 
     first: int
@@ -45,6 +48,7 @@ class Gather:
     mask: torch.Tensor | None
     padding: torch.Tensor | None = None
     distances: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 class TorchAttention:
@@ -58,6 +62,7 @@ class TorchAttention:
         slopes: float32 [num_heads], of each query head how much a key's score falls with every
             token between the key and the query (ALiBi, Press et al. 2022), after scale and soft
             cap; or none.
+        distance_bias: added to the scores, in layers whose heads share no keys; or none.
 
     Attributes:
         is_read: whether later layers read the cache: a step then keeps what is written to it.
@@ -71,11 +76,12 @@ class TorchAttention:
         group: int,
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
+        distance_bias: DistanceBias | None = None,
     ):
         self._shape = shape
         self._group = group
         self._sinks = None if sinks is None else sinks.view(shape.num_kv_heads, -1)
-        self._slopes = slopes
+        self._slopes, self._distance_bias = slopes, distance_bias
 
     def __call__(
         self,
@@ -133,7 +139,7 @@ class TorchAttention:
             tables = step.inputs.groups[self._group].block_tables
             gathers = plan_gathers(
                 step.host, tables, cache.keys, self._shape.window, dtype,
-                with_distances=self._slopes is not None,
+                with_distances=self._slopes is not None or self._distance_bias is not None,
             )  # fmt: skip
             step.memo[memo] = gathers
         return gathers
@@ -201,7 +207,11 @@ class TorchAttention:
 
     def _mask_of(self, gather: Gather, queries: torch.Tensor) -> torch.Tensor | None:
         """Returns what is added to the scores of queries [B, H, Q, D]: the gather's mask, and what
-        distances take from them with ALiBi."""
+        distances take from them with ALiBi, or add by a bias."""
+        if self._distance_bias is not None:
+            if gather.bias is None:
+                gather.bias = self._bias_of(gather, self._distance_bias).to(queries.dtype)
+            return gather.bias
         if self._slopes is None:
             return gather.mask
         assert gather.distances is not None
@@ -209,6 +219,16 @@ class TorchAttention:
         taken = self._slopes.view(queries.shape[1], -1, 1) * gather.distances
         mask = (-taken).masked_fill_(gather.distances < 0, -torch.inf).to(queries.dtype)
         return mask if gather.mask is None else mask + gather.mask
+
+    @staticmethod
+    def _bias_of(gather: Gather, bias: DistanceBias) -> torch.Tensor:
+        """Returns the biases of a gather's scores, with its mask."""
+        assert gather.distances is not None
+        found = bias.of_keys_before(gather.distances)
+        if gather.shape[0]:  # decodes: [heads, rows, 1, 1, tokens]
+            found = found.squeeze(2).transpose(0, 1)
+        found = found.masked_fill(gather.distances < 0, -torch.inf)
+        return found if gather.mask is None else found + gather.mask
 
     @staticmethod
     def _gather(

@@ -157,8 +157,10 @@ class EncoderDecoderModel(DecoderModel):
                 mixer.write(source, block)
 
     def is_unused(self, name: str) -> bool:
-        """See `BuiltModel`: heads that are tied may be there all the same."""
-        return name == "proj_out.weight" or super().is_unused(name)
+        """See `BuiltModel`: copies of tied embeddings may be there all the same, and the bias of
+        BART's logits, which is zero."""
+        copies = ("proj_out.weight", ".embed_tokens.weight", "final_logits_bias")
+        return name.endswith(copies) or super().is_unused(name)
 
     def describe(self, block_size: int) -> str:
         """See `CausalLM.describe`."""

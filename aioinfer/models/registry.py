@@ -24,6 +24,7 @@ from aioinfer.models.vision.registry import read_vision
 #: The modules of this package that define families. Each names its architectures in `FAMILIES`.
 MODULES = [
     "bamba",
+    "bart",
     "bert",
     "cohere2",
     "deepseek",
@@ -58,6 +59,7 @@ MODULES = [
     "qwen_moe",
     "seed_oss",
     "stablelm",
+    "t5",
     "whisper",
 ]
 

@@ -25,18 +25,24 @@ SHAPES: dict[str, dict[bool, dict[str, Any]]] = {
         True: {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
         False: {},
     },
+    "bart": {
+        True: {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+        False: {},
+    },
+    "flan_t5": {False: {}},  # biases by distance are computed in plain torch
 }
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "kernels"), [(name, kernels) for name, given in SHAPES.items() for kernels in given]
+)
 def test_tokens_are_transformers_s(
     name: str, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MediaConfig, "encoder_budget", 200)
     model = save_model(name, tmp_path, **SHAPES[name][kernels])
     settings = engine_settings(
-        parallel__executor="inline", scheduler__max_num_batched_tokens=48,
+        parallel__executor="inline", scheduler__max_num_batched_tokens=96,
         cache__enable_prefix_caching=True, model__max_model_len=128,
     )  # fmt: skip
     turns = [*TURNS[name], *TURNS[name]]

@@ -1,0 +1,168 @@
+"""BART (Lewis et al. 2019): LayerNorm behind each part, and learned positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.layers.cross_attention import SourceLengths
+from aioinfer.layers.layer import Layer, Part
+from aioinfer.layers.maker import LayerMaker
+from aioinfer.layers.stream_norm import StreamNorm
+from aioinfer.models.config import renamed
+from aioinfer.models.encoder_decoder import (
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    EncoderLayer,
+    SourceEncoder,
+    encoder_fields,
+)
+
+_NAMES = {
+    "d_model": "hidden_size",
+    "decoder_layers": "num_hidden_layers",
+    "decoder_attention_heads": "num_attention_heads",
+    "decoder_ffn_dim": "intermediate_size",
+    "activation_function": "hidden_act",
+}
+#: The first rows of the tables of positions are of none.
+_FIRST_POSITION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BartConfig(EncoderDecoderConfig):
+    """BART's configuration. `embedding_scale`: of the tokens' embeddings."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "activation_function": "gelu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+    embedding_scale: float
+
+    @classmethod
+    def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Renames fields."""
+        return renamed({**cls.DEFAULTS, **config}, _NAMES)
+
+    @classmethod
+    def own_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads the encoder's shape. Raises `ConfigError` for what mBART and Blenderbot have."""
+        if config.get("normalize_before") or config.get("add_final_layer_norm"):
+            raise ConfigError("norms before the parts of a layer are not supported")
+        length = config["max_position_embeddings"]
+        return {
+            **encoder_fields(config),
+            "max_values": length,
+            "max_source_len": length,
+            "embedding_scale": config["hidden_size"] ** 0.5
+            if config.get("scale_embedding")
+            else 1.0,
+        }
+
+
+class BartEncoder(SourceEncoder):
+    """Embeddings of tokens and positions, normed, and layers that are normed behind their parts."""
+
+    prefix = "model."
+
+    def __init__(self, config: BartConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self._scale = config.embedding_scale
+        self.shared = torch.nn.Embedding(config.vocab_size, size)
+        self.encoder = torch.nn.Module()
+        positions = config.max_source_len + _FIRST_POSITION
+        self.encoder.embed_positions = torch.nn.Embedding(positions, size)
+        self.encoder.layernorm_embedding = torch.nn.LayerNorm(size)
+        self.encoder.layers = torch.nn.ModuleList(
+            EncoderLayer(
+                size, config.encoder_heads, config.encoder_size, config.activation,
+                norms_before=False,
+            )
+            for _ in range(config.encoder_layers)
+        )  # fmt: skip
+
+    def encode(self, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """See `SourceEncoder.encode`."""
+        return [self._encode(source) for source in sources]
+
+    def _encode(self, ids: torch.Tensor) -> torch.Tensor:
+        positions: Any = self.encoder.embed_positions
+        norm: Any = self.encoder.layernorm_embedding
+        layers: Any = self.encoder.layers
+        placed = positions.weight[_FIRST_POSITION : _FIRST_POSITION + len(ids)]
+        hidden = norm(self.shared(ids) * self._scale + placed)[None]
+        for layer in layers:
+            hidden = layer(hidden)
+        return hidden[0]
+
+
+class BartModel(EncoderDecoderModel):
+    """Attention, cross attention and an MLP, each with the norm of the stream behind it; the last
+    of these norms is the model's."""
+
+    def __init__(self, config: BartConfig, make: LayerMaker):
+        lengths, last = SourceLengths(make.backend.device), config.num_layers - 1
+
+        def layer(number: int) -> Layer:
+            prefix = f"model.decoder.layers.{number}"
+
+            def behind(name: str) -> Part:
+                return StreamNorm(make.layer_norm(f"{prefix}.{name}"))
+
+            attention = make.attention(
+                f"{prefix}.self_attn",
+                **{**config.attention_shape(number), "rope": None},
+                norm=None,
+                bias=True,
+                output_bias=True,
+                projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+            )
+            cross = make.cross_attention(
+                f"{prefix}.encoder_attn",
+                num_heads=config.num_heads,
+                head_size=config.head_size,
+                source_size=config.hidden_size,
+                max_len=config.max_source_len,
+                norm=None,
+                lengths=lengths,
+                bias=True,
+            )
+            mlp = make.mlp(
+                f"{prefix}.fc1",
+                f"{prefix}.fc2",
+                config.intermediate_size,
+                norm=None,
+                activation=config.activation,
+                bias=True,
+            )
+            first = "model.decoder.layernorm_embedding"
+            before = [] if number else [StreamNorm(make.layer_norm(first))]
+            after = [] if number == last else [behind("final_layer_norm")]
+            norms = behind("self_attn_layer_norm"), behind("encoder_attn_layer_norm")
+            return Layer([*before, attention, norms[0], cross, norms[1], mlp, *after])
+
+        scale = config.embedding_scale
+        embedding = make.embedding("model.shared", config.vocab_size, scale=scale)
+        with torch.device("meta"):
+            encoder = BartEncoder(config)
+        super().__init__(
+            config,
+            make,
+            layer,
+            encoder=encoder,
+            lengths=lengths,
+            embedding=embedding,
+            norm=make.layer_norm(f"model.decoder.layers.{last}.final_layer_norm"),
+            positions=make.positions(
+                "model.decoder.embed_positions", config.max_len, offset=_FIRST_POSITION
+            ),
+            layers_name="model.decoder.layers",
+        )
+
+
+FAMILIES = {"BartForConditionalGeneration": (BartConfig, BartModel)}

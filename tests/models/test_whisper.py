@@ -1,0 +1,108 @@
+"""Whisper base out of two packages: it writes down what espeak-ng says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from aioinfer import LLM
+from aioinfer.config import MediaConfig
+from aioinfer.media.sound import decode_sound
+from tests.models.ctranslate2 import convert_whisper
+
+SENTENCE = "My name is Robert and I live in London. Please open the window and close the door."
+RATE = 16_000
+
+
+@pytest.fixture(scope="module")
+def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    converted = tmp_path_factory.mktemp("whisper")
+    convert_whisper(pytestconfig.getoption("--models") / "whisper-base", converted)
+    return converted
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The sentence, as a WAV file."""
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("needs espeak-ng")
+    file = tmp_path_factory.mktemp("speech") / "speech.wav"
+    command = ["espeak-ng", "-v", "en-us", "-s", "140", "-w", str(file), SENTENCE]
+    subprocess.run(command, check=True)
+    return file.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whisper(folder: Path) -> Iterator[LLM]:
+    settings = {"model.dtype": "float32", "cache.cpu_memory_gib": 0.7}
+    with LLM(str(folder), settings=settings) as llm:
+        yield llm
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower())
+
+
+def transcribe(llm: LLM, data: bytes, *, has_times: bool = False) -> tuple[Any, list[Any]]:
+    """Returns the recording and the outputs of its parts."""
+    transcriber = llm.frontend.require_transcriber()
+
+    async def run() -> tuple[Any, list[Any]]:
+        recording = await transcriber.read(data, "file")
+        prompts: list[Any] = transcriber.prompts(
+            recording, "en", "transcribe", text="", has_times=has_times, max_len=448
+        )
+        params = [transcriber.params(0.0, has_times=has_times, logprobs=False)] * len(prompts)
+        return recording, await llm._generate(prompts, params, [0] * len(prompts))
+
+    return llm.run(run())
+
+
+def test_a_spoken_sentence_is_written_down(whisper: LLM, speech: bytes) -> None:
+    _, (output,) = transcribe(whisper, speech)
+    assert words(output.text) == words(SENTENCE)
+
+
+def test_sentences_have_their_times(whisper: LLM, speech: bytes) -> None:
+    recording, (output,) = transcribe(whisper, speech, has_times=True)
+    segments = whisper.frontend.require_transcriber().segments(recording, 0, output.token_ids)
+    assert words("".join(each.text for each in segments)) == words(SENTENCE)
+    assert 0 <= segments[0].start < 1
+    assert recording.duration - 1.5 < segments[-1].end <= recording.duration
+
+
+def test_the_tokens_are_transformers_s(whisper: LLM, speech: bytes, folder: Path) -> None:
+    _, (output,) = transcribe(whisper, speech)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32
+    )
+    samples = decode_sound(speech, RATE, MediaConfig(), "file")
+    extract = transformers.WhisperFeatureExtractor(feature_size=80)
+    features = extract(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    start = torch.tensor([[50258, 50259, 50359, 50363]])
+    found = model.generate(
+        features, decoder_input_ids=start, max_new_tokens=60, return_timestamps=False
+    )
+    expected = [each for each in found[0].tolist() if each not in start]
+    assert output.token_ids[: len(expected)] == expected
+    assert len(output.token_ids) <= len(expected) + 1  # its end
+
+
+def test_a_long_file_is_cut_between_sentences(whisper: LLM, speech: bytes) -> None:
+    samples = decode_sound(speech, RATE, MediaConfig(), "file")
+    pause = np.zeros(RATE // 2, np.float32)
+    long = np.concatenate([samples, pause] * 9)[: -len(pause)]
+    from tests.test_sound import wav
+
+    recording, outputs = transcribe(whisper, wav(long))
+    assert len(recording.parts) > 1
+    assert words(" ".join(output.text for output in outputs)) == words(SENTENCE) * 9
