@@ -205,9 +205,10 @@ export class Chat {
       save();
     });
     turn.add(answer, label);
+    let isWhole = false;
     try {
       await coming;
-      if (!answer.message) throw new Error("The model answered nothing.");
+      isWhole = true;
     } catch (error) {
       if (error.name !== "AbortError") {
         answer.fail(error);
@@ -215,6 +216,7 @@ export class Chat {
       }
     }
     answer.finish();
+    if (isWhole && !answer.message) answer.fail(new Error("The model answered nothing."));
     this.#running.delete(answer);
     save();
     if (conversation !== this.#conversation) return node; // its turn is not shown any more

@@ -132,7 +132,7 @@ function nextTable(node) {
 
 /** Divides the long lists among the blocks of a text that came as a whole. */
 export function divide(container) {
-  for (const list of container.querySelectorAll(":scope > :is(ul, ol)"))
+  for (const list of [...container.children].filter((node) => node.matches("ul, ol")))
     for (let part = list; part.children.length > 2 * PART;)
       part = nextPart(part, [...part.children].slice(PART));
 }

@@ -10,6 +10,7 @@ import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
+const MOST = 1000; // characters of a rendering: more may have come, while a tab was hidden or all at once
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
@@ -29,7 +30,8 @@ export class MarkdownView {
   text = "";
   #container;
   #around;
-  #rest = ""; // the text behind the final blocks
+  #waiting = ""; // what was appended and is not rendered yet
+  #rest = ""; // the text behind the final blocks, as far as it is rendered
   #nodes = []; // of that text, one for each block
   #grown = null; // the first of these blocks, where a part of it is final
   #references = {}; // the link definitions of final blocks
@@ -49,7 +51,11 @@ export class MarkdownView {
   /** Appends text, to be rendered soon. */
   append(text) {
     this.text += text;
-    this.#rest += text;
+    this.#waiting += text;
+    this.#renderSoon();
+  }
+
+  #renderSoon() {
     if (this.#timer || this.#frame) return;
     this.#timer = setTimeout(() => {
       this.#timer = 0;
@@ -57,14 +63,17 @@ export class MarkdownView {
     }, this.#pause);
   }
 
-  /** Renders what was appended, now. */
-  render() {
+  /** Renders what was appended, now: at most so many characters, and the others soon. */
+  render(most = MOST) {
     clearTimeout(this.#timer);
     cancelAnimationFrame(this.#frame);
     this.#timer = this.#frame = 0;
     const begin = performance.now();
+    this.#rest += this.#waiting.slice(0, most);
+    this.#waiting = this.#waiting.slice(most);
     this.#around(() => this.#update());
     this.#pause = PAUSE * (performance.now() - begin);
+    if (this.#waiting) this.#renderSoon();
   }
 
   /**
@@ -72,17 +81,16 @@ export class MarkdownView {
    * too, and the levels of headings leave none out.
    */
   finish() {
-    this.render();
+    this.render(Infinity);
     this.#completeGrown();
     this.#resolve();
-    levelHeadings(this.#container);
+    if (/#|^\s*[=-]+\s*$/m.test(this.text)) levelHeadings(this.#container);
     divide(this.#container);
     // to skip a part that is near the screen is to lay it out once more
-    const isNear = (node) => node.matches(".more, .more + *");
     const nodes = [...this.#container.children];
-    const near = nodes.slice(-NEAR).filter(isNear);
+    const near = nodes.slice(-NEAR).filter((node) => node.matches(".more, .more + *"));
     colour(near);
-    conclude(nodes.filter((node) => !near.includes(node)));
+    conclude(nodes.filter((node) => !node.matches(".final") && !near.includes(node)));
   }
 
   #resolve() {

@@ -101,7 +101,7 @@ export class Tokens {
   }
 
   #nextBlock() {
-    const block = element("div", "final");
+    const block = element("div", this.length > LONGEST ? "final" : "");
     for (let isWhole = false; !isWhole && this.#nodes.length < this.length;) {
       const token = this.#at(this.#nodes.length);
       this.#nodes.push(block.appendChild(this.#token(token, this.#nodes.length)));
