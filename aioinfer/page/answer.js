@@ -82,7 +82,7 @@ export class Answer {
     const response = await request(path, { body, signal: this.#controller.signal });
     try {
       for await (const data of readEvents(response.body)) {
-        if (data === "[DONE]") return;
+        if (data === "[DONE]") return await this.#view.drain?.();
         this.#take(JSON.parse(data));
         onEvent();
       }

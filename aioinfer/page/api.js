@@ -1,6 +1,8 @@
 // The way to the server: requests with the key, errors as the server words them, and streams of
 // events.
 
+import { parsed } from "./json.js";
+
 const KEY = "aioinfer-api-key";
 
 /** The headers of a body that is JSON. */
@@ -59,13 +61,7 @@ function saidOf(status) {
 }
 
 async function errorOf(response) {
-  const text = await response.text();
-  let error;
-  try {
-    error = JSON.parse(text).error;
-  } catch {
-    // a page of HTML, mostly: nothing for people
-  }
+  let error = parsed(await response.text())?.error; // a page of HTML, mostly, is nothing for people
   if (typeof error?.message !== "string") error = { message: saidOf(response.status) };
   const wait = response.headers.get("Retry-After");
   const isStarting = error.code === "not_ready";

@@ -53,11 +53,10 @@ function checkTask(item) {
   const mark = /^\[([ xX])\]\s/.exec(text?.data);
   if (!mark) return;
   text.deleteData(0, mark[0].length);
-  const box = document.createElement("input");
-  box.type = "checkbox";
-  box.disabled = true;
-  box.defaultChecked = mark[1] !== " ";
-  box.ariaLabel = box.defaultChecked ? "done" : "to do";
+  const isDone = mark[1] !== " ";
+  const box = element("input");
+  Object.assign(box, { type: "checkbox", disabled: true, defaultChecked: isDone });
+  box.ariaLabel = isDone ? "done" : "to do";
   text.before(box);
   item.classList.add("task");
 }
@@ -96,9 +95,7 @@ function appendLeaf(parent, token) {
       return parent.append(codeBlock(token.content, token.info.trim().split(/\s/)[0]));
     case "image": {
       // never loaded: whoever reads decides whether to follow it
-      const made = parent.closest?.("a")
-        ? document.createElement("span")
-        : link(token.attrGet("src"));
+      const made = parent.closest?.("a") ? element("span") : link(token.attrGet("src"));
       made.append(token.content || "image");
       return parent.append(made);
     }
@@ -113,10 +110,7 @@ function appendLeaf(parent, token) {
  */
 function link(address) {
   if (!PROTOCOLS.includes(URL.canParse(address) && new URL(address).protocol))
-    return document.createElement("span");
-  const made = document.createElement("a");
-  made.href = made.title = address;
-  made.target = "_blank";
-  made.rel = "noopener noreferrer";
-  return made;
+    return element("span");
+  const rel = "noopener noreferrer";
+  return Object.assign(element("a"), { href: address, title: address, target: "_blank", rel });
 }

@@ -36,10 +36,7 @@ export function drawCells(canvas, used, total) {
   const columnsOf = (cell) => Math.floor((width + gap) / (cell + gap));
   while (size > 3 && Math.ceil(total / columnsOf(size)) * (size + gap) - gap > height) size--;
   if (size <= 3) {
-    drawBar(canvas, [
-      ["used", used],
-      ["free", total - used],
-    ]);
+    drawBar(canvas, [["used", used], ["free", total - used]]);
     return;
   }
   const columns = columnsOf(size);
@@ -142,12 +139,8 @@ export function drawHeat(canvas, bytes, rows, columns) {
     const column = index % columns;
     const row = Math.floor(index / columns);
     context.globalAlpha = byte / 255;
-    context.fillRect(
-      (column * width) / columns,
-      (row * height) / rows,
-      width / columns,
-      height / rows,
-    );
+    const [wide, high] = [width / columns, height / rows];
+    context.fillRect(column * wide, row * high, wide, high);
   });
   context.globalAlpha = 1;
 }

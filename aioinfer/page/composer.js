@@ -1,7 +1,7 @@
 // Where the user writes: the message, its settings, and how many tokens it takes.
 
 import { request } from "./api.js";
-import { $ } from "./elements.js";
+import { $, whole } from "./elements.js";
 import { contentOf, Pictures, picturesOf, textOf } from "./pictures.js";
 import { Settings } from "./settings.js";
 
@@ -13,7 +13,6 @@ const DRAFT = "aioinfer-draft";
 const COUNT_MS = 400; // how long nothing is typed before the tokens are counted
 
 const hasKeyboard = () => !matchMedia("(pointer: coarse)").matches; // a phone would open its own
-const whole = new Intl.NumberFormat("en");
 
 export class Composer {
   #settings = new Settings();

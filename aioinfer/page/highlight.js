@@ -2,6 +2,8 @@
 // knows. It finds the scopes of a text; the page makes the elements itself, for a string never becomes
 // HTML here.
 
+import { element } from "./elements.js";
+
 const MAX_LENGTH = 50_000; // of a block that is coloured: a longer one takes many milliseconds
 
 const done = new WeakSet(); // blocks that are coloured, or about to be
@@ -29,8 +31,7 @@ function appendScopes(parent, children) {
       parent.append(child);
       continue;
     }
-    const made = document.createElement("span");
-    made.className = `hl-${(child.scope ?? "none").split(".")[0].replaceAll("_", "-")}`;
+    const made = element("span", `hl-${(child.scope ?? "none").split(".")[0].replaceAll("_", "-")}`);
     appendScopes(made, child.children);
     parent.append(made);
   }

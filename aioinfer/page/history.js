@@ -6,7 +6,7 @@ import { Conversation, imported } from "./tree.js";
 
 const day = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
 
-/** Conversations, those of today and before, pinned ones first. */
+/** The list: pinned conversations first, then the one that was changed last. */
 export class History {
   #store;
   #open;
@@ -21,12 +21,11 @@ export class History {
     this.#open = open;
     $("search").addEventListener("input", () => this.#show());
     $("new").addEventListener("click", () => this.#open(new Conversation()));
-    $("new-private").addEventListener("click", () =>
-      this.#open(new Conversation({ isPrivate: true })),
-    );
+    const openPrivate = () => this.#open(new Conversation({ isPrivate: true }));
+    $("new-private").addEventListener("click", openPrivate);
     $("import").addEventListener("click", () => $("import-file").click());
     $("import-file").addEventListener("change", () => this.#import());
-    $("export").addEventListener("click", () => this.#exportAll());
+    $("export").addEventListener("click", () => saveJson("conversations", this.#list));
   }
 
   /** Reads what the browser keeps. */
@@ -111,9 +110,7 @@ export class History {
   }
 
   #rename(item, conversation) {
-    const field = document.createElement("input");
-    field.value = conversation.title;
-    field.ariaLabel = "Title";
+    const field = Object.assign(element("input"), { value: conversation.title, ariaLabel: "Title" });
     const finish = (isKept) => {
       field.onblur = null;
       if (isKept && field.value.trim()) {
@@ -157,10 +154,6 @@ export class History {
   }
 
   // ---------------------------------------------------------------- files
-
-  #exportAll() {
-    saveJson("conversations", this.#list);
-  }
 
   async #import() {
     const [file] = $("import-file").files;

@@ -10,7 +10,8 @@ import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 // times the duration of a rendering, before the next one: at most a fifth of the time goes into it
 const PAUSE = 4;
-const MOST = 1000; // characters of a rendering: more may have come, while a tab was hidden or all at once
+const MOST = 1000; // characters of a rendering: more may have come at once, or to a hidden tab
+const LONG_MS = 12; // of a rendering, after which the next one takes fewer
 
 const parser = new MarkdownIt({ html: false, breaks: true, linkify: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // "page.js" is no address
@@ -38,6 +39,7 @@ export class MarkdownView {
   #timer = 0;
   #frame = 0;
   #pause = 0;
+  #most = MOST;
 
   /**
    * Renders into `container`. `around(render)` is called to render, for what has to be done before
@@ -64,7 +66,7 @@ export class MarkdownView {
   }
 
   /** Renders what was appended, now: at most so many characters, and the others soon. */
-  render(most = MOST) {
+  render(most = this.#most) {
     clearTimeout(this.#timer);
     cancelAnimationFrame(this.#frame);
     this.#timer = this.#frame = 0;
@@ -72,8 +74,18 @@ export class MarkdownView {
     this.#rest += this.#waiting.slice(0, most);
     this.#waiting = this.#waiting.slice(most);
     this.#around(() => this.#update());
-    this.#pause = PAUSE * (performance.now() - begin);
+    const duration = performance.now() - begin;
+    this.#pause = PAUSE * duration;
+    this.#most = Math.min(MOST, Math.max(50, this.#most * (duration > LONG_MS ? 0.5 : 2)));
     if (this.#waiting) this.#renderSoon();
+  }
+
+  /** Resolves once all that came is rendered; at once in a hidden tab, which has no frames. */
+  async drain() {
+    while (this.#waiting && !document.hidden) {
+      this.#pause = 0;
+      await new Promise((wake) => setTimeout(wake, LONG_MS));
+    }
   }
 
   /**

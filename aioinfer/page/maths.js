@@ -2,14 +2,11 @@
 // KaTeX makes elements of them. It is loaded with the first formula; until then, and where a formula
 // cannot be read, its source is shown.
 
+import { element } from "./elements.js";
+
 const MAX_LENGTH = 20_000; // of a formula that is rendered
 const OPTIONS = { throwOnError: true, trust: false, strict: "ignore", maxExpand: 200, maxSize: 20 };
-const INLINE = [
-  ["\\(", "\\)", false],
-  ["\\[", "\\]", true],
-  ["$$", "$$", true],
-  ["$", "$", false],
-];
+const INLINE = [["\\(", "\\)", false], ["\\[", "\\]", true], ["$$", "$$", true], ["$", "$", false]];
 
 let katex = null; // once it is loaded
 let loading = null;
@@ -81,10 +78,8 @@ function push(state, source, isDisplay) {
 
 /** Makes the node of a formula. */
 export function formula({ content, meta: { isDisplay } }) {
-  const node = document.createElement("span");
-  node.className = isDisplay ? "math display" : "math";
+  const node = element("span", isDisplay ? "math display" : "math", content);
   if (isDisplay) node.tabIndex = 0; // to be scrolled by keyboard
-  node.textContent = content;
   if (content.length > MAX_LENGTH) return node;
   if (katex) show(node, content, isDisplay);
   else load().then(() => katex && show(node, content, isDisplay));
@@ -106,10 +101,8 @@ function load() {
 }
 
 async function loadOnce() {
-  const style = document.createElement("link");
-  style.rel = "stylesheet";
-  style.href = new URL("./vendor/katex.min.css", import.meta.url);
-  document.head.append(style);
+  const href = new URL("./vendor/katex.min.css", import.meta.url).href;
+  document.head.append(Object.assign(element("link"), { rel: "stylesheet", href }));
   try {
     await import("./vendor/katex.min.js"); // a script that adds a global
     katex = globalThis.katex;

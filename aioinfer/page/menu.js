@@ -64,9 +64,7 @@ export async function copyAndSay(text, source = null) {
 
 /** Has the browser save a text as a file. */
 export function saveFile(name, type, text) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([text], { type }));
-  link.download = name;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  const href = URL.createObjectURL(new Blob([text], { type }));
+  Object.assign(element("a"), { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
 }

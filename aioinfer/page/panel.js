@@ -1,13 +1,12 @@
 // The panel of an engine: the charts of what the live stream reports of it.
 
 import { drawBar, drawCells, drawColumns, drawHeat, drawSparkline } from "./charts.js";
-import { $ } from "./elements.js";
+import { $, whole } from "./elements.js";
 
 const SPAN_MS = 120_000; // of the sparklines
 const NUM_STEPS = 100; // of the timeline
 const PHASES = ["result", "update", "plan", "post", "emit"];
 
-const whole = new Intl.NumberFormat("en");
 const times = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
 
@@ -109,11 +108,8 @@ export class EnginePanel {
     this.#write("blocks-used", whole.format(state.blocks_used));
     this.#write("blocks-cached", whole.format(state.blocks_cached));
     this.#write("blocks-free", whole.format(free));
-    drawBar(this.#charts.blocks, [
-      ["used", state.blocks_used],
-      ["cached", state.blocks_cached],
-      ["free", free],
-    ]);
+    const parts = [["used", state.blocks_used], ["cached", state.blocks_cached], ["free", free]];
+    drawBar(this.#charts.blocks, parts);
     this.#charts.blocks.ariaLabel =
       `${state.blocks_used} blocks used, ${state.blocks_cached} cached, ${free} free`;
     const share = (part, all) => (all ? percent.format(part / all) : "–");

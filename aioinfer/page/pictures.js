@@ -45,9 +45,7 @@ export function rowOf(urls, remove = null) {
   const row = element("ul", "pictures");
   row.ariaLabel = "Pictures";
   for (const [index, url] of urls.entries()) {
-    const shown = element("img");
-    shown.src = url;
-    shown.alt = `Picture ${index + 1}`;
+    const shown = Object.assign(element("img"), { src: url, alt: `Picture ${index + 1}` });
     const item = element("li", "", "", shown);
     if (remove) item.append(tool("×", () => remove(index), `Remove picture ${index + 1}`));
     row.append(item);

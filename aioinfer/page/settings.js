@@ -4,32 +4,6 @@
 import { $ } from "./elements.js";
 import { Presets } from "./presets.js";
 
-const TEXT = { type: "string", maxLength: 30 };
-const EXAMPLES = {
-  tools: [{
-    type: "function",
-    function: {
-      name: "get_weather",
-      description: "Returns the weather of a city",
-      parameters: {
-        type: "object",
-        properties: { city: TEXT, unit: { enum: ["celsius", "fahrenheit"] } },
-        required: ["city", "unit"],
-      },
-    },
-  }],
-  response_format: {
-    type: "object",
-    properties: {
-      city: TEXT,
-      country: TEXT,
-      population: { type: "integer", minimum: 0, maximum: 50000000 },
-    },
-    required: ["city", "country", "population"],
-    additionalProperties: false,
-  },
-};
-
 const NUM_ALTERNATIVES = 5; // beside each token, where probabilities are asked for
 
 /** The buttons that fill a field and that empty it. */
@@ -46,9 +20,9 @@ export class Settings {
     $("reset").addEventListener("click", () => {
       for (const field of this.#sampling) this.#fill(field, "");
     });
-    for (const [name, example] of Object.entries(EXAMPLES)) {
-      const field = this.#fields[name];
-      const values = [JSON.stringify(example, null, 2), ""];
+    for (const { dataset, textContent } of document.querySelectorAll("[data-example-of]")) {
+      const field = this.#fields[dataset.exampleOf];
+      const values = [textContent.trim(), ""];
       for (const [index, made] of buttonsOf(field).entries())
         made.addEventListener("click", () => this.#fill(field, values[index]));
     }

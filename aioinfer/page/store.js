@@ -68,8 +68,7 @@ export class Store {
     const [conversations, pictures] = this.#begin("readonly");
     const saved = await settled(conversations.get(id));
     if (!saved) return null;
-    for (const each of idsOf(saved))
-      if (!this.#urls.has(each)) this.#note(each, await settled(pictures.get(each)));
+    for (const each of idsOf(saved)) this.#note(each, await settled(pictures.get(each)));
     return this.#read(saved);
   }
 

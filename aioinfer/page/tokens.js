@@ -5,7 +5,6 @@ import { element } from "./elements.js";
 import { tool } from "./menu.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.15]; // probabilities at which the colour changes
-
 const BLOCK = 300; // tokens after which a block of them ends at its next line break
 const LONGEST = 1500; // and anywhere where there is none
 const BUDGET_MS = 8; // of a frame, for the making of blocks
@@ -68,9 +67,8 @@ export class Tokens {
     this.#onAlternative = onAlternative;
     this.#view = element("div", "tokens");
     const text = element("div", "token-text");
-    text.tabIndex = 0;
-    text.setAttribute("role", "listbox");
-    text.ariaLabel = "Tokens, the less likely the darker; arrow keys move, Enter shows alternatives";
+    const label = "Tokens, the less likely the darker; arrow keys move, Enter shows alternatives";
+    Object.assign(text, { tabIndex: 0, role: "listbox", ariaLabel: label });
     text.addEventListener("click", ({ target }) => this.#select(text, target.dataset.index));
     text.addEventListener("pointerover", ({ target }) => {
       if (target.dataset.index && matchMedia("(hover: hover)").matches)
@@ -116,8 +114,7 @@ export class Tokens {
     node.dataset.index = index;
     node.dataset.level = LEVELS.filter((level) => Math.exp(logprob) < level).length;
     node.id = `token-${Math.random().toString(36).slice(2)}`;
-    node.setAttribute("role", "option");
-    node.ariaSelected = "false";
+    Object.assign(node, { role: "option", ariaSelected: "false" });
     return node;
   }
 

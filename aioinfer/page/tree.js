@@ -1,10 +1,11 @@
 // A conversation: messages as a tree, of which one path is shown. An edited message and a further
 // answer are versions beside the old ones; none is lost.
 
+import { parsed } from "./json.js";
 import { picturesOf, textOf } from "./pictures.js";
 
 /** The id of the root, which has no message. */
-export const ROOT = "";
+const ROOT = "";
 
 export const newId = () => Math.random().toString(36).slice(2, 10) + Date.now().toString(36);
 
@@ -134,12 +135,8 @@ function titleOf(message) {
 
 /** Returns the conversations of an exported file. Throws where it is none. */
 export function imported(text) {
-  let found;
-  try {
-    found = JSON.parse(text);
-  } catch {
-    throw new Error("This file is no JSON.");
-  }
+  const found = parsed(text);
+  if (found === undefined) throw new Error("This file is no JSON.");
   const list = Array.isArray(found) ? found : (found?.conversations ?? [found]);
   if (!Array.isArray(list) || !list.length) throw new Error("No conversation is in this file.");
   return list.map((saved) => {
@@ -148,21 +145,14 @@ export function imported(text) {
   });
 }
 
-/** Whether a value of a file has the shape of a conversation, and its nodes are a tree. */
+/** Whether a value of a file has the shape of a conversation: a message stands behind its parent. */
 function isConversation(saved) {
   if (!Array.isArray(saved?.nodes)) return false;
-  const known = new Map(saved.nodes.map((node) => [node?.id, node]));
-  known.set(ROOT, known.get(ROOT) ?? { id: ROOT, chosen: null });
-  return saved.nodes.every((node) => {
-    if (typeof node?.id !== "string" || !node.facts) return false;
-    if (node.chosen !== null && !known.has(node.chosen)) return false;
-    if (node.id === ROOT) return true;
-    if (typeof node.message?.role !== "string" || !known.has(node.parent)) return false;
-    const seen = new Set();
-    for (let at = node; at && at.id !== ROOT; at = known.get(at.parent)) {
-      if (seen.has(at.id)) return false; // a circle
-      seen.add(at.id);
-    }
-    return true;
+  const known = new Set([ROOT]);
+  const isTree = saved.nodes.every((node) => {
+    const isMessage = typeof node?.message?.role === "string" && known.has(node.parent);
+    if (!(isMessage || node?.id === ROOT) || typeof node.id !== "string" || !node.facts) return false;
+    return known.add(node.id);
   });
+  return isTree && saved.nodes.every(({ chosen }) => chosen === null || known.has(chosen));
 }

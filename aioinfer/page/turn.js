@@ -122,14 +122,13 @@ export class Turn {
   #edit(node, shown) {
     const field = element("textarea");
     const text = textOf(node.message.content);
-    field.value = text;
-    field.dir = "auto";
-    field.ariaLabel = node.message.role === "user" ? "Message" : "Answer";
+    const isUsers = node.message.role === "user";
+    Object.assign(field, { value: text, dir: "auto", ariaLabel: isUsers ? "Message" : "Answer" });
     const close = () => {
       form.remove();
       shown.hidden = !text;
     };
-    const save = element("button", "primary", node.message.role === "user" ? "Send" : "Save");
+    const save = element("button", "primary", isUsers ? "Send" : "Save");
     const actions = element("div", "actions", "", tool("Cancel", () => close()), save);
     const form = element("form", "edit", "", field, actions);
     form.addEventListener("submit", (event) => {

@@ -1,8 +1,7 @@
 // How the parts of an answer are shown that are no Markdown: plain text, and thoughts.
 
-import { $, element } from "./elements.js";
+import { $, element, whole } from "./elements.js";
 
-const whole = new Intl.NumberFormat("en");
 const TOUCH_MS = 1000; // how long after that a scrolling is the user's
 const SLACK = 40; // px from the end within which whoever scrolls down follows it again
 
