@@ -99,7 +99,8 @@ class SymbolicWorker:
         self.loads: dict[int, tuple[int, list[tuple[int, int, list[int]]]]] = {}
         self.ended_early: list[int] = []
         self.files: dict[tuple[int, ...], list[int]] = {}
-        self.reads: dict[int, tuple[int, list[tuple[int, int, tuple[int, ...]]]]] = {}
+        self.offered: dict[tuple[int, ...], list[int]] = {}  # what another server has
+        self.reads: dict[int, tuple[int, list[tuple[int, int, list[int] | None]]]] = {}
         self.counts: dict[int, int] = {}  # of reads that have ended
         self.is_broken: Callable[[], bool] = lambda: False
         self.num_reads = 0
@@ -202,13 +203,16 @@ class SymbolicWorker:
             for ticket, blocks in contents.items():
                 self.loads[ticket] = self.load_steps(), blocks
             for row in moves.reads.tolist():
-                group, place, ticket, *name, _ = row
+                group, place, ticket, *name, connector = row
+                source = self.offered if connector else self.files
                 self.reads.setdefault(ticket, (self.load_steps(), []))[1].append(
-                    (group, place, (group, *name))
+                    (group, place, source.get((group, *name)))
                 )
             for group, place, block, *name, connectors in moves.saves.tolist():
                 self.places[group][place] = list(self.caches[group][block])
                 self.num_saves += 1
+                if connectors & 2:
+                    self.offered[group, *name] = list(self.places[group][place])
                 if connectors & 1:
                     self.files[group, *name] = list(self.places[group][place])
             for connector, *name in moves.deletes.tolist():
@@ -234,9 +238,9 @@ class SymbolicWorker:
                 self.reads[ticket] = steps - 1, blocks
                 continue
             count = len(blocks)
-            for number, (group, place, name) in enumerate(blocks):
-                is_whole = name in self.files and not self.is_broken()
-                self.places[group][place] = list(self.files[name]) if is_whole else [-1]
+            for number, (group, place, contents) in enumerate(blocks):
+                is_whole = contents is not None and not self.is_broken()
+                self.places[group][place] = list(contents or ()) if is_whole else [-1]
                 if is_whole:
                     self.num_reads += 1
                 else:

@@ -32,7 +32,7 @@ NAME, BLOCK = b"n" * 16, bytes(range(256)) * 40
 
 @pytest.fixture
 def files(tmp_path: Path) -> KVFiles:
-    found = KVFiles.of(str(tmp_path), 0, 0, OURS)
+    found = KVFiles.of(str(tmp_path), 0, 0).of_model(OURS)
     found.prepare()
     found.write(1, NAME, BLOCK)
     return found
@@ -118,8 +118,8 @@ def make_tier(folder: Path) -> tuple[DiskConnector, KVFiles, list[torch.Tensor]]
     host = make_host_blocks(kv, 4 * kv.nbytes)
     for number, place in enumerate(host.groups[0]):
         place.fill_(number)
-    files = KVFiles.of(str(folder), 0, 0, OURS)
-    return DiskConnector(files, host), files, host.groups
+    files = KVFiles.of(str(folder), 0, 0).of_model(OURS)
+    return DiskConnector(files, host, lambda: OURS), files, host.groups
 
 
 def test_threads_write_and_read(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_full_disk_turns_writing_off_with_one_line(
 
 
 def test_a_block_that_a_rank_lacks_is_on_no_disk(tmp_path: Path) -> None:
-    ranks = [KVFiles.of(str(tmp_path), 0, rank, OURS) for rank in range(2)]
+    ranks = [KVFiles.of(str(tmp_path), 0, rank).of_model(OURS) for rank in range(2)]
     names = [bytes([number]) * 16 for number in range(4)]
     for files, own in zip(ranks, (names[:3], names[1:]), strict=True):
         files.prepare()
@@ -220,3 +220,18 @@ def test_a_read_has_ended_when_it_has_on_every_rank() -> None:
         assert tally.fewest(number) == 5
         assert tally.fewest(number + 1) is None
     tally.close()
+
+
+def test_files_of_new_weights_are_not_those_of_the_old_ones(tmp_path: Path) -> None:
+    tier, files, _ = make_tier(tmp_path)
+    tier.save(0, 3, NAME, lambda: None)
+    until(lambda: files.list(1)[0])
+    tier._identify = lambda: OTHER
+    tier.delete(-1, bytes(16))
+    tier.read(1, [(0, 5, NAME)], lambda: None)
+    assert tier.take_read(10) == [(1, 0)]
+    tier.save(0, 3, NAME, lambda: None)
+    tier.close()
+    assert read(files.of_model(OTHER), 0, NAME, 16 * 64 * 4 * 2)
+    files.prepare()  # with the old weights again
+    assert files.list(1) == [[]]

@@ -47,14 +47,15 @@ class Pair:
     def __init__(self) -> None:
         self.address = free_address()
         self.there, self.here = make_host(shared=True), make_host()
-        self.server = PeerConnector(self.there, KEY, MODEL, self.address)
-        self.reader = PeerConnector(self.here, KEY, MODEL, None)
+        self.server = PeerConnector(self.there, KEY, lambda: self.model, self.address)
+        self.reader = PeerConnector(self.here, KEY, lambda: self.model, None)
         for number, name in enumerate(NAMES):
             for group in (0, 1):
                 self.there.groups[group][number].fill_(number + 1)
                 self.server.save(group, number, name, lambda: None)
 
     is_near = False
+    model = MODEL
 
     def read(self, count: int = 40, group: int = 0, address: str | None = None) -> int:
         """Reads blocks into places from 10 on; returns how many came."""
@@ -166,6 +167,18 @@ def test_a_lost_server_is_a_miss_and_is_not_asked_for_a_while(pair: Pair) -> Non
     began = time.monotonic()
     assert pair.read(4) == 0
     assert time.monotonic() - began < 0.5
+
+
+def test_new_weights_end_connections_and_are_not_mixed_with_old_ones(pair: Pair) -> None:
+    """One side has them first: until the other has them, too, nothing is read."""
+    assert pair.read(4) == 4
+    pair.model = b"n" * 16
+    pair.server.delete(-1, bytes(16))
+    pair.server.save(0, 0, NAMES[0], lambda: None)
+    assert pair.read(1) == 0
+    pair.reader.delete(-1, bytes(16))
+    pair.reader._paused.clear()
+    assert pair.read(1) == 1
 
 
 def test_an_ended_connection_is_opened_again(pair: Pair) -> None:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import pytest
 
 from aioinfer.errors import IntegrityError
+from aioinfer.features.kv_store.sections import KVMoves
 from aioinfer.ipc.kv_spec import KVGroup, blocks_in
+from aioinfer.scheduler.handover import Handover
+from aioinfer.scheduler.peer_connector import PeerLimits
 from aioinfer.scheduler.request import ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.stored_blocks import StoredBlocks
 from tests.test_scheduler import (
@@ -432,3 +435,60 @@ def test_files_are_read_again_for_a_request_whose_workers_were_lost() -> None:
     request.asked_connectors = 1
     request.detach()
     assert not request.asked_connectors
+
+
+# ---------------------------------------------------------------- other servers
+
+
+def make_pair(groups: tuple[KVGroup, ...]) -> tuple[Harness, Harness, Request]:
+    """Returns a server that has computed a prompt, one that may read its blocks, and a request that
+    begins like the prompt on the second."""
+    peers = PeerLimits("peer:1", 0, 1)
+    first, second = (make_harness(groups, peers=peers) for _ in range(2))
+    run(first, done := make_request("prefill", prompt_of(0), 1))
+    assert first.post(), "its blocks are saved, though nothing else is to do"
+    first.update()
+    handover = first.scheduler.kv_cache.store.offer(done)
+    second.worker.offered = first.worker.offered
+    request = make_request("decode", prompt_of(0), 4)
+    request.handover = handover
+    return first, second, request
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_prompt_that_another_server_computed_is_read(groups: tuple[KVGroup, ...]) -> None:
+    _, second, request = make_pair(groups)
+    run(second, request)
+    assert request.num_cached == 36
+    assert second.worker.num_reads > 0
+    found = (plan.section(KVMoves) for plan in second.plans)
+    (moves,) = (each for each in found if each is not None and len(each.reads))
+    assert moves.source_of(int(moves.reads[0, 2])) == "peer:1"
+
+
+def test_what_has_left_the_other_server_is_computed() -> None:
+    _, second, request = make_pair((FULL,))
+    names = sorted(second.worker.offered)
+    del second.worker.offered[names[len(names) // 2]]
+    run(second, request)
+    assert request.num_cached < 36
+    run(second, again := make_request("again", prompt_of(0), 4))
+    assert again.num_cached == 36
+
+
+def test_a_server_with_another_number_of_ranks_is_not_asked() -> None:
+    _, second, request = make_pair((FULL,))
+    request.handover = Handover("peer:1", 0, 2, request.handover.held)
+    run(second, request)
+    assert request.num_cached == second.worker.num_reads == 0
+
+
+def test_a_cleared_cache_is_offered_no_more() -> None:
+    first, _, _ = make_pair((FULL,))
+    done = make_request("asks", prompt_of(0), 1)
+    first.scheduler.kv_cache.prefixes.find(done)
+    store = first.scheduler.kv_cache.store
+    assert store.offer(done) is not None
+    first.scheduler.kv_cache.reset_prefix_cache()
+    assert store.offer(done) is None
+    assert store.take_deletes() == [(1, -1, bytes(16))]

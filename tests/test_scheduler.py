@@ -28,8 +28,10 @@ from aioinfer.ipc.ring import Ring
 from aioinfer.sampling_params import MAX_END_TOKENS, MAX_LOGIT_BIAS, SamplingParams
 from aioinfer.scheduler import group_blocks
 from aioinfer.scheduler.features import StepFeature, StepFeatures
+from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.kv_connector import DiskLimits
 from aioinfer.scheduler.limits import SchedulerLimits
+from aioinfer.scheduler.peer_connector import PeerLimits
 from aioinfer.scheduler.request import Finish, Flow, ForkGroup, Request, RequestStatus
 from aioinfer.scheduler.scheduler import Scheduler
 from aioinfer.scheduler.steps import StepOutput
@@ -857,6 +859,7 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
             st.sampled_from([(), tuple(minimum), tuple(10 * n for n in minimum)]), "stored"
         ),
         disk=draw(st.sampled_from([None, disk_of(groups, 9), disk_of(groups, 99)]), "disk"),
+        peers=draw(st.sampled_from([None, PeerLimits("peer:1", 0, 1)]), "peers"),
     )
 
     def delay_loads() -> None:
@@ -882,6 +885,9 @@ def _check_random_traffic(draw, block_size: int, budget: int, groups: tuple[KVGr
                 uses=CONSTRAINED if number % 3 == 0 else (),
             )  # fmt: skip
             request.retain_s = draw(st.sampled_from([0.0, 0.0, 300.0]))
+            if draw(st.booleans()):
+                offered = [[(0, draw(st.integers(0, 20)))] for _ in groups]
+                request.handover = Handover("peer:1", 0, 1, offered)
             harness.add(request)
             requests.append(request)
         for _ in range(draw(st.integers(0, 6))):

@@ -14,7 +14,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _MAGIC = b"aioKV\0\0\1"
@@ -42,9 +42,13 @@ class KVFiles:
     identity: bytes = b""
 
     @classmethod
-    def of(cls, disk_path: str, engine: int, rank: int, identity: bytes = b"") -> KVFiles:
+    def of(cls, disk_path: str, engine: int, rank: int) -> KVFiles:
         """Returns the files of a rank of an engine below `cache.disk_path`."""
-        return cls(Path(disk_path) / f"engine-{engine}" / f"rank-{rank}", identity)
+        return cls(Path(disk_path) / f"engine-{engine}" / f"rank-{rank}")
+
+    def of_model(self, identity: bytes) -> KVFiles:
+        """Returns the folder for files of an identity."""
+        return replace(self, identity=identity)
 
     def prepare(self) -> None:
         """Makes the folder, and removes the files of another identity, and half-written ones.
@@ -55,7 +59,11 @@ class KVFiles:
         for entry in os.scandir(self.folder):
             if entry.name != _MARK and not (is_ours and entry.name.endswith(_SUFFIX)):
                 os.unlink(entry.path)
-        mark.write_bytes(self.identity)
+        self.mark()
+
+    def mark(self) -> None:
+        """Notes whose files the folder has. Raises `OSError`."""
+        (self.folder / _MARK).write_bytes(self.identity)
 
     def list(self, num_groups: int) -> list[list[bytes]]:
         """Returns the hashes that have files, of each group, the least recently used first."""

@@ -16,12 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from aioinfer.scheduler.block_pool import HASH_BYTES
 from aioinfer.scheduler.copy_rates import Rate
 from aioinfer.scheduler.group_blocks import Stored
 from aioinfer.scheduler.handover import Handover
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.retention import Retention
 from aioinfer.scheduler.stored_blocks import StoredBlocks
+
+#: See `KVConnector.take_deletes`.
+ALL_BLOCKS = (-1, bytes(HASH_BYTES))
 
 
 class KVConnector:
@@ -75,8 +79,8 @@ class KVConnector:
         """Forgets all blocks."""
 
     def take_deletes(self) -> list[tuple[int, bytes]]:
-        """Returns (group, hash) of the blocks that workers are to delete, behind the saves; a group
-        of -1 stands for all blocks."""
+        """Returns (group, hash) of the blocks that workers are to delete, behind the saves. A group
+        of -1 stands for all blocks, and says that the weights may be others from now on."""
         return []
 
     def succeed(self, former: KVConnector) -> None:
@@ -162,6 +166,7 @@ class DiskConnector(KVConnector):
 
     def clear(self) -> None:
         """See `KVConnector.clear`."""
+        self._deletes.append(ALL_BLOCKS)
         for group, files in enumerate(self.files):
             self._deletes += [(group, block_hash) for block_hash in files]
             files.clear()

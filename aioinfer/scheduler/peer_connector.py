@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aioinfer.scheduler.block_pool import HASH_BYTES
 from aioinfer.scheduler.group_blocks import Stored
 from aioinfer.scheduler.handover import Handover
-from aioinfer.scheduler.kv_connector import KVConnector
+from aioinfer.scheduler.kv_connector import ALL_BLOCKS, KVConnector
 from aioinfer.scheduler.request import Request
 from aioinfer.scheduler.stored_blocks import StoredBlocks
 
@@ -74,8 +73,7 @@ class PeerConnector(KVConnector):
 
     def clear(self) -> None:
         """See `KVConnector.clear`."""
-        if self._limits.address is not None:
-            self._deletes = [(-1, bytes(HASH_BYTES))]
+        self._deletes = [ALL_BLOCKS]
 
     def take_deletes(self) -> list[tuple[int, bytes]]:
         """See `KVConnector.take_deletes`."""

@@ -51,7 +51,7 @@ class Rank:
         kv: the KV cache.
         engine: the number of the engine that the rank belongs to.
         identify_kv: returns 16 bytes that stand for all that a KV block depends on beside its
-            tokens; called when the service begins.
+            tokens; called when the service begins, and when weights may have changed.
         place: of the rank in the world.
         tally: of the KV blocks that the ranks of the engine read, if there are several.
     """

@@ -8,12 +8,14 @@ connector has threads of its own; no step waits for them. The planning half is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
 from aioinfer.worker.host_blocks import Wait
 
+#: Returns 16 bytes that stand for all that a KV block depends on beside its tokens.
+Identify = Callable[[], bytes]
 #: (group, place, hash) of a block on its way between a connector and a place of the host.
 HostBlock = tuple[int, int, bytes]
 #: A read, by its ticket, and how many of its blocks are there, from the first one on.
@@ -39,7 +41,7 @@ class KVConnector(Protocol):
         """Keeps a block that the host gets, once `saved` returns."""
 
     def delete(self, group: int, block_hash: bytes) -> None:
-        """Forgets a block, or all blocks if the group is -1."""
+        """Forgets a block; all blocks if the group is -1, after which weights may be others."""
 
     def close(self) -> None:
         """Ends the threads when what they have begun is done."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aioinfer.ipc.kv_files import BrokenFileError, KVFiles
 from aioinfer.worker.host_blocks import HostBlocks, Wait
-from aioinfer.worker.kv_connector import Ended, HostBlock, PendingReads
+from aioinfer.worker.kv_connector import Ended, HostBlock, Identify, PendingReads
 
 _THREADS = 4
 #: So many writes may wait; others are left out, and their blocks are not found on the disk.
@@ -32,11 +32,11 @@ class DiskConnector:
         is_full: whether a write has failed.
     """
 
-    def __init__(self, files: KVFiles, host: HostBlocks):
+    def __init__(self, folder: KVFiles, host: HostBlocks, identify: Identify):
         """Prepares the folder. Raises `OSError`."""
-        files.prepare()
+        self._files, self._host, self._identify = folder.of_model(identify()), host, identify
+        self._files.prepare()
         self.is_full = False
-        self._files, self._host = files, host
         self._threads = [ThreadPoolExecutor(1, f"kv-disk-{number}") for number in range(_THREADS)]
         self._waiting_writes = threading.Semaphore(_MAX_WRITES)
         self._reads = PendingReads()
@@ -46,14 +46,17 @@ class DiskConnector:
         if self.is_full or not self._waiting_writes.acquire(blocking=False):
             return
         version = self._host.version(group, place)
-        self._thread_of(block_hash).submit(self._write, group, place, version, block_hash, saved)
+        block = group, place, version, block_hash
+        self._thread_of(block_hash).submit(self._write, self._files, *block, saved)
 
-    def _write(self, group: int, place: int, version: int, block_hash: bytes, saved: Wait) -> None:
+    def _write(
+        self, files: KVFiles, group: int, place: int, version: int, block_hash: bytes, saved: Wait
+    ) -> None:
         try:
             saved()
             block = self._host.bytes_of(group, place).tobytes()
             if self._host.version(group, place) == version and not self.is_full:
-                self._files.write(group, block_hash, block)
+                files.write(group, block_hash, block)
         except OSError as error:
             if not self.is_full:
                 self.is_full = True
@@ -77,7 +80,11 @@ class DiskConnector:
         return 1
 
     def delete(self, group: int, block_hash: bytes) -> None:
-        """See `KVConnector.delete`."""
+        """See `KVConnector.delete`. All files are deleted by their hashes as well."""
+        if group < 0:
+            self._files = self._files.of_model(self._identify())
+            self._threads[0].submit(self._files.mark)
+            return
         self._thread_of(block_hash).submit(self._files.delete, group, block_hash)
 
     def _thread_of(self, block_hash: bytes) -> ThreadPoolExecutor:

@@ -28,7 +28,7 @@ from aioinfer.ipc.peer_link import (
     unix_name,
 )
 from aioinfer.worker.host_blocks import HostBlocks, Wait
-from aioinfer.worker.kv_connector import Ended, HostBlock, PendingReads
+from aioinfer.worker.kv_connector import Ended, HostBlock, Identify, PendingReads
 
 #: Threads that read, each over a connection of its own.
 _READERS = 4
@@ -90,13 +90,17 @@ class _Index:
 
 
 class _Server:
-    """Serves the blocks of one rank at an address, and to processes of this host."""
+    """Serves the blocks of one rank at an address, and to processes of this host.
+
+    Attributes:
+        identity: of the model and the form of its blocks.
+    """
 
     def __init__(
         self, address: tuple[str, int], host: HostBlocks, index: _Index, key: bytes, identity: bytes
     ):
         """Listens. Raises OSError."""
-        self._host, self._index, self._key, self._identity = host, index, key, identity
+        self._host, self._index, self._key, self.identity = host, index, key, identity
         self._places = threading.Semaphore(_MAX_CONNECTIONS)
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         far = socket.create_server(address, family=family)
@@ -132,7 +136,8 @@ class _Server:
         is_near = connection.family == socket.AF_UNIX
         try:
             with connection:
-                greet(connection, self._key, self._identity)
+                identity = self.identity
+                greet(connection, self._key, identity)
                 if is_near:
                     socket.send_fds(connection, [b"\1"], self._host.descriptors)
                 else:
@@ -141,6 +146,8 @@ class _Server:
                 for names in requests(connection, _IDLE_S):
                     if any(group >= len(self._host.num_places) for group, _ in names):
                         raise PeerError("a request for a group that does not exist")
+                    if identity != self.identity:
+                        raise PeerError("it was greeted before the weights changed")
                     answer(connection, names)
         except (OSError, PeerError) as error:
             _log.info("a reader of KV blocks is cut off: %s", error)
@@ -177,18 +184,19 @@ class PeerConnector:
         self,
         host: HostBlocks,
         key: bytes,
-        identity: bytes,
+        identify: Identify,
         address: tuple[str, int] | None,
         rank: int = 0,
     ):
         """`address` is where blocks are served; None: nowhere. `rank` is the number of this rank in
         its engine. Raises OSError."""
         self._rank = rank
-        self._host, self._key, self._identity = host, key, identity
+        self._host, self._key, self._identify = host, key, identify
+        self._identity = identify()
         self._index = _Index(host)
         self._server = None
         if address is not None:
-            self._server = _Server(address, host, self._index, key, identity)
+            self._server = _Server(address, host, self._index, key, self._identity)
         self._reads = PendingReads()
         self._threads = ThreadPoolExecutor(_READERS, "kv-peer")
         self._lock = threading.Lock()
@@ -202,6 +210,11 @@ class PeerConnector:
     def delete(self, group: int, block_hash: bytes) -> None:
         """See `KVConnector.delete`."""
         self._index.remove(group, block_hash)
+        if group < 0:
+            self._identity = self._identify()
+            if self._server is not None:
+                self._server.identity = self._identity
+            self._close_links()
 
     def read(self, ticket: int, blocks: Sequence[HostBlock], free: Wait, source: str) -> None:
         """See `KVConnector.read`; `source` is the `HOST:PORT` of the server's first rank."""
@@ -212,6 +225,7 @@ class PeerConnector:
 
     def _read(self, blocks: Sequence[HostBlock], free: Wait, source: str) -> int:
         free()
+        identity = self._identity
         names = [(group, block_hash) for group, _, block_hash in blocks]
         outs = [self._host.bytes_of(group, place) for group, place, _ in blocks]
         if not names or time.monotonic() < self._paused.get(source, 0.0):
@@ -230,7 +244,10 @@ class PeerConnector:
                     link.close()
                 continue
             with self._lock:
-                self._links.setdefault(source, []).append(link)
+                if identity == self._identity:
+                    self._links.setdefault(source, []).append(link)
+                    return count
+            link.close()
             return count
         self._paused[source] = time.monotonic() + _PAUSE_S
         _log.warning("KV blocks of %s are computed here: %s", source, failure)
@@ -259,6 +276,11 @@ class PeerConnector:
         self._threads.shutdown(wait=True)
         if self._server is not None:
             self._server.close()
-        for links in self._links.values():
-            for link in links:
-                link.close()
+        self._close_links()
+
+    def _close_links(self) -> None:
+        with self._lock:
+            for links in self._links.values():
+                for link in links:
+                    link.close()
+            self._links.clear()

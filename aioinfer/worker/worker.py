@@ -147,6 +147,7 @@ class Worker:
         """
         self._config = config
         self._folder = folder
+        self._weights_digest = b""  # of the files that have taken the place of the folder's
         self._engine, self._tally = engine, tally
         place = groups.spec
         self.device = select_device(
@@ -398,6 +399,7 @@ class Worker:
         except ConfigError:
             return False
         update.read(Path(folder))
+        self._weights_digest = digest_files(Path(folder))
         if self.memory is not None:
             self.memory.note_update()
         return True
@@ -536,7 +538,9 @@ class Worker:
     def _identify_kv(self) -> bytes:
         """Returns 16 bytes that stand for the model, its weights, and the form of its KV blocks."""
         config, place = self._config.model, self._peers.groups.spec
-        files = digest_files(self._folder) if self._folder.exists() else b""
+        files = self._weights_digest
+        if not files and self._folder.exists():
+            files = digest_files(self._folder)
         scales = [
             (each.table.tolist(), None if each.key_shifts is None else each.key_shifts.tolist())
             for each in self._model.kv_scales.values()

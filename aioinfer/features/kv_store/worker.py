@@ -104,11 +104,10 @@ class Work(WorkerFeature):
                 "host"
             )
         if cache.disk_path:
-            files = KVFiles.of(
-                cache.disk_path, rank.engine, rank.place.engine_rank, rank.identify_kv()
-            )
+            files = KVFiles.of(cache.disk_path, rank.engine, rank.place.engine_rank)
             try:
-                self.connectors[DiskPlanning.number] = DiskConnector(files, self.host)
+                disk = DiskConnector(files, self.host, rank.identify_kv)
+                self.connectors[DiskPlanning.number] = disk
             except OSError as error:
                 raise ConfigError(f"cache.disk_path cannot be used: {error}") from error
         if cache.peer_key_file:
@@ -124,7 +123,7 @@ class Work(WorkerFeature):
             here = host, port + rank.engine * ranks + rank.place.engine_rank
         try:
             return PeerConnector(
-                self.host, read_key(key_file), rank.identify_kv(), here, rank.place.engine_rank
+                self.host, read_key(key_file), rank.identify_kv, here, rank.place.engine_rank
             )
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cache.peer_address cannot be used: {error}") from error
