@@ -39,7 +39,7 @@ export class Composer {
     });
     $("composer").addEventListener("input", () => this.#onInput());
     document.addEventListener("keydown", (event) => {
-      // of a menu that is open, the browser closes that
+      // where a menu is open, the key closes that alone
       if (event.key === "Escape" && !document.querySelector(":popover-open")) stop();
     });
     $("halt").addEventListener("click", stop);

@@ -1,7 +1,7 @@
-// Paragraphs without end are divided, or each token that comes would have all of it parsed and laid out.
+// Divides very long paragraphs: with each token that comes, only the last part is parsed again.
 
-const LONGEST = 4000; // characters after which a paragraph is divided,
-const SEARCHED = 1000; // and in how many behind them the place for it is sought
+const LONGEST = 4000; // characters after which a part of a paragraph ends
+const SEARCHED = 1000; // characters behind these in which the end is sought
 
 /** Has a `MarkdownIt` parser divide long paragraphs: `meta.offset` is where in them a part begins. */
 export function divideParagraphs(parser) {

@@ -28,7 +28,8 @@ export function mapPictures(message, change) {
   if (!Array.isArray(message?.content)) return message;
   const content = message.content.map((part) => {
     const { image_url: picture } = part;
-    return picture ? { ...part, image_url: { ...picture, url: change(picture.url) } } : part;
+    const isPicture = typeof picture?.url === "string";
+    return isPicture ? { ...part, image_url: { ...picture, url: change(picture.url) } } : part;
   });
   return { ...message, content };
 }

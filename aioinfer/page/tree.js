@@ -92,6 +92,7 @@ export class Conversation {
     const parent = this.get(this.get(id).parent);
     if (parent.chosen === id) parent.chosen = (versions[index - 1] ?? versions[index + 1])?.id ?? null;
     for (const each of this.#below(id)) this.nodes.delete(each);
+    if (this.isEmpty && !this.isNamed) this.title = "";
     this.touch();
   }
 

@@ -101,6 +101,15 @@ async def test_a_refusal_leaves_the_answer_that_was_to_be_given_once_more(
     assert await page.run(SAID) == ["Why?", "So."], "what was refused is in the composer alone"
     assert await page.run("document.querySelectorAll('.failure').length") == 1
     assert "400" in await page.errors.get()
+    await press(page, "New chat")
+    await page.press("Enter", 13, "\r")
+    await page.until(f"document.querySelector('.log > .failure') && {IDLE}")
+    assert await page.run(TITLES) == ["Why?"], "nothing is kept of a chat without a message"
+    assert "400" in await page.errors.get()
+    script.refusal = None
+    await page.run("document.querySelector('#prompt').value = ''")
+    await ask(page, script, "A title", "Yes.")
+    assert await page.run(TITLES) == ["A title", "Why?"]
 
 
 async def test_an_answer_that_a_reload_breaks_off_is_kept_and_continued(
