@@ -44,23 +44,20 @@ class CudaGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sizes: list[int] = []
 
-    def capture(
-        self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any, *, run_each: bool
-    ) -> None:
+    def capture(self, sizes: Sequence[int], launch: Callable[[int], object], pool: Any) -> None:
         """Captures the launches of `launch` for each size, the largest first, so that smaller ones
-        fit into its memory.
+        fit into its memory. The largest is launched once before: memory that its launches keep is
+        not the graph's. All kernels have been compiled and loaded (`warm_up.compile_only`), which
+        cannot be captured.
 
         Args:
             sizes: ascending.
             pool: of the graphs' memory, from `torch.cuda.graph_pool_handle`; graphs that share it
                 are never replayed at the same time.
-            run_each: launch each size once before; else the largest alone. A first launch may need
-                work that cannot be captured: a kernel's compilation, cublasLt's choice.
         """
+        launch(sizes[-1])
+        torch.cuda.synchronize()
         for size in reversed(sizes):
-            if run_each or size == sizes[-1]:
-                launch(size)
-            torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 launch(size)

@@ -9,6 +9,7 @@ that nothing is compiled any more: a kernel that was left out would stall every 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -211,12 +212,12 @@ class GraphBodies:
 
     Args:
         runner: whose steps they are.
-        device: the runner's.
+        device: the runner's, which is an attribute, too.
     """
 
     def __init__(self, runner: ModelRunner, device: GpuDevice):
         self._runner = runner
-        self._device = device
+        self.device = device
         self._model = runner.model
 
     def launch_decode(self, rows: int) -> None:
@@ -238,7 +239,7 @@ class GraphBodies:
         hidden states in a buffer."""
         from aioinfer.kernels.slots import grow_tables
 
-        device, plan = self._device, self._device.plan
+        device, plan = self.device, self.device.plan
         grow_tables(*plan.growth_sections(), device.slots.block_tables)
         if has_lookahead:
             self._runner.works.propose(device.resolve_decodes(rows))
@@ -264,14 +265,14 @@ class GraphBodies:
     def clear_mixed(self, max_tokens: int) -> None:
         """Makes the kernels of `launch_mixed` find nothing to compute, for up to `max_tokens`
         tokens; makes the buffer of the hidden states, too."""
-        device = self._device
+        device = self.device
         device.stream = device.stream.new_empty(max_tokens, device.stream.shape[1])
         self._model.plan(Step(device.buffers.clear(), 0))
 
     def launch_mixed(self, tokens: int) -> None:
         """Launches all layers but the last for `tokens` tokens, of the rows that the plans on the
         GPU describe."""
-        device, adapters = self._device, self._model.backend.adapters
+        device, adapters = self.device, self._model.backend.adapters
         taps = None if device.taps is None else device.taps[:tokens]
         step = Step(device.buffers.views(tokens, device.plan.rows), None, taps=taps)
         with nullcontext() if adapters is None else adapters.tokens.expecting(tokens):
@@ -285,37 +286,37 @@ class GraphBodies:
         for thousands it is slower. Where a process prefers it from the start (it cannot be set
         later without a warning), that ends with the graphs of decode steps.
         """
-        device, graphs = self._device, self._device.graphs
+        device, graphs = self.device, self.device.graphs
         # a capture begins by giving unused memory back, which would count against the graphs
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(device.slots.device)[0]
         pool, rows = torch.cuda.graph_pool_handle(), len(device.slots.tokens)
         adapters = self._model.backend.adapters or nullcontext()
         device.plan.clear_growth()
-        graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
+        graphs.decode.capture(decode_sizes(rows), self.launch_decode, pool)
         with adapters:
             if device.plan.rows > rows:
                 sizes = lookahead_sizes(device.plan.rows)
-                graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool, run_each=True)
+                graphs.lookahead.capture(sizes, self.launch_lookahead_decode, pool)
             if self._model.backend.adapters is not None:
-                graphs.adapted.capture(decode_sizes(rows), self.launch_decode, pool, run_each=True)
+                graphs.adapted.capture(decode_sizes(rows), self.launch_decode, pool)
         # whether other engines' ranks wait for steps without rows
         if self._model.backend.expert_group is not None:
-            graphs.idle.capture([1], self.launch_idle, pool, run_each=True)
+            graphs.idle.capture([1], self.launch_idle, pool)
         if graphs.looks_for_prefixes:
             from aioinfer.kernels.cascade_attention import MIN_ROWS
 
             sizes = shared_sizes(rows, MIN_ROWS)
-            graphs.sharing.capture(sizes, self.launch_sharing_decode, pool, run_each=True)
+            graphs.sharing.capture(sizes, self.launch_sharing_decode, pool)
         torch.backends.cuda.preferred_blas_library("cublas")
         if self._model.supports_prefill_graphs:
             most = MIXED_GRAPH_TOKENS + device.plan.rows
             sizes = mixed_sizes(min(device.max_tokens, most))
             self.clear_mixed(sizes[-1])
-            graphs.mixed.capture(sizes, self.launch_mixed, pool, run_each=False)
+            graphs.mixed.capture(sizes, self.launch_mixed, pool)
             if self._model.backend.adapters is not None:
                 with adapters:
-                    graphs.mixed_adapted.capture(sizes, self.launch_mixed, pool, run_each=False)
+                    graphs.mixed_adapted.capture(sizes, self.launch_mixed, pool)
         torch.cuda.synchronize()
         graphs.nbytes = before - torch.cuda.mem_get_info(device.slots.device)[0]
 
@@ -323,7 +324,7 @@ class GraphBodies:
     def time_decodes(self) -> list[tuple[int, float, bool]]:
         """Returns (rows, seconds, whether with lookahead) of the captured decode steps. Rows have
         `_TIMED_KEYS` keys; they write into the first KV block."""
-        device, slots = self._device, self._device.slots
+        device, slots = self.device, self.device.slots
         plan, graphs = device.plan, device.graphs
         numbers = torch.arange(plan.rows, dtype=torch.int32, device=slots.device)
         plan.row_section(0, plan.rows).copy_(numbers % len(slots.tokens))
@@ -349,7 +350,7 @@ class GraphBodies:
         from aioinfer.kernels.cascade_attention import MIN_ROWS
         from aioinfer.layers.formats.dense import MAX_FEW_ROWS
 
-        model, device = self._model, self._device
+        model, device = self._model, self.device
         model.warm_up()
         model.take_part()
         if not model.supports_graphs:
@@ -376,7 +377,7 @@ class GraphBodies:
     def _warm_up_mixed(self, rows: int, *, has_lookahead: bool = False) -> None:
         """Launches a step of `rows` rows, of which the last has all tokens that the other rows do
         not have."""
-        device, host = self._device, None
+        device, host = self.device, None
         if not self._model.supports_prefill_graphs:
             lengths = [1] * (rows - 1) + [WARM_UP_TOKENS + 1]
             longest = device.slots.max_model_len
@@ -394,7 +395,7 @@ class GraphBodies:
         weights, within `_TIMED_LAYERS`. They write into the first KV block."""
         from aioinfer.worker.stopwatch import TimedLayers, cold_bytes
 
-        device, model, slots = self._device, self._model, self._device.slots
+        device, model, slots = self.device, self._model, self.device.slots
         layer_bytes = max(1, model.weights_bytes // len(model.layer_numbers))
         fewest, most = _TIMED_LAYERS
         count = min(max(fewest, -(-cold_bytes(slots.device) // layer_bytes)), most)
@@ -422,16 +423,29 @@ def _seconds_of(launch: Callable[[], None]) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
+def prepare_compiler() -> None:
+    """Does what Triton does before it compiles its first kernel, and what takes up to two seconds:
+    it hashes its own files and has a C compiler make its driver. To be called in a thread of its
+    own while the model is made."""
+    from triton.runtime import driver
+
+    with contextlib.suppress(ImportError):  # elsewhere in other versions, which do it later
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    _ = driver.active
+
+
 @contextmanager
-def compile_only() -> Iterator[None]:
-    """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
-    them are compiled.
+def compile_only(device: torch.device) -> Iterator[None]:
+    """Context in which kernels launched on a GPU are compiled, in parallel, and not run; at its end
+    all of them are compiled, and loaded on the GPU.
 
     Triton can compile asynchronously, but only kernels that are not launched; so launches become
-    its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
-    launch, one after the other: they are made here, too. And while a kernel is being compiled,
-    each further launch of it computes the hash by which it is found on disk, in some milliseconds;
-    here a launch is recognised by its specialization.
+    its `warmup` here. At a kernel's first launch it loads it, and has a C compiler make a launcher
+    for it, one after the other: that is done here, too. And while a kernel is being compiled, each
+    further launch of it computes the hash by which it is found on disk, in some milliseconds; here
+    a launch is recognised by its specialization.
     """
     import triton
     from triton.runtime import driver
@@ -448,26 +462,31 @@ def compile_only() -> Iterator[None]:
             kernels[key] = run(self, *args, grid=grid, warmup=True, **options)
         return kernels[key]
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    number = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(
+        number, initializer=torch.cuda.set_device, initargs=(device,)
+    ) as threads:
         with triton.AsyncCompileMode(threads):
             JITFunction.run = compile_instead
             try:
                 yield
             finally:
                 JITFunction.run = run
-        list(threads.map(_make_launcher, kernels.values()))
+        list(threads.map(_load_kernel, kernels.values()))
 
 
-def _make_launcher(kernel: Any) -> None:
-    """Puts the launcher of a compiled kernel into Triton's cache, where the first launch will look
-    for it."""
-    from triton.runtime import driver
+def _load_kernel(kernel: Any) -> None:
+    """Does what the first launch of a compiled kernel would do before it: puts its launcher into
+    Triton's cache, and its code on the GPU. A kernel that this GPU cannot launch raises at its
+    launch."""
     from triton.runtime._async_compile import FutureKernel
+    from triton.runtime.errors import OutOfResources
 
     if isinstance(kernel, FutureKernel):
         kernel = kernel.result()
-    if kernel is not None and kernel.module is None:
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    if kernel is not None:
+        with contextlib.suppress(OutOfResources):
+            kernel._init_handles()
 
 
 class CompilationWatch:

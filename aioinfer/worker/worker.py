@@ -7,6 +7,7 @@ executes each plan, in order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from aioinfer.errors import AioinferError, ConfigError, WorkerCallError
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
+from aioinfer.ipc.plan import StepPlan
 from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
@@ -54,7 +56,13 @@ from aioinfer.worker.selection import (
 )
 from aioinfer.worker.slots import Slots
 from aioinfer.worker.step_graphs import MIXED_GRAPH_TOKENS
-from aioinfer.worker.warm_up import CompilationWatch, DummySteps, GraphBodies, compile_only
+from aioinfer.worker.warm_up import (
+    CompilationWatch,
+    DummySteps,
+    GraphBodies,
+    compile_only,
+    prepare_compiler,
+)
 
 if TYPE_CHECKING:
     from aioinfer.worker.kernel_timing import KernelTiming
@@ -178,6 +186,8 @@ class Worker:
         """
         config, peers = self._config, self._peers
         device_name = set_up_device(config, self.device, peers.groups.spec.world_size)
+        if self.device.type == "cuda":
+            threading.Thread(target=prepare_compiler, name="compiler", daemon=True).start()
         model_config = load_model_config(self._folder, config.model)
         self.vocab_size = model_config.vocab_size
         dtype, dtype_text = select_dtype(config.model.dtype, model_config.dtype, self.device)
@@ -419,18 +429,8 @@ class Worker:
 
     def _warm_up_kernels(self, steps: DummySteps) -> None:
         """Does what `warm_up` does on a GPU."""
-        from aioinfer.worker.gpu_device import GpuDevice
-
-        runner, device = self.runner, self.runner.device
-        assert isinstance(device, GpuDevice)
-        bodies = GraphBodies(runner, device)
-        timing = self._make_kernel_timing(bodies)
-        with compile_only():
-            self._run_kinds(steps.run_all)
-            self._run_kinds(bodies.warm_up)
-            if timing is not None:
-                timing.prepare()
-            self._peers.drain_stages()
+        bodies, timing = self._compile(steps)
+        device = bodies.device
         with self._peers.together("warming up", self.on_stuck):
             self._run_kinds(steps.run_all)
             if timing is not None:
@@ -444,6 +444,28 @@ class Worker:
                     device.kv.zero(1)  # the timed steps have written there
             torch.backends.cuda.preferred_blas_library("cublas")
         self.graph_bytes = device.graphs.nbytes
+
+    def _compile(
+        self, steps: DummySteps, largest: StepPlan | None = None
+    ) -> tuple[GraphBodies, KernelTiming | None]:
+        """Compiles the kernels of all steps that `steps` executes on a GPU, of the plan `largest`
+        first, and the kernels among which products choose. Returns the launches that graphs are
+        captured from, and the choice of kernels."""
+        from aioinfer.worker.gpu_device import GpuDevice
+
+        device = steps.runner.device
+        assert isinstance(device, GpuDevice)
+        bodies = GraphBodies(steps.runner, device)
+        timing = self._make_kernel_timing(bodies)
+        with compile_only(self.device):
+            if largest is not None:
+                self._run_kinds(lambda: steps.run(largest))
+            self._run_kinds(steps.run_all)
+            self._run_kinds(bodies.warm_up)
+            if timing is not None:
+                timing.prepare()
+            self._peers.drain_stages()
+        return bodies, timing
 
     def _run_kinds(self, run: Callable[[], None]) -> None:
         """Launches steps without adapters, and with adapters if there can be any."""
@@ -602,9 +624,8 @@ class Worker:
         steps = self._dummy_steps(runner, min(blocks, default=num_blocks))
         plan = steps.largest_plan(lengths)
         if self.device.type != "cpu":
-            with compile_only():
-                self._run_kinds(lambda: steps.run(plan))
-                self._peers.drain_stages()
+            # all kernels, of which those of the largest step are the few that take the longest
+            self._compile(steps, plan)
         with self._peers.together("the largest step", self.on_stuck):
             self._run_kinds(lambda: steps.run(plan))
 
