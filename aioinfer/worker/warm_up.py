@@ -437,18 +437,19 @@ def prepare_compiler() -> None:
 
 
 @contextmanager
-def compile_only(device: torch.device) -> Iterator[None]:
-    """Context in which kernels launched on a GPU are compiled, in parallel, and not run; at its end
-    all of them are compiled, and loaded on the GPU.
+def compile_only() -> Iterator[None]:
+    """Context in which launched kernels are compiled, in parallel, and not run; at its end all of
+    them are compiled and loaded.
 
     Triton can compile asynchronously, but only kernels that are not launched; so launches become
-    its `warmup` here. At a kernel's first launch it loads it, and has a C compiler make a launcher
-    for it, one after the other: that is done here, too. And while a kernel is being compiled, each
+    its `warmup` here. It also has a C compiler make a launcher for each kernel, but at its first
+    launch, one after the other: they are made here, too. And while a kernel is being compiled, each
     further launch of it computes the hash by which it is found on disk, in some milliseconds; here
     a launch is recognised by its specialization.
     """
     import triton
     from triton.runtime import driver
+    from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -462,31 +463,31 @@ def compile_only(device: torch.device) -> Iterator[None]:
             kernels[key] = run(self, *args, grid=grid, warmup=True, **options)
         return kernels[key]
 
-    number = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(
-        number, initializer=torch.cuda.set_device, initargs=(device,)
-    ) as threads:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         with triton.AsyncCompileMode(threads):
             JITFunction.run = compile_instead
             try:
                 yield
             finally:
                 JITFunction.run = run
-        list(threads.map(_load_kernel, kernels.values()))
+        compiled = list(threads.map(_make_launcher, kernels.values()))
+    for kernel in compiled:
+        # threads may get each other's launchers, which are modules of one name in sys.modules
+        with contextlib.suppress(OutOfResources):  # which is raised at its launch, too
+            kernel._init_handles()
 
 
-def _load_kernel(kernel: Any) -> None:
-    """Does what the first launch of a compiled kernel would do before it: puts its launcher into
-    Triton's cache, and its code on the GPU. A kernel that this GPU cannot launch raises at its
-    launch."""
+def _make_launcher(kernel: Any) -> Any:
+    """Puts the launcher of a compiled kernel into Triton's cache, where it is looked for when the
+    kernel is loaded. Returns the kernel."""
+    from triton.runtime import driver
     from triton.runtime._async_compile import FutureKernel
-    from triton.runtime.errors import OutOfResources
 
     if isinstance(kernel, FutureKernel):
         kernel = kernel.result()
-    if kernel is not None:
-        with contextlib.suppress(OutOfResources):
-            kernel._init_handles()
+    if kernel.module is None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 class CompilationWatch:

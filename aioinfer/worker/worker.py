@@ -457,7 +457,7 @@ class Worker:
         assert isinstance(device, GpuDevice)
         bodies = GraphBodies(steps.runner, device)
         timing = self._make_kernel_timing(bodies)
-        with compile_only(self.device):
+        with compile_only():
             if largest is not None:
                 self._run_kinds(lambda: steps.run(largest))
             self._run_kinds(steps.run_all)

@@ -53,7 +53,7 @@ def load_kernels(ranks: list[tuple[AllReduce, torch.cuda.Stream]], dtype: torch.
     """Compiles and loads what all ranks launch: loading a kernel may wait for those that run, and
     these wait for the other ranks'."""
     weight = torch.ones(HIDDEN, dtype=dtype, device=DEVICE)
-    with compile_only(torch.device(DEVICE, 0)):
+    with compile_only():
         for all_reduce, _ in ranks:
             for rows in (PUSHED_ROWS, MAX_ROWS):
                 part, total = all_reduce.partial[:rows], weight.new_zeros(rows, HIDDEN)
