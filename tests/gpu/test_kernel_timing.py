@@ -56,6 +56,7 @@ def serve(folder: Path, prompts: list[list[int]], **settings: Any) -> tuple[list
         "parallel.executor": "inline",
         "scheduler.max_num_seqs": 64,
         "cache.num_blocks": 200,
+        "speculation.method": "none",  # the rows of a step would follow from measured times
     } | {name.replace("__", "."): value for name, value in settings.items()}
     with LLM(str(folder), settings=given, progress=False) as llm:
         worker = worker_of(llm)

@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "qwen3_next": {"mlp_only_layers": [0, 1], "linear_value_head_dim": 16},
     "kimi_linear": {"linear_head_dim": 24, "mlp_layer_types": ["dense", "dense"]},
-    "bamba": {},
+    "bamba": {"mamba_d_head": 16},  # twice the hidden size by 16 heads
     "falcon_h1": {},
     "lfm2": {},
 }
