@@ -590,8 +590,9 @@ class Frontend:
         if there are none."""
         stores = (engine.scheduler.kv_cache.store for engine in self.engines)
         request = output.sequences[0].request
-        offers = (store.offer(request) for store in stores if store is not None)
-        return next((found for found in offers if found is not None), None)
+        offers = [store.offer(request) for store in stores if store is not None]
+        found = [offer for offer in offers if offer is not None]
+        return max(found, key=lambda offer: offer.num_blocks, default=None)
 
     # ---------------------------------------------------------------- failure
 

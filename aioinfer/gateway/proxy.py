@@ -55,6 +55,8 @@ _MAX_WAIT_S, _LOOK_S = 30.0, 0.5
 _CONNECT_S = 5.0
 #: A prompt of fewer tokens that are not in the cache is computed where it is generated.
 MIN_HANDED_OVER = 256
+#: How long another replica may take for a prompt: seconds, and one more for so many tokens.
+_OFFER_S, _OFFER_TOKENS = 10.0, 1000
 #: Bytes of a `Handover`, which goes into a header.
 _MAX_HANDOVER_BYTES = 6000
 #: Paths, or prefixes of paths, whose state a single replica keeps.
@@ -346,12 +348,13 @@ class Gateway:
         if base is None:
             return ""
         headers, body = relay.offer_message()
+        longest = _OFFER_S + relay.prompt.length / _OFFER_TOKENS
         async with self._http.post(
             URL(base + relay.target, encoded=True),
             data=body,
             headers=headers,
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=longest, sock_connect=_CONNECT_S),
         ) as reply:
             offered = await reply.read()
             if reply.status != 200 or len(offered) > _MAX_HANDOVER_BYTES:

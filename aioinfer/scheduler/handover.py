@@ -21,3 +21,8 @@ class Handover(msgspec.Struct, frozen=True):
     first_rank: int
     num_ranks: int
     held: list[list[tuple[int, int]]]
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of all groups."""
+        return sum(end - first for ranges in self.held for first, end in ranges)

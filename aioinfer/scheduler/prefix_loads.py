@@ -137,6 +137,7 @@ class PrefixLoads:
     def drop(self, request: Request) -> None:
         """Takes the blocks of a request away that has ended while they were loaded."""
         self._store.abandon(request)
+        request.asked_connectors = 0
         self._free(request)
         request.num_computed = request.num_settled = 0
 

@@ -19,6 +19,7 @@ What has to keep its order, and how (see `GpuCopies`):
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class HostBlocks:
         weakref.finalize(self, unpin, pinned_at, kv.device).atexit = False
         self.num_places = tuple(num_places)
         self.descriptors: list[int] = []
+        weakref.finalize(self, _close_all, self.descriptors)
         with report_shortage("the KV blocks of the host", "lower cache.host_bytes"):
             self.groups = [
                 self._allocate(count if size else 0, size, shared=shared)
@@ -139,6 +141,11 @@ class HostBlocks:
         this rank, an empty one."""
         memory = self.groups[group]
         return memory[place].view(like.dtype).view(like.shape) if like.numel() else like
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 def pin(memory: torch.Tensor) -> None:

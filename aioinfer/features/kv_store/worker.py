@@ -98,7 +98,8 @@ class Work(WorkerFeature):
         shared = cache.peer_address is not None
         self.host = make_host_blocks(rank.kv, cache.host_bytes, shared=shared)
         self.copies = make_copies(rank.kv, self.host)
-        if (cache.disk_path or cache.peer_key_file) and not rank.place.is_local:
+        is_divided = rank.place.world_size > 1 and not rank.place.is_local
+        if (cache.disk_path or cache.peer_key_file) and is_divided:
             raise ConfigError(
                 "cache.disk_path and cache.peer_key_file are for engines whose workers are on one "
                 "host"
