@@ -291,7 +291,8 @@ class Worker:
             return None
         return AdapterSlots(
             lora.num_slots, lora.max_rank, dtype, self.device,
-            uses_kernels=backend.has_kernels, pdl=backend.pdl, has_experts=lora.experts,
+            uses_kernels=backend.has_kernels, pdl=backend.pdl, choices=backend.choices,
+            has_experts=lora.experts,
             has_embeddings=lora.embeddings, max_prompt_tokens=lora.max_prompt_tokens,
         )  # fmt: skip
 

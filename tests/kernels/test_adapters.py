@@ -20,6 +20,13 @@ from aioinfer.kernels.adapters import expand, shrink
 from aioinfer.kernels.few_rows_dense import few_rows_dense
 from aioinfer.kernels.gated_product import interleave
 
+from aioinfer.layers.adapters.addition import CUBLAS, EXPAND
+from aioinfer.layers.adapters.parts import AdapterWeights
+from aioinfer.layers.adapters.slots import AdapterSlots
+from aioinfer.layers.formats.base import Epilogue
+from aioinfer.layers.kernel_choices import Candidate, KernelChoices
+from aioinfer.layers.shards import Shard, Source
+from aioinfer.layers.step import Step, StepInputs
 from aioinfer.worker.step_graphs import mixed_sizes
 
 CPU = torch.device("cpu")
@@ -130,3 +137,55 @@ def test_products_of_few_rows_add_adapters(
         operand.up.copy_(interleave(operand.up))
     found = few_rows_dense(x, weight, **options, adapters=operand)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("candidate", [EXPAND, CUBLAS])
+@pytest.mark.parametrize("tokens", [20, 40])
+def test_sums_behind_products_are_the_same_by_each_candidate(
+    candidate: Candidate, tokens: int
+) -> None:
+    """Of a step's tokens; and, as they are timed, of rows of all adapters in equal parts."""
+    generator, choices = torch.Generator().manual_seed(1), KernelChoices()
+    slots = AdapterSlots(3, 4, torch.float32, CPU, uses_kernels=True, choices=choices)
+    product = slots.adapt([Source(name, Shard.whole(12)) for name in "ab"], Shard.whole(24))
+    slots.allocate(tokens)
+    added = torch.zeros(3, 24, 24)
+    for slot, rank in enumerate((4, 1, 3)):
+        weights = {
+            name: AdapterWeights(
+                torch.randn(rank, 24, generator=generator),
+                torch.randn(12, rank, generator=generator), 0.5,
+            )
+            for name in "ab"
+        }  # fmt: skip
+        slots.enter(slot, slots.pack(weights, pinned=False), rank)
+        added[slot] = torch.cat([0.5 * each.up @ each.down for each in weights.values()])
+    of_tokens = torch.randint(-1, 3, (tokens,), dtype=torch.int32, generator=generator)
+    x, y = (torch.randn(tokens, 24, generator=generator) for _ in range(2))
+    expected = y.clone()
+    for slot in range(3):
+        expected[of_tokens == slot] += x[of_tokens == slot] @ added[slot].t()
+
+    def add(to: torch.Tensor) -> None:
+        with slots:
+            slots.tokens.plan(Step(StepInputs(*[of_tokens] * 4, (), adapters=of_tokens), None))
+            product.begin(x)
+            product.add(x, to)
+
+    add(y.clone())  # registers the product
+    (chosen,) = choices.products.values()
+    assert product._addition is not None
+    assert product._addition.candidates("residual", tokens) == [EXPAND, CUBLAS]
+    chosen.choose({tokens: candidate})
+    add(y)
+    torch.testing.assert_close(y, expected)
+    shrunk = slots.tokens._tiles.shrunk_of(2)[:tokens]
+    shrunk.zero_()
+    columns = product.width
+    for row in range(tokens):
+        slot = next(s for s in range(3) if row < (s + 1) * tokens // 3)
+        shrunk[row, slot * columns : (slot + 1) * columns] = 1.0
+    total = torch.zeros(tokens, 24)
+    chosen.forced = candidate
+    product._addition.multiply(shrunk, Epilogue(add_to=total))
+    torch.testing.assert_close(total, shrunk @ product._up.t())

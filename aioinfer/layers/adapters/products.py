@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aioinfer.layers.adapters.addition import Addition
 from aioinfer.layers.adapters.parts import AdapterWeights, aligned
 from aioinfer.layers.adapters.tokens import AdapterTokens
 from aioinfer.layers.shards import Shard, Source
@@ -55,6 +56,7 @@ class AdaptedProduct:
         self.sizes = self.width * columns.size, self._out * self.width
         self._down: torch.Tensor
         self._up: torch.Tensor
+        self._addition: Addition | None = None
 
     @property
     def inputs(self) -> int:
@@ -161,10 +163,10 @@ class AdaptedProduct:
         if not len(x):
             return
         if tokens.uses_kernels:
-            from aioinfer.kernels.adapters import expand
-
+            if self._addition is None:
+                self._addition = Addition(self._matrices(), tokens, tokens.choices)
             tokens.join()
-            expand(y, self._matrices(), tokens.tiles_of(len(x)), tokens.workspace)
+            self._addition.add(y)
             return
         for slot, own in tokens.tokens_of(len(x)):
             used = int(tokens.ranks[slot]) * len(self.modules)

@@ -22,6 +22,7 @@ from aioinfer.layers.adapters.parts import (
 )
 from aioinfer.layers.adapters.products import AdaptedProduct, RowProduct
 from aioinfer.layers.adapters.tokens import AdapterTokens
+from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.shards import Shard, Source
 
 
@@ -32,7 +33,7 @@ class AdapterSlots:
         count: how many there can be at a time.
         max_rank: of an adapter.
         dtype, device: of the rank.
-        uses_kernels: whether Triton kernels compute the products.
+        uses_kernels, pdl, choices: as in `AdapterTokens`.
         has_experts, has_embeddings: whether adapters may change experts, and the embedding and the
             head.
         max_prompt_tokens: maximum of a soft prompt; 0 for none.
@@ -51,13 +52,17 @@ class AdapterSlots:
 
     def __init__(
         self, count: int, max_rank: int, dtype: torch.dtype, device: torch.device,
-        *, uses_kernels: bool, pdl: bool = False, has_experts: bool = False,
+        *, uses_kernels: bool, pdl: bool = False, choices: KernelChoices | None = None,
+        has_experts: bool = False,
         has_embeddings: bool = False, max_prompt_tokens: int = 0,
     ):  # fmt: skip
         self._max_prompt_tokens = max_prompt_tokens
         self.prompts: SoftPrompts | None = None
         self.has_experts, self.has_embeddings = has_experts, has_embeddings
-        self.tokens = AdapterTokens(count, max_rank, device, uses_kernels=uses_kernels, pdl=pdl)
+        self.tokens = AdapterTokens(
+            count, max_rank, device, uses_kernels=uses_kernels, pdl=pdl,
+            choices=choices or KernelChoices(),
+        )  # fmt: skip
         self.count = count
         self.products: list[AdaptedProduct] = []
         self.row_products: list[RowProduct] = []

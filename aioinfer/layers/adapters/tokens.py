@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aioinfer.layers.kernel_choices import KernelChoices
 from aioinfer.layers.step import Step
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class AdapterTokens:
         device: of the rank.
         uses_kernels: whether Triton kernels compute the products.
         pdl: whether they are launched as programmatic dependents.
+        choices: of kernels, of the rank.
 
     Attributes:
         is_active: whether a token of the step that is being computed may have an adapter.
@@ -42,8 +45,10 @@ class AdapterTokens:
     workspace: AdapterWorkspace
 
     def __init__(
-        self, count: int, max_rank: int, device: torch.device, *, uses_kernels: bool, pdl: bool
-    ):
+        self, count: int, max_rank: int, device: torch.device, *, uses_kernels: bool, pdl: bool,
+        choices: KernelChoices,
+    ):  # fmt: skip
+        self.choices = choices
         self.count, self.max_rank = count, max_rank
         self.uses_kernels, self.pdl = uses_kernels, pdl
         self.is_active = False
@@ -55,6 +60,8 @@ class AdapterTokens:
         self._sampled: torch.Tensor | None = None
         #: on a CPU: by the number of tokens, the tokens of each slot
         self._by_slot: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        #: by the number of rows, for products that are timed
+        self._even: dict[int, tuple[AdapterTiles, torch.Tensor]] = {}
         self._tiles: AdapterTiles
         self._sampled_tiles: AdapterTiles
 
@@ -75,6 +82,31 @@ class AdapterTokens:
         self.workspace = AdapterWorkspace.empty(tokens, layout, inputs, dtype, device)
         self._tiles = AdapterTiles.empty(tokens, layout, dtype, device)
         self._sampled_tiles = AdapterTiles.empty(tokens, layout, dtype, device)
+
+    @property
+    def max_columned(self) -> int:
+        """Of so many tokens at most, x A^T has a column for each rank of each adapter."""
+        return len(self._tiles.shrunk)
+
+    def even_tiles(self, rows: int) -> tuple[AdapterTiles, torch.Tensor]:
+        """Returns the tiles of so many rows, of which all adapters have equal parts, and ranks
+        int32 [count], the maximum of each: for products that are timed. They are made once."""
+        from aioinfer.kernels.adapter_tiles import tile_size
+
+        if rows not in self._even:
+            tiles, size = self._tiles.views(rows), tile_size(rows)
+            order = torch.full((len(tiles.slots), size), -1, dtype=torch.int32)
+            slots, tile = torch.full((len(tiles.slots),), -1, dtype=torch.int32), 0
+            for slot in range(self.count):
+                own = range(slot * rows // self.count, (slot + 1) * rows // self.count)
+                for first in range(0, len(own), size):
+                    some = own[first : first + size]
+                    order[tile, : len(some)] = torch.tensor(some, dtype=torch.int32)
+                    slots[tile], tile = slot, tile + 1
+            order, slots = (each.to(self.ranks.device) for each in (order.flatten(), slots))
+            ranks = torch.full_like(self.ranks, self.max_rank)
+            self._even[rows] = replace(tiles, order=order, slots=slots), ranks
+        return self._even[rows]
 
     def adapters_of(self, step: Step, rows: int) -> torch.Tensor | None:
         """Returns the adapter slot (int32 [rows], negative for none) of each row of a layer, which
