@@ -27,7 +27,7 @@ KINDS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """Returns activation(x), float32."""
     if KIND == "silu":
         result = x / (1.0 + tl.exp(-x))
@@ -53,7 +53,7 @@ def _gated_activation_kernel(
     up = tl.load(place + RUN, mask, 0.0).to(tl.float32)
     tl.store(
         out + row * out_stride + columns,
-        (_activate(gate, KIND) * up).to(out.dtype.element_ty),
+        (activated(gate, KIND) * up).to(out.dtype.element_ty),
         mask,
     )
 

@@ -25,17 +25,20 @@ from aioinfer.kernels.quantize import GROUP, ScaledInputs
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation of the first product: silu(gate) * up, or, with `alpha`, gate * sigmoid(alpha
-    * gate) * (up + 1) of a gate of at most `limit` and of up within -limit .. limit (gpt-oss).
-    Without a gate it is relu(up) ** 2 (Nemotron-3), or nothing (`is_linear`)."""
+    """The activation of the first product: silu(gate) * up; with `is_gelu` gelu(gate) * up, GELU
+    being that by tanh (Gemma 4); or, with `alpha`, gate * sigmoid(alpha * gate) * (up + 1) of a
+    gate of at most `limit` and of up within -limit .. limit (gpt-oss). Without a gate it is
+    relu(up) ** 2 (Nemotron-3), or nothing (`is_linear`)."""
 
     alpha: float = 0.0
     limit: float = 0.0
     is_gated: bool = True
     is_linear: bool = False
+    is_gelu: bool = False
 
 
 SILU = Activation()
+GELU = Activation(is_gelu=True)
 SQUARED_RELU = Activation(is_gated=False)
 LINEAR = Activation(is_gated=False, is_linear=True)
 
@@ -51,8 +54,8 @@ class ExpertSpec(NamedTuple):
         features, inputs: weight rows of an expert, and their length.
         experts, top_k: experts that there are weights of; experts of a token.
         lines, step: weight rows of a tile or program; inputs of a stage.
-        gated: whether this is the first product; `alpha`, `limit`, `has_gate` and `is_linear` are
-            its activation's.
+        gated: whether this is the first product; `alpha`, `limit`, `has_gate`, `is_linear` and
+            `is_gelu` are its activation's.
         partial: whether there are other experts than those that there are weights of.
         has_bias: whether a bias is added.
         format: of weights: `PLAIN`, `SCALED`, `INTEGERS` or `FLOATS`.
@@ -88,6 +91,7 @@ class ExpertSpec(NamedTuple):
     tile: int = TILE
     has_gate: bool = True
     is_linear: bool = False
+    is_gelu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class ExpertArguments:
             features, inputs, experts, self.routed.experts.shape[1], lines, step, self.gated,
             self.routed.local is not None, self.bias is not None, self.activation.alpha,
             self.activation.limit, tma=tma, x_scales=x_scales, has_gate=self.activation.is_gated,
-            is_linear=self.activation.is_linear, **packed,
+            is_linear=self.activation.is_linear, is_gelu=self.activation.is_gelu, **packed,
         )  # fmt: skip
 
 

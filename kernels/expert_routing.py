@@ -141,7 +141,8 @@ class RoutingSpec(NamedTuple):
     """What the kernels are compiled for beside their tiles, from a `RoutingRule` and the arguments
     of `route`. `padded` are the columns of logits, `k_padded` is a power of two of at least
     `top_k`, and `copies` the width of `CopyTable.places`, 0 without. `pairs` are the experts of a
-    token, one that all tokens take included; `has_shared`, `is_shared_gated` describe that."""
+    token, one that all tokens take included; `has_shared`, `is_shared_gated` describe that.
+    `has_scales`: each expert has a scale."""
 
     experts: int
     padded: int
@@ -160,6 +161,7 @@ class RoutingSpec(NamedTuple):
     pairs: int = 0
     has_shared: bool = False
     is_shared_gated: bool = False
+    has_scales: bool = False
     smallest: float = SMALLEST
     lowest: float = _LOWEST
 
@@ -269,7 +271,7 @@ def _select(logits, bias, TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.con
 
 @triton.jit
 def _finish(
-    found, bias, weights, experts, counts, rows, copy_places, copy_counts, place_totals,
+    found, bias, scales, weights, experts, counts, rows, copy_places, copy_counts, place_totals,
     slot_mapping, token, tokens, scale, slot_stride,
     TOKENS: tl.constexpr, BY_KEYS: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -280,6 +282,8 @@ def _finish(
     pair = token[:, None] * S.pairs + j
     is_token = token < tokens
     mask = is_token[:, None] & (j < S.top_k)
+    if S.has_scales:
+        chosen_weights *= tl.load(scales + chosen, mask, 0.0)
     tl.store(weights + pair, chosen_weights * scale, mask)
     if S.copies > 0:
         number = token[:, None] % tl.load(copy_counts + chosen, mask, 1)
@@ -296,9 +300,9 @@ def _finish(
 
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _few_tokens_kernel(
-    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
-    copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale, slot_stride, norm,
-    norm_factors, eps,
+    x, weight, bias, logit_bias, scales, logits, weights, experts, counts, rows, tickets,
+    copy_places, copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale,
+    slot_stride, norm, norm_factors, eps,
     HIDDEN: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr, HAS_NORM: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -322,15 +326,16 @@ def _few_tokens_kernel(
         if S.has_logit_bias:
             found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)
         _finish(
-            found, bias, weights, experts, counts, rows, copy_places, copy_counts,
+            found, bias, scales, weights, experts, counts, rows, copy_places, copy_counts,
             place_totals, slot_mapping, token, tokens, scale, slot_stride, 1, True, S,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "scale", "slot_stride"])
 def _routing_kernel(
-    x, weight, bias, logit_bias, logits, weights, experts, counts, rows, tickets, copy_places,
-    copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale, slot_stride,
+    x, weight, bias, logit_bias, scales, logits, weights, experts, counts, rows, tickets,
+    copy_places, copy_counts, place_totals, slot_mapping, gate, tokens, x_stride, scale,
+    slot_stride,
     HIDDEN: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
     BY_KEYS: tl.constexpr, PDL: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
@@ -368,7 +373,7 @@ def _routing_kernel(
         every = tl.arange(0, S.padded)
         found += tl.load(logit_bias + every, every < S.experts, 0.0).to(tl.float32)[None, :]
     _finish(
-        found, bias, weights, experts, counts, rows, copy_places, copy_counts,
+        found, bias, scales, weights, experts, counts, rows, copy_places, copy_counts,
         place_totals, slot_mapping, token, tokens, scale, slot_stride, TOKENS, BY_KEYS, S,
     )  # fmt: skip
 
@@ -381,6 +386,7 @@ def route(
     *,
     bias: torch.Tensor | None = None,
     logit_bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     buckets: bool = True,
     local: range | None = None,
     copies: CopyTable | None = None,
@@ -404,6 +410,7 @@ def route(
             (`expert_product.sum_pairs`).
         bias: [num_experts], added to the scores for the selection alone.
         logit_bias: [num_experts], added to the logits.
+        scales: float32 [num_experts], multiplied with the weights of each expert.
         buckets: whether to fill `counts` and `rows`, of all experts.
         local: see `RoutedTokens`.
         copies: the places of each expert; by default an expert is a place.
@@ -456,7 +463,7 @@ def route(
         rule.is_normalized, bias is not None, logit_bias is not None, rule.num_groups,
         rule.top_groups, rule.group_best, buckets,
         0 if copies is None else copies.places.shape[1], totals is not None, pairs,
-        shared is not None, gate is not None,
+        shared is not None, gate is not None, scales is not None,
     )  # fmt: skip
     norm_factors, norm = None, ()
     if norm_weight is not None:
@@ -467,7 +474,7 @@ def route(
     kernel = _few_tokens_kernel if is_few else _routing_kernel
     kernel[(parts + (shared is not None), tiles)](
         x, weight, weight if bias is None else bias, weight if logit_bias is None else logit_bias,
-        logits, weights, chosen, counts, rows, tickets,
+        weight if scales is None else scales, logits, weights, chosen, counts, rows, tickets,
         *((counts, counts) if copies is None else (copies.places, copies.counts)),
         counts if totals is None else totals, slot_mapping, weight if gate is None else gate,
         tokens, x.stride(0), rule.scale,

@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from aioinfer.kernels.activation import activated
 from aioinfer.kernels.grouped_product import _load_unit
 from aioinfer.kernels.grouped_weight import split_zero
 
 
 @triton.jit
 def activate(gate, up, S: tl.constexpr):
-    """Returns silu(gate) * up; with S.alpha gpt-oss's activation (`layers.experts`)."""
-    if S.alpha == 0.0:
-        result = gate / (1.0 + tl.exp(-gate)) * up
+    """Returns silu(gate) * up, or with S.is_gelu gelu(gate) * up; with S.alpha gpt-oss's activation
+    (`layers.experts`)."""
+    if S.is_gelu:
+        result = activated(gate, "gelu_pytorch_tanh") * up
+    elif S.alpha == 0.0:
+        result = activated(gate, "silu") * up
     else:
         gate = tl.minimum(gate, S.limit)
         up = tl.minimum(tl.maximum(up, -S.limit), S.limit)

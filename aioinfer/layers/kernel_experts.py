@@ -29,7 +29,7 @@ import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.kernels.activation import GATE_RUN, gated_activation
-from aioinfer.kernels.expert_arguments import LINEAR, SILU, Activation
+from aioinfer.kernels.expert_arguments import GELU, LINEAR, SILU, SQUARED_RELU, Activation
 from aioinfer.kernels.expert_configs import SCANNED_TOKENS, TABLES, WIDE_CONFIG, ExpertConfig
 from aioinfer.kernels.expert_exchange import NO_LIMIT, ExchangeLayout, ExpertExchange
 from aioinfer.kernels.expert_product import expert_product, sum_pairs
@@ -67,6 +67,10 @@ from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.shards import NamedShards
 from aioinfer.layers.step import Step
 
+#: The activations of the kernels, by their names and by whether there is a gate.
+ACTIVATIONS = {
+    ("silu", True): SILU, ("gelu_pytorch_tanh", True): GELU, ("relu2", False): SQUARED_RELU,
+}  # fmt: skip
 #: The configurations of both products; None for a configuration that the number of tokens selects.
 _Configs = tuple[ExpertConfig | None, ExpertConfig | None]
 _RoutingConfigs: TypeAlias = RoutingConfig | FewTokensConfig | None
@@ -209,17 +213,19 @@ class KernelMixtureMLP(MixtureMLP):
         may_fuse = stream.is_reduced and adapters is None
         norm = self._fused_norm(len(stream)) if may_fuse else None
         x = stream.normed(self._norm) if norm is None else stream.inputs
+        own = self.router.norm
+        of_router = x if own is None else own(stream.inputs)
         # where the tokens are sampled ones alone there is no padding
         places = step.inputs.token_places
         slots = places if len(places) == len(x) else None
-        routed = self._route(x, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=norm)
+        routed = self._route(of_router, buckets=len(x) > SCANNED_TOKENS, slots=slots, norm=norm)
         self._add(stream, x, routed, adapters=adapters)
 
     def _fused_norm(self, tokens: int) -> RMSNorm | None:
         """Returns the norm if routing and first product compute it: for one token, if nothing else
         takes its normed values."""
         is_packed = isinstance(self.stacked.gate_up, PackedExperts)
-        others = self._shared is not None or self._latents is not None
+        others = any(each is not None for each in (self._shared, self._latents, self.router.norm))
         fuses = tokens == 1 and not others and not is_packed
         return self._norm if fuses and isinstance(self._norm, RMSNorm) else None
 
@@ -236,7 +242,8 @@ class KernelMixtureMLP(MixtureMLP):
         normed = {} if norm is None else {"norm_weight": norm.weight, "eps": norm.eps}
         return route(
             x, router.weight, self._rule, self._counters, bias=router.bias,
-            logit_bias=router.logit_bias, buckets=buckets, local=self._experts,
+            logit_bias=router.logit_bias, scales=router.expert_scales, buckets=buckets,
+            local=self._experts,
             copies=self._copies, totals=self._placed.counter.tokens, slots=slots,
             shared=self._shared_route, pdl=self._backend.pdl, config=config, **normed,
         )  # fmt: skip
@@ -337,8 +344,9 @@ def _activated(both: torch.Tensor, activation: Activation, *, pdl: bool) -> torc
     """Returns the activation of first products [P, N], gate and up interleaved."""
     if not activation.is_gated:
         return both.relu().square()
-    if activation == SILU:
-        return gated_activation(both, pdl=pdl)
+    if activation in (SILU, GELU):
+        kind = "silu" if activation == SILU else "gelu_pytorch_tanh"
+        return gated_activation(both, kind=kind, pdl=pdl)
     gate, up = both.unflatten(1, (-1, 2, GATE_RUN)).float().unbind(2)
     swiglu = ClampedSwiGLU(activation.alpha, activation.limit)
     return swiglu(gate, up).flatten(1).to(both.dtype)
@@ -360,7 +368,7 @@ def rule_of(routing: Routing) -> RoutingRule:
 
 def supports(routing: Routing, channels: int, activation: str, *, is_gated: bool) -> bool:
     """Whether the kernels take experts of so many channels on each rank."""
-    is_known = activation == ("silu" if is_gated else "relu2") and not routing.has_own_norm
+    is_known = (activation, is_gated) in ACTIVATIONS
     return is_known and channels % GATE_RUN == 0 and supports_rule(rule_of(routing))
 
 

@@ -109,7 +109,7 @@ def make_mixture(
     )
     adapted = _adapt_experts(make, stacks, sources, placed, takes_stacked=takes_stacked)
     if takes_stacked and of_all and _is_alike(make, shape, sources[0], of_all):
-        stacked = _stacked_experts(make, [*sources, of_all], placed.channels)
+        stacked = _stacked_experts(make, [*sources, of_all], placed.channels, activation)
         return _kernel_mixture(
             make, router, stacked, placed, None, norm, stacks_shared=True, shared_gate=gate
         )
@@ -122,7 +122,7 @@ def make_mixture(
         shared = SharedExpert(expert, gate, shape.shared_scale)
     latents = _make_latents(make, name, shape, names) if shape.latent_size else None
     if takes_stacked:
-        stacked = _stacked_experts(make, sources, placed.channels)
+        stacked = _stacked_experts(make, sources, placed.channels, activation)
         return _kernel_mixture(
             make, router, stacked, placed, shared, norm, latents=latents, adapted=adapted
         )
@@ -302,7 +302,7 @@ def _takes_stacked(
     from aioinfer.layers.kernel_experts import supports
 
     is_supported = supports(shape.routing, channels.size, activation, is_gated=is_gated)
-    if backend.expert_group is not None and shape.latent_size:
+    if backend.expert_group is not None and (shape.latent_size or shape.routing.has_own_norm):
         is_supported = False
     if not is_supported and backend.expert_group is not None:
         raise ConfigError(
@@ -345,10 +345,12 @@ def _whole_blocks(make: PartMaker, channels: Shard, name: str) -> Shard:
     return blocks.times(BLOCK)
 
 
-def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> StackedExperts:
+def _stacked_experts(
+    make: PartMaker, here: list[Sources], channels: Shard, activation: str
+) -> StackedExperts:
     """Returns some channels of this rank's experts."""
-    from aioinfer.kernels.expert_arguments import SILU, SQUARED_RELU
     from aioinfer.layers.expert_stacks import ProjectionShape, StackedExperts, interleaved_order
+    from aioinfer.layers.kernel_experts import ACTIVATIONS
 
     first, second = [each[:-1] for each in here], [each[-1:] for each in here]
     is_gated, whole = len(first[0]) > 1, Shard.whole(second[0][0].rows.total)
@@ -358,7 +360,7 @@ def _stacked_experts(make: PartMaker, here: list[Sources], channels: Shard) -> S
         ProjectionShape(second, channels),
         make.backend,
         make.quantization,
-        activation=SILU if is_gated else SQUARED_RELU,
+        activation=ACTIVATIONS[activation, is_gated],
     )
     return make.count(stacked)
 

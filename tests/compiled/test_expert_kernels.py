@@ -196,7 +196,7 @@ def routing(
     """Compiles what `route` launches with a configuration."""
     types = {
         "x": "*bf16", "weight": "*bf16", "bias": "*fp32", "logit_bias": "*fp32", "logits": "*fp32",
-        "weights": "*fp32",
+        "scales": "*fp32", "weights": "*fp32",
         "experts": "*i32", "counts": "*i32", "rows": "*i32", "tickets": "*i32", "scale": "fp32",
         "copy_places": "*i32", "copy_counts": "*i32", "place_totals": "*i32",
         "slot_mapping": "*i64", "norm": "*bf16", "norm_factors": "*fp32", "eps": "fp32",
@@ -204,6 +204,7 @@ def routing(
     spec = RoutingSpec(
         experts, expert_routing.padded_experts(experts), TOP_K, TOP_K, sigmoid, True, sigmoid,
         not sigmoid, groups, max(1, groups // 2), 2, buckets, copies, counted=True,
+        has_scales=not sigmoid,
     )  # fmt: skip
     constants = {
         "HIDDEN": HIDDEN, "PART": config.experts, "STEP": config.step, "PDL": True, "S": spec,

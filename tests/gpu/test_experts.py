@@ -180,6 +180,13 @@ def test_replayed_graphs_route_anew(tokens: int) -> None:
 # ---------------------------------------------------------------- models
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    # GELU, a router with a norm of its own, and a scale of each expert
+    "gemma4_text": {
+        "head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 5, "sliding_window": 50,
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "enable_moe_block": True, "num_experts": 16, "top_k_experts": 4,
+        "moe_intermediate_size": 128,
+    },
     "glm4_moe": {"head_dim": 128, "n_routed_experts": 16, "moe_intermediate_size": 128},
     "mixtral": {"head_dim": 128, "num_local_experts": 8},
     "olmoe": {"head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4},

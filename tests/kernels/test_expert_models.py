@@ -35,7 +35,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"first_k_dense_replace": 0},  # groups, a bias, sigmoids
     "mixtral": {},
     "nemotron_h": EXPERTS,  # without gates
-}
+    # GELU, a router with a norm of its own, and a scale of each expert
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24,
+        "layer_types": ["full_attention"], "global_head_dim": 128, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+}  # fmt: skip
 #: The same between projections to latent vectors and back.
 LATENTS = {"nemotron_h": {**EXPERTS, "moe_latent_size": 24}}
 #: Experts that all tokens take, of the others' size: with a gate, and without.
@@ -55,7 +61,7 @@ def test_a_prefill_and_decodes(family: str, fields: dict[str, Any], tmp_path: Pa
     """With buckets, without, and for one token."""
     tiny_model(family, tmp_path, **{**SIZES, **fields})
     ours, plain = (Bound(tmp_path, kernels=use, fill=torch.nan) for use in (True, False))
-    parts = (part for layer in ours.model.layers for part in layer.parts)
+    parts = (leaf for layer in ours.model.layers for part in layer.parts for leaf in part.leaves)
     mixture = next(part for part in parts if isinstance(part, KernelMixtureMLP))
     assert (len(mixture.stacked.gate_up) > mixture.router.routing.num_experts) == (
         fields == SHARED.get(family)
