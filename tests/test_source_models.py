@@ -226,7 +226,8 @@ def test_transcripts_follow_the_rules_of_timestamps(saved: Saved, ranks: int) ->
     with opened(saved, **settings) as llm:
         transcriber = llm.frontend.require_transcriber()
         for has_times in (True, False):
-            recording = Recording(SOUNDS, [0.0, 0.7, 2.7], 4.0)
+            parts = [transcriber.format.source(samples) for samples in SOUNDS]
+            recording = Recording(parts, [0.0, 0.7, 2.7], 4.0)
             prompts: list[Any] = transcriber.prompts(
                 recording, "de", "transcribe", text="", has_times=has_times, max_len=128
             )
@@ -256,7 +257,8 @@ def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:
     def time(seconds: float) -> int:
         return ID[f"<|{seconds:.2f}|>"]
 
-    recording = Recording([np.zeros(RATE), np.zeros(RATE // 2)], [0.0, 1.0], 1.5)
+    parts = [format.source(np.zeros(length)) for length in (RATE, RATE // 2)]
+    recording = Recording(parts, [0.0, 1.0], 1.5)
     a, b, c = tokenizer.encode("abc", False)
     ids = [time(0.1), a, b, time(0.4), time(0.5), c, time(1.8), ID["<|endoftext|>"]]
     found = transcriber.segments(recording, 0, ids)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from aioinfer.config import Config
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.errors import ConfigError, FieldError, OverloadedError, RequestError
 from aioinfer.features.speech.planning import SpeechRules
-from aioinfer.media.sound import F32, cut_at_pauses, decode_sound
-from aioinfer.models.source import SourceFormat
+from aioinfer.media.sound import cut_at_pauses, decode_sound
+from aioinfer.models.source import SourceData, SourceFormat
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.json_file import read_json
 from aioinfer.text.tokenizer import Tokenizer
@@ -113,12 +114,12 @@ class Recording:
     """A file that was decoded and cut.
 
     Attributes:
-        parts: samples float32 [n] of each part.
+        parts: the samples of each part.
         starts: where each begins, in seconds.
         duration: of all, in seconds.
     """
 
-    parts: list[F32]
+    parts: list[SourceData]
     starts: list[float]
     duration: float
 
@@ -154,10 +155,12 @@ class Transcriber:
         rate = self.format.rate
         samples = decode_sound(data, rate, self._config, place)
         parts = cut_at_pauses(samples, self.format.max_values)
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
-        return Recording(parts, [end / rate for end in ends[:-1]], len(samples) / rate)
+        starts = [0, *accumulate(map(len, parts))][:-1]
+        return Recording(
+            [self.format.source(part) for part in parts],
+            [start / rate for start in starts],
+            len(samples) / rate,
+        )
 
     @contextmanager
     def holding(self, recording: Recording) -> Iterator[None]:
@@ -195,7 +198,7 @@ class Transcriber:
     def detection(self, recording: Recording) -> tuple[SourcePrompt, SamplingParams]:
         """Returns the prompt and the parameters of the request whose only token is the language of
         a recording's beginning."""
-        prompt = SourcePrompt([self.tokens.start], self.format.source(recording.parts[0]))
+        prompt = SourcePrompt([self.tokens.start], recording.parts[0])
         allowed = tuple(self.tokens.languages.values())
         return prompt, SamplingParams(
             temperature=0, max_tokens=1, allowed_token_ids=allowed, ignore_eos=True
@@ -236,7 +239,7 @@ class Transcriber:
             raise RequestError("this model knows English alone, and does not translate")
         if not has_times:
             start.append(tokens.rules.first_time - 1)
-        found = [SourcePrompt(start, self.format.source(part)) for part in recording.parts]
+        found = [SourcePrompt(start, part) for part in recording.parts]
         if text.strip():
             ids = self._tokenizer.encode(f" {text.strip()}", False, param="prompt")
             ids = ids[-(max_len // 2 - 1) :]
@@ -262,7 +265,7 @@ class Transcriber:
     def segments(self, recording: Recording, part: int, tokens: Sequence[int]) -> list[Segment]:
         """Returns the pieces of a part's transcript, between its timestamps."""
         first = self.tokens.rules.first_time
-        length = len(recording.parts[part]) / self.format.rate
+        length = len(recording.parts[part].values) / self.format.rate
         found: list[Segment] = []
         begin, latest, piece = 0.0, 0.0, list[int]()
 

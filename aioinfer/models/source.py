@@ -25,17 +25,16 @@ class SourceData:
     Attributes:
         values: int32 [n], token ids; or float32 [n], samples of sound.
         num_tokens: of the encoder's output, at most; what a step's budget counts.
+        digest: of the values.
     """
 
-    values: npt.NDArray[np.int32] | npt.NDArray[np.float32]
+    values: npt.NDArray[Any]
     num_tokens: int
+    digest: bytes
 
-    def key(self, salt: bytes = b"") -> bytes:
+    def key(self, salt: bytes) -> bytes:
         """Returns a key that is equal for equal sources under the same salt."""
-        hashed = blake2b(salt, digest_size=_KEY_BYTES, person=b"source")
-        hashed.update(self.values.dtype.str.encode())
-        hashed.update(np.ascontiguousarray(self.values).data)
-        return hashed.digest()
+        return blake2b(salt + self.digest, digest_size=_KEY_BYTES, person=b"source").digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,12 @@ class SourceFormat:
     rate: int = 0
 
     def source(self, values: npt.NDArray[Any]) -> SourceData:
-        """Returns a source of values, which are no more than `max_values`."""
-        if self.kind == "sound":
-            return SourceData(np.ascontiguousarray(values, np.float32), self.max_tokens)
-        return SourceData(np.ascontiguousarray(values, np.int32), len(values))
+        """Returns a source of values, which are no more than `max_values`. Two milliseconds for 30
+        seconds of sound, most of them for the digest."""
+        is_sound = self.kind == "sound"
+        given = np.ascontiguousarray(values, np.float32 if is_sound else np.int32)
+        digest = blake2b(given.data, digest_size=_KEY_BYTES, person=self.kind.encode()).digest()
+        return SourceData(given, self.max_tokens if is_sound else len(given), digest)
 
 
 def read_start(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
