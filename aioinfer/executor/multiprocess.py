@@ -1,4 +1,4 @@
-"""The executor for worker processes on one host: a spawned process a rank, fed through shared
+"""The executor for worker processes on one host: a process a rank, fed through shared
 memory (`HostRanks`)."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker process: one rank, which reads plans from a ring and writes results to another.
 
-`MultiprocessExecutor` spawns it with a `WorkerSpec`. It loads its shard of the model, receives
+`HostRanks` has the fork server start it with a `WorkerSpec` (`executor.fork_server`). It loads its shard of the model, receives
 the size of the KV cache from the parent, and then sleeps in the kernel until plans come. It ends
 when the parent closes the connection, and at once when the parent dies. Torch is imported late, by
 `_start`, so that a parent that dies meanwhile is noticed.
