@@ -1,9 +1,10 @@
 """A worker process: one rank, which reads plans from a ring and writes results to another.
 
-`HostRanks` has the fork server start it with a `WorkerSpec` (`executor.fork_server`). It loads its shard of the model, receives
-the size of the KV cache from the parent, and then sleeps in the kernel until plans come. It ends
-when the parent closes the connection, and at once when the parent dies. Torch is imported late, by
-`_start`, so that a parent that dies meanwhile is noticed.
+`HostRanks` has the fork server start it with a `WorkerSpec` (`executor.fork_server`). It loads its
+shard of the model, receives the size of the KV cache from the parent, and then sleeps in the kernel
+until plans come. It ends when the parent closes the connection, and at once when the parent dies.
+Torch is imported late, by `_start`: a process that torchrun or Ray has started notices meanwhile
+that its parent dies.
 """
 
 from __future__ import annotations
