@@ -559,6 +559,7 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
             r"cannot change model\.layers\.7\.self_attn\.q_proj",
         ),
         ({}, {"base_model.model.lm_head.weight": wide}, "is no LoRA"),
+        ({}, {name.replace("lora_A", "base_layer"): wide}, "is no LoRA: it holds base_model"),
     ]
     with llama.llm() as llm:
         for number, (fields, more, message) in enumerate(cases):

@@ -31,8 +31,9 @@ _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>.+?)(?P<depth>(\.base_layer)*)"
     r"\.lora_((?P<side>[AB])(\.\w+)?\.weight|embedding_(?P<table>[AB])(\.\w+)?)"
 )
-#: Weights of the model, which peft saves along with adapters of embeddings and heads.
-_BASE = re.compile(r"base_model\.model\..+\.base_layer\.weight")
+#: Weights of the model outside its layers, which peft saves along with adapters of embeddings and
+#: heads.
+_BASE = re.compile(r"base_model\.model\.(?!.*\.\d+\.).+\.base_layer\.weight")
 _T = TypeVar("_T")
 _SIDES = {"A": "down", "B": "up"}
 #: Kinds of peft whose saved tensor is a soft prompt.
