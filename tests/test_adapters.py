@@ -624,16 +624,21 @@ def test_an_adapter_whose_files_have_changed_fails_its_requests_alone(
         assert output.completions[0].token_ids == text
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_adapter_that_is_not_finite_fails_its_requests_alone(
-    llama: Adapted, tmp_path: Path
+    ranks: int, llama: Adapted, tmp_path: Path
 ) -> None:
+    """Also where the numbers are in the part of a rank that does not report."""
     folder = make_adapter(llama.folder, tmp_path, seed=9)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
-    next(tensor for name, tensor in tensors.items() if "lora_B" in name)[0, 0] = torch.inf
+    next(tensor for name, tensor in tensors.items() if "lora_B" in name)[-1, -1] = torch.inf
     save_file(tensors, file)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, adapter="infinite")
-    with llama.llm() as llm:
+    executor = "inline" if ranks == 1 else "multiprocess"
+    with llama.llm(
+        **{"parallel.executor": executor, "parallel.tensor_parallel_size": ranks}
+    ) as llm:
         llm.load_adapter("infinite", str(folder))
         with pytest.raises(GenerationError, match="the adapter 'infinite' cannot be read"):
             llm.generate([{"prompt_token_ids": llama.prompt}], params)
