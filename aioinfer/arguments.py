@@ -33,12 +33,14 @@ _KEYS = {
     "async_scheduling": "scheduler.plan_ahead",
     "distributed_executor_backend": "parallel.executor",
     "enable_expert_parallel": "parallel.expert_parallel",
+    "enable_sleep_mode": "model.sleep_mode",
     "kv_cache_dtype": "cache.dtype",
     "mamba_ssm_cache_dtype": "cache.state_dtype",
     "num_gpu_blocks_override": "cache.num_blocks",
     "scheduling_policy": "scheduler.policy",
     "served_model_name": "server.served_model_names",
     "skip_tokenizer_init": "model.skip_tokenizer",
+    "worker_extension_cls": "parallel.worker_extension",
 }
 #: vLLM's names of keys that say the opposite.
 _OPPOSITES = {

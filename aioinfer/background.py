@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aioinfer.arguments import make_config
 from aioinfer.config import Config
@@ -22,6 +22,9 @@ from aioinfer.engine.served_model import find_model
 from aioinfer.errors import EngineDeadError
 from aioinfer.executor.torchrun import follow
 from aioinfer.startup import StartupDisplay
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -133,6 +136,45 @@ class BackgroundModel:
         """
         update = self.frontend.control.update_from_disk(Path(folder), version=version, mode=mode)
         self.run(update)
+
+    def load_weights(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: str | None = None
+    ) -> None:
+        """Loads weights, whole, by the names of a checkpoint. Workers that are processes get them
+        through shared memory, on GPUs without a copy: all have to be on this host.
+
+        Raises:
+            WorkerCallError: a name or shape is wrong, and nothing has changed; or tensors of layers
+                are missing, which keep their weights: the model is paused then.
+        """
+
+        async def load() -> None:
+            control = self.frontend.control
+            await control.begin_update()
+            try:
+                await control.update("load_weights", tensors=list(tensors))
+            finally:
+                await control.end_update(version)
+
+        self.run(load())
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Returns the results of a method of `parallel.worker_extension` on every worker, called
+        between two steps; or of a function that workers can import, with the worker as its first
+        argument. What JSON has nothing like is returned as text.
+
+        Raises:
+            WorkerCallError: there is no such method, or it has failed.
+            EngineDeadError: a worker has not answered after `timeout` seconds.
+        """
+        call = self.frontend.control.call_extension(method, args, kwargs, timeout_s=timeout)
+        return self.run(call)
 
     @property
     def is_sleeping(self) -> bool:

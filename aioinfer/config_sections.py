@@ -412,6 +412,11 @@ class ParallelConfig:
         "that reach each other's memory.",
         False,
     )
+    worker_extension: str | None = key(
+        "Class of an installed package, as `package.module.Class`, whose methods every worker has "
+        "as well; `/collective_rpc` calls them (docs/training.md).",
+        None,
+    )
     expert_placement: str | None = key(
         "JSON file that names the experts of each rank, some on several if need be; `GET "
         "/experts/placement` of a server that has counted tokens makes one. Needs "

@@ -15,8 +15,10 @@ import argparse
 import json
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -62,6 +64,52 @@ def measure(llm: LLM, rounds: int, mode: str) -> list[dict[str, float]]:
     return found
 
 
+def update(llm: LLM, rounds: int) -> list[float]:
+    """Returns the seconds of updates of all weights of Qwen3-8B by handles of this process's
+    memory on the first GPU, from the call that begins an update to the end of the last."""
+    import torch
+
+    from aioinfer.worker.tensor_handles import describe_tensors
+
+    made = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    tensors = {name: made(shape).mul_(0.02) for name, shape in qwen3_shapes(QWEN3_8B).items()}
+    control, seconds = llm.frontend.control, []
+
+    async def run() -> None:
+        began = perf_counter()
+        info = describe_tensors(tensors.items())
+        handles = info.pop("ipc_handles")
+        await control.begin_update()
+        await control.update("open_weights", **info, handles=handles)
+        await control.end_update()
+        seconds.append(perf_counter() - began)
+
+    for _ in range(rounds):
+        llm.run(run())
+    return seconds
+
+
+def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors of a dense Qwen3 checkpoint."""
+    hidden, width, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (size,), "self_attn.k_norm": (size,), "mlp.gate_proj": (width, hidden),
+        "mlp.up_proj": (width, hidden), "mlp.down_proj": (hidden, width),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    shapes = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(config["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    ends = dict.fromkeys(("model.embed_tokens", "lm_head"), (config["vocab_size"], hidden))
+    shapes |= {f"{name}.weight": shape for name, shape in ends.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -70,6 +118,10 @@ def main() -> None:
     parser.add_argument("--mode", default="keep", choices=("keep", "wait", "abort"))
     parser.add_argument("--wait", type=float, default=0.0, help="seconds before the first sleep")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--update", action="store_true",
+        help="also measure updates of Qwen3-8B's weights from this process's memory on the GPU",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="writes the figures there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -85,10 +137,13 @@ def main() -> None:
         with LLM(str(folder), settings=settings, progress=False) as llm:
             sleep(options.wait)
             figures = measure(llm, options.rounds, options.mode)
+            updates = update(llm, options.rounds) if options.update else []
     table = Table("round", *figures[0])
     for number, row in enumerate(figures):
         table.add_row(str(number), *(f"{value:.3f}" for value in row.values()))
     Console().print(table)
+    if updates:
+        print("updates, s:", ", ".join(f"{seconds:.3f}" for seconds in updates))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1), "utf-8")
 

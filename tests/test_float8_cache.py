@@ -356,7 +356,7 @@ def test_the_checkpoint_decides_unless_the_configuration_does(
     assert load_worker(worker).cache_dtype == expected
     worker.allocate((4,), 60)
     worker.warm_up()
-    table = torch.stack([scales.table for scales in worker._model.kv_scales.values()])
+    table = torch.stack([scales.table for scales in worker.model.kv_scales.values()])
     if "the checkpoint's" in expected:
         assert (table[:, :2] == 0.5).all()
     else:
@@ -386,7 +386,7 @@ def test_calibrated_scales_leave_a_margin(folder: Path) -> None:
         load_worker(worker)
         worker.allocate((16,), 200)
         worker.warm_up()
-        tables.append(torch.stack([scales.table for scales in worker._model.kv_scales.values()]))
+        tables.append(torch.stack([scales.table for scales in worker.model.kv_scales.values()]))
     assert torch.equal(*tables)
     assert (tables[0].log2() == tables[0].log2().round()).all()
     stored = largest_of(folder) / tables[0][:, :2]

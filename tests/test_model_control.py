@@ -4,22 +4,27 @@ text that they would have had, on one worker and on two tensor-parallel ones."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.model_control import Mode
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.recovery import EngineState
-from aioinfer.errors import NotReadyError, RequestError, WorkerCallError
+from aioinfer.errors import ConfigError, NotReadyError, RequestError, WorkerCallError
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
+from tests.trainer_group import broadcast_file
 from tests.waiting import until
+from tests.worker_extension import rank_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
@@ -332,3 +337,104 @@ async def test_weights_that_cannot_be_loaded_again_are_not_dropped(folder: Path)
         with pytest.raises(WorkerCallError, match="quantized"):
             await frontend.control.sleep(2)
         assert await tokens_of(await submit_all(frontend)) == expected
+
+
+async def test_tensors_replace_weights(folder: Path, other: Path) -> None:
+    new = await texts_with(other)
+    async with launched(folder) as frontend:
+        control = frontend.control
+        old = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        tensors = list(load_file(other / "model.safetensors").items())
+        with pytest.raises(RequestError, match="comes first"):
+            await control.update("load_weights", tensors=tensors)
+        await control.begin_update()
+        with pytest.raises(RequestError, match="finish_weight_update"):
+            control.resume()
+        for number in range(0, len(tensors), 4):
+            await control.update("load_weights", tensors=tensors[number : number + 4])
+        with pytest.raises(WorkerCallError, match="has no tensor nothing"):
+            await control.update("load_weights", tensors=[("nothing", torch.ones(1))])
+        await control.end_update("tensors")
+        assert await tokens_of(await submit_all(frontend)) == new
+        texts = await tokens_of(outputs)
+        assert [len(text) for text in texts] == [40] * 3
+        assert [text[:2] for text in texts] == [text[:2] for text in old]
+        await control.begin_update()
+        await control.update("load_weights", tensors=[t for t in tensors if "gate_proj" in t[0]])
+        with pytest.raises(WorkerCallError, match="lacks 1 tensors"):
+            await control.end_update()
+        assert control.is_paused
+        control.resume()
+        assert await tokens_of(await submit_all(frontend)) == new
+
+
+@pytest.mark.slow
+async def test_a_trainer_broadcasts_to_two_ranks(folder: Path, other: Path) -> None:
+    new = await texts_with(other)
+    tensors = load_file(other / "model.safetensors")
+    info = {
+        "names": [*tensors],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "parallel.tensor_parallel_size": 2,
+        "parallel.worker_extension": "tests.worker_extension.Extension",
+    }
+    async with launched(folder, "auto", **settings) as frontend:
+        control = frontend.control
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        group = {"master_address": "127.0.0.1", "master_port": port, "world_size": 3}
+        trainer = asyncio.create_task(
+            asyncio.to_thread(broadcast_file, port, 3, other / "model.safetensors")
+        )
+        await control.join_group(group | {"timeout_s": 5.0})
+        await control.begin_update()
+        await control.update("receive_weights", **info)
+        await control.end_update()
+        await trainer
+        assert await tokens_of(await submit_all(frontend)) == new
+        assert [len(text) for text in await tokens_of(outputs)] == [40] * 3
+        # the trainer is gone
+        await control.begin_update()
+        with pytest.raises(WorkerCallError, match=r"did not come from rank 0"):
+            await control.update("receive_weights", **info)
+        await control.end_update()
+        assert await tokens_of(await submit_all(frontend)) == new
+        # methods of the extension
+        (first, pid), (second, other_pid) = await control.call_extension("place", [5])
+        assert (first, second) == (5, 6)
+        assert pid != other_pid
+        assert await control.call_extension(rank_of, [7]) == [7, 8]
+
+
+async def test_methods_of_an_extension(folder: Path) -> None:
+    settings = {"parallel.worker_extension": "tests.worker_extension.Extension"}
+    async with launched(folder, **settings) as frontend:
+        control = frontend.control
+        old = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        assert (await control.call_extension("place", [3], {"factor": 2}))[0][0] == 3
+        assert await control.call_extension("opaque") == ["tensor([1.])"]
+        for name in ("fail", "_hidden", "sleep", "load_weights"):
+            message = "ValueError: on purpose" if name == "fail" else "no method"
+            with pytest.raises(WorkerCallError, match=message):
+                await control.call_extension(name)
+        assert await tokens_of(outputs) == old
+        await control.call_extension("scale_norm", [-1.0])
+        frontend.reset_prefix_cache()
+        assert await tokens_of(await submit_all(frontend)) != old
+
+
+@pytest.mark.parametrize("name", ["tests.worker_extension.Replacing", "tests.nothing.There", "x"])
+async def test_an_extension_that_cannot_be_used(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="worker_extension"):
+        async with launched(folder, **{"parallel.worker_extension": name}):
+            pass

@@ -26,6 +26,7 @@ from aioinfer.errors import (
     OverloadedError,
     RateLimitError,
     RequestError,
+    WorkerCallError,
 )
 
 _log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def describe(error: Exception) -> tuple[int, ErrorReply]:
             if isinstance(error, RateLimitError):
                 body.error.type = error.kind  # as OpenAI has it
             return error.status, body
-        case EngineDeadError() | GenerationError():
+        case EngineDeadError() | GenerationError() | WorkerCallError():
             return error.status, error_body(error.status, str(error), code=error.code)
         case web.HTTPRequestEntityTooLarge():
             return 413, error_body(413, "the body is too large", code="request_too_large")

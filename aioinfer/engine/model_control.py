@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -81,13 +82,15 @@ class HeldEngine:
             await self._await_turn(lambda: not scheduler.num_in_flight)
         scheduler.release_blocks()
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+    async def call_workers(
+        self, name: str, timeout_s: float | None, arguments: Mapping[str, Any]
+    ) -> Sequence[Any]:
         """Calls a method of every worker, after `settle`; see `Executor.call`. Raises
         `EngineDeadError` while there are no workers."""
         engine = self._engine
         if engine.state is not EngineState.SERVING:
             raise EngineDeadError(engine.dead_reason or "the workers are being restarted")
-        return await engine.executor.call(method, arguments, _CALL_TIMEOUT_S)
+        return await engine.executor.call(name, arguments, timeout_s or _CALL_TIMEOUT_S)
 
 
 class ModelControl:
@@ -109,6 +112,7 @@ class ModelControl:
         self.sleep_level = 0
         self.asleep: set[Tag] = set()
         self.weights_folder: Path | None = None
+        self._is_updating = False  # between `begin_update` and `end_update`
         self._lacks_weights = False  # whether they were dropped, and not loaded again
         self._folder_version = FIRST_VERSION  # of the weights there
         self._num_updates = 0
@@ -150,11 +154,17 @@ class ModelControl:
                     engine.scheduler.kv_cache.reset_prefix_cache()
 
     def resume(self) -> None:
-        """Goes on with all requests. Raises `RequestError` while the model sleeps."""
+        """Goes on with all requests. Raises `RequestError` while the model sleeps, or its weights
+        are being updated."""
         if self.sleep_level:
             raise RequestError(
                 "the model sleeps: wake it up first", status=409, code="model_sleeps"
             )
+        if self._is_updating:
+            raise RequestError(
+                "the weights are being updated: /finish_weight_update comes first", status=409,
+                code="update_under_way",
+            )  # fmt: skip
         self._is_held = False
         self._go_on()
 
@@ -254,7 +264,7 @@ class ModelControl:
         try:
             await self.wake_up()
         finally:
-            self._is_held = False
+            self._is_held = self._is_updating = False
             if not self.sleep_level:
                 self._go_on()
 
@@ -287,9 +297,11 @@ class ModelControl:
         async with self._lock:
             if self.sleep_level and engine.state is EngineState.SERVING:
                 try:
-                    await HeldEngine(engine).call_workers("sleep", level=self.sleep_level)
+                    await HeldEngine(engine).call_workers(
+                        "sleep", None, {"level": self.sleep_level}
+                    )
                     if awake := [tag for tag in TAGS if tag not in self.asleep]:
-                        await HeldEngine(engine).call_workers("wake_up", tags=awake)
+                        await HeldEngine(engine).call_workers("wake_up", None, {"tags": awake})
                 except Exception as error:
                     _log.error("restarted workers could not be sent to sleep: %s", error)
 
@@ -338,6 +350,105 @@ class ModelControl:
                     self._go_on()
             self._finish_waking()
 
+    async def begin_update(self) -> None:
+        """Begins an update, tensor by tensor: no step is planned until `end_update`. One that was
+        begun before is forgotten.
+
+        Raises:
+            WorkerCallError: the weights cannot be loaded again.
+        """
+        async with self._lock:
+            self._require_weights()
+            was_paused = self.is_paused
+            await self._stop("keep")
+            try:
+                await self._call("begin_update", token=uuid.uuid4().hex)
+            except WorkerCallError:
+                if not was_paused:
+                    self._go_on()
+                raise
+            self._is_updating = True
+
+    async def update(self, method: str, **arguments: Any) -> None:
+        """Has the workers load tensors by one of their methods. Raises `RequestError` before
+        `begin_update`, `WorkerCallError` for tensors that do not go with the model or do not
+        come."""
+        async with self._lock:
+            self._require_update()
+            await self._call(method, **arguments)
+
+    async def end_update(self, version: str | None = None) -> None:
+        """Ends an update, and names its weights, as `update_from_disk` does; then requests go on,
+        unless they were paused before.
+
+        Raises:
+            WorkerCallError: tensors of some layers are missing, which have their former weights;
+                the model stays paused.
+        """
+        async with self._lock:
+            self._require_update()
+            self._is_updating = False
+            try:
+                await self._call("end_update")
+            except WorkerCallError:
+                self._is_held = True
+                raise
+            finally:
+                self._note_update(version)
+            self._finish_waking()
+            if not self._is_held and not self.sleep_level:
+                self._go_on()
+
+    async def join_group(self, options: Mapping[str, Any], rank_offset: int = 1) -> None:
+        """Has the workers join a process group with a trainer, between two steps, as the ranks from
+        `rank_offset` on; `options` are the arguments of `UpdateGroup`. Raises `WorkerCallError` if
+        it does not form."""
+        await self.call_workers("join_update_group", rank_offset=rank_offset, options=dict(options))
+
+    async def call_extension(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Calls a method of `parallel.worker_extension` on all workers, or a function, which has
+        the worker as its first argument; see `call_workers`."""
+        given: dict[str, Any] = {"args": list(args), "kwargs": dict(kwargs or {})}
+        if callable(method):
+            return await self.call_workers(
+                "call_function", timeout_s=timeout_s, function=method, **given
+            )
+        return await self.call_workers(
+            "call_extension", timeout_s=timeout_s, method=method, **given
+        )
+
+    async def call_workers(
+        self, name: str, *, timeout_s: float | None = None, **arguments: Any
+    ) -> list[Any]:
+        """Returns the results of a method of all workers, called between two steps, by rank.
+
+        Raises:
+            WorkerCallError: it failed on a worker.
+            EngineDeadError: a worker died, or did not answer in time; new ones are started.
+        """
+        async with self._lock:
+            was_paused = self.is_paused
+            await self._stop("keep")
+            try:
+                return await self._call(name, timeout_s, **arguments)
+            finally:
+                if not was_paused:
+                    self._go_on()
+
+    def _require_update(self) -> None:
+        if not self._is_updating:
+            raise RequestError(
+                "no update was begun: /start_weight_update comes first", status=409,
+                code="no_update",
+            )  # fmt: skip
+
     def _require_weights(self) -> None:
         if "weights" in self.asleep:
             raise RequestError(
@@ -383,10 +494,12 @@ class ModelControl:
 
     # ---------------------------------------------------------------- the workers
 
-    async def _call(self, method: str, **arguments: Any) -> list[Any]:
+    async def _call(self, name: str, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Calls a method of the workers of all engines, and returns their results, engine by
         engine. Raises the first error once all have answered."""
-        calls = [HeldEngine(engine).call_workers(method, **arguments) for engine in self._living]
+        calls = [
+            HeldEngine(engine).call_workers(name, timeout_s, arguments) for engine in self._living
+        ]
         if not calls:
             raise EngineDeadError("no engine serves")
         results: list[Any] = []

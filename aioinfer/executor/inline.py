@@ -57,10 +57,12 @@ class InlineExecutor:
 
     def _start_worker(self, on_progress: Callable[[int, int], None]) -> WorkerReport:
         from aioinfer.layers.parallel import ProcessGroups
+        from aioinfer.worker.called_worker import extended
         from aioinfer.worker.worker import Worker
 
         began = time.perf_counter()
-        self._worker = Worker(self.config, self._folder, ProcessGroups.single())
+        kind = extended(Worker, self.config.parallel.worker_extension)
+        self._worker = kind(self.config, self._folder, ProcessGroups.single())
         report = self._worker.load(on_progress)
         loaded = time.perf_counter()
         capacity = settle_capacity(self.config, [report])

@@ -208,16 +208,7 @@ class WeightUpdate:
         Raises:
             ConfigError: an unknown name, a wrong shape or type. None of the tensors is loaded then.
         """
-        taken: dict[int, dict[str, torch.Tensor]] = {}
-        for stored, tensor in tensors:
-            name = own_name(stored)
-            index = self._of.get(name)
-            if index is None:
-                if not is_needless(name, self._model.is_unused):
-                    raise ConfigError(f"the model has no tensor {stored}")
-                continue
-            _check_tensor(name, tensor, self._forms[index])
-            taken.setdefault(index, {})[name] = tensor
+        taken = self.check(tensors)
         for index, found in taken.items():
             have = self._waiting.pop(index, {}) | found
             if len(have) < len(self._forms[index].names):
@@ -225,6 +216,22 @@ class WeightUpdate:
                 self._waiting[index] = have | kept
                 continue
             self._load(self._forms[index], partial(_given, have))
+
+    def check(
+        self, tensors: Sequence[tuple[str, torch.Tensor]]
+    ) -> dict[int, dict[str, torch.Tensor]]:
+        """Returns tensors, which may be without memory, by the number of their layer. Raises as
+        `take` does."""
+        taken: dict[int, dict[str, torch.Tensor]] = {}
+        for stored, tensor in tensors:
+            name = own_name(stored)
+            index = self._of.get(name)
+            if index is not None:
+                _check_tensor(name, tensor, self._forms[index])
+                taken.setdefault(index, {})[name] = tensor
+            elif not is_needless(name, self._model.is_unused):
+                raise ConfigError(f"the model has no tensor {stored}")
+        return taken
 
     def finish(self) -> None:
         """Ends the update. Raises `ConfigError` if tensors of layers are missing, whose weights are

@@ -177,9 +177,11 @@ def _die_with_parent(lifeline: Connection) -> None:
 def _start(spec: WorkerSpec) -> Worker:
     """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
+    from aioinfer.worker.called_worker import extended
     from aioinfer.worker.worker import Worker
 
-    worker = Worker(spec.config, spec.folder, _join_groups(spec), spec.engine, spec.tally)
+    kind = extended(Worker, spec.config.parallel.worker_extension)
+    worker: Worker = kind(spec.config, spec.folder, _join_groups(spec), spec.engine, spec.tally)
     worker.on_stuck = lambda error: _report_failure(spec, error)
     imported = time.perf_counter()
     report = worker.load(lambda done, total: spec.control.send(("progress", done, total)))

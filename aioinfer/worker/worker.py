@@ -8,17 +8,17 @@ executes each plan, in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from aioinfer.config import Config
-from aioinfer.errors import AioinferError, ConfigError, WorkerCallError
+from aioinfer.errors import ConfigError
 from aioinfer.ipc.content_digest import digest_files
 from aioinfer.ipc.expert_placement import ExpertPlacement
 from aioinfer.ipc.kv_spec import KVGroup, KVSpec, StateSpec, group_layers, groups_of_stage
@@ -27,11 +27,10 @@ from aioinfer.ipc.read_tally import ReadTally
 from aioinfer.layers.adapters.slots import AdapterSlots
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.parallel import ProcessGroups
-from aioinfer.models.built_model import BuiltModel
 from aioinfer.models.drafters.drafter import Drafter
 from aioinfer.models.drafters.registry import build_drafter
 from aioinfer.models.registry import build_model, load_model_config
-from aioinfer.models.weight_update import WeightUpdate
+from aioinfer.worker.called_worker import CalledWorker
 from aioinfer.worker.device import CpuDevice, Device
 from aioinfer.worker.features import Rank, StepWorks
 from aioinfer.worker.host_blocks import staging_bytes
@@ -46,7 +45,7 @@ from aioinfer.worker.memory import (
     report_shortage,
 )
 from aioinfer.worker.peers import Peers
-from aioinfer.worker.rank_memory import RankMemory, make_rank_memory
+from aioinfer.worker.rank_memory import make_rank_memory
 from aioinfer.worker.runner import ModelRunner
 from aioinfer.worker.selection import (
     select_cache_dtype,
@@ -115,7 +114,7 @@ class LoadReport:
     max_lookahead: int = 0
 
 
-class Worker:
+class Worker(CalledWorker):
     """One rank. The methods are called in the order in which they stand here.
 
     Attributes:
@@ -128,6 +127,8 @@ class Worker:
         on_stuck: called, in another thread, with the error when a start-up step that ranks of other
             engines take part in does not end.
         vocab_size: of the model's logits, once it is loaded.
+        model: the rank's part of the model, once it is made.
+        rank: the number of the rank in its engine.
     """
 
     vocab_size: int
@@ -158,6 +159,8 @@ class Worker:
         self._weights_digest = b""  # of the files that have taken the place of the folder's
         self._engine, self._tally = engine, tally
         place = groups.spec
+        self.rank = place.engine_rank
+        self._world_size = place.world_size
         self.device = select_device(
             config, place.local_rank, engine, owns_devices=place.owns_devices
         )
@@ -208,10 +211,10 @@ class Worker:
         self._backend.wants_embedding = method in ("mtp", "eagle3")
         served_len = config.model.max_model_len or model_config.max_len
         self._load_weights(dtype, min(served_len, model_config.max_len), on_progress)
-        cache = select_cache_dtype(config, self._folder, self._model, dtype)
+        cache = select_cache_dtype(config, self._folder, self.model, dtype)
         self._cache_dtype, self._is_calibrated = cache.dtype, cache.is_calibrated
-        peers.connect_experts(self._model)
-        specs, layers = [*self._model.kv_specs, *self._drafter_specs], self._model.layer_numbers
+        peers.connect_experts(self.model)
+        specs, layers = [*self.model.kv_specs, *self._drafter_specs], self.model.layer_numbers
         if self._drafter is not None:
             layers = range(layers.start, len(specs))
         self._groups = group_layers(specs)
@@ -236,9 +239,9 @@ class Worker:
             num_blocks=self._count_blocks(model_config.max_len, available),
             model_max_len=model_config.max_len,
             vocab_size=model_config.vocab_size,
-            implementation=self._model.describe(self.block_size),
+            implementation=self.model.describe(self.block_size),
             cache_dtype=cache.text,
-            layers=self._model.layer_numbers,
+            layers=self.model.layer_numbers,
             max_lookahead=self._max_lookahead,
         )
 
@@ -256,18 +259,18 @@ class Worker:
         form, seed = config.model.load_format, config.model.seed
         with report_shortage("the weights", "take a smaller model, or more tensor-parallel ranks"):
             adapters = self._backend.adapters = self._make_adapters(dtype)
-            self._model = build_model(folder, self._backend, config.model, config.media)
+            self.model = build_model(folder, self._backend, config.model, config.media)
             self._backend.adapters = None  # a drafter has none
-            drafter = build_drafter(config, self._model, served_len)
+            drafter = build_drafter(config, self.model, served_len)
         self._drafter: Drafter | None = None
         self._drafter_specs: Sequence[Sequence[KVSpec]] = ()
         if drafter is not None:
             made, folder = drafter
-            self._model.tapped_layers = made.tapped_layers
+            self.model.tapped_layers = made.tapped_layers
             self._drafter = made if self._backend.is_last_stage else None
         if self.device.type == "cpu":
             check_weights(config, self._weights_bytes, dtype, self._peers.groups.spec)
-        self._model.load(self._folder, form, seed, on_progress)
+        self.model.load(self._folder, form, seed, on_progress)
         if drafter is not None:
             if self._drafter is not None:
                 made.load(folder, form, seed, on_progress)
@@ -278,7 +281,7 @@ class Worker:
                 )
         if self.memory is not None:
             with report_shortage("the weights", "model.sleep_mode takes 256 MiB more at the start"):
-                self.memory.take_weights([self._model, self._drafter])
+                self.memory.take_weights([self.model, self._drafter])
         if adapters is not None and adapters.products:
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
                 adapters.allocate(self._max_tokens)
@@ -300,7 +303,7 @@ class Worker:
     def _weights_bytes(self) -> int:
         """The bytes of the model's weights, and of its drafter's."""
         own = 0 if self._drafter is None else self._drafter.weights_bytes
-        return self._model.weights_bytes + own
+        return self.model.weights_bytes + own
 
     def _block_bytes(self, groups: Sequence[KVGroup]) -> tuple[int, ...]:
         """Returns the bytes of a KV block of each group."""
@@ -331,7 +334,7 @@ class Worker:
         float32, which penalties and features take."""
         rows, words = self._config.scheduler.max_num_seqs, self.vocab_size
         growth = Slots.max_sampling_bytes(rows, words) - rows * words * 4
-        shard = self._model.vocabulary.shard_size
+        shard = self.model.vocabulary.shard_size
         return growth + self._max_lookahead * shard * 4 * _LOGITS_COPIES
 
     def allocate(self, num_blocks: Sequence[int], max_model_len: int) -> None:
@@ -372,60 +375,6 @@ class Worker:
         if self.device.type != "cpu":
             self.compilations = CompilationWatch()
 
-    # ---------------------------------------------------------------- calls
-
-    @torch.inference_mode()
-    def call(self, method: str, arguments: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Calls one of the methods below, or of `parallel.worker_extension`, while no step is in
-        flight. Returns whether it succeeded, and its result or the error as text. After another
-        error than aioinfer's own, which it raises, the worker's state is unknown."""
-        try:
-            return True, getattr(self, method)(**arguments)
-        except AioinferError as error:
-            return False, str(error)
-
-    def sleep(self, level: int) -> None:
-        """Gives the memory of weights and KV cache back; on level 1 the weights are kept on the
-        host, on level 2 they have to be loaded again. Raises `WorkerCallError`, and `ConfigError`
-        where they cannot be loaded again; nothing has changed then."""
-        memory = self._rank_memory()
-        if level == 1:
-            memory.sleep()
-            return
-        if self._config.model.has_random_weights:
-            raise ConfigError("random weights cannot be loaded again: sleep at level 1")
-        memory.sleep(self._make_update().release())
-        memory.note_update()
-
-    def wake_up(self, tags: Sequence[str]) -> None:
-        """Takes memory again for `rank_memory.TAGS`. Raises `WorkerCallError`."""
-        self._rank_memory().wake_up(tags)
-
-    def update_from_disk(self, folder: str) -> bool:
-        """Loads the weights again, from a checkpoint. Returns False, and changes nothing, where a
-        layer cannot be loaded again: then new workers have to load them. Raises `ConfigError`, and
-        changes nothing, for a checkpoint that is not one of this model."""
-        try:
-            update = self._make_update()
-        except ConfigError:
-            return False
-        update.read(Path(folder))
-        self._weights_digest = digest_files(Path(folder))
-        if self.memory is not None:
-            self.memory.note_update()
-        return True
-
-    def _make_update(self) -> WeightUpdate:
-        """Returns an update of the weights. Raises `ConfigError` if they cannot be loaded again."""
-        if not isinstance(self._model, BuiltModel):
-            raise ConfigError("transformers' modules cannot be loaded again")
-        return WeightUpdate(self._model)
-
-    def _rank_memory(self) -> RankMemory:
-        if self.memory is None:
-            raise WorkerCallError("on a GPU a model sleeps only with model.sleep_mode = true")
-        return self.memory
-
     # ---------------------------------------------------------------- parts of the start
 
     def _warm_up_kernels(self, steps: DummySteps) -> None:
@@ -438,7 +387,7 @@ class Worker:
                 self.timed_choices = timing.run()
                 device.kv.zero(1)  # the timed layers have written there
             self._calibrate()
-            if self._config.parallel.cuda_graphs and self._model.supports_graphs:
+            if self._config.parallel.cuda_graphs and self.model.supports_graphs:
                 bodies.capture()
                 if self._max_lookahead:
                     self.step_times = bodies.time_decodes()
@@ -481,7 +430,7 @@ class Worker:
             return None
         from aioinfer.worker.kernel_timing import KernelTiming
 
-        can_run_layers = self._backend.computes_alone and self._model.supports_graphs
+        can_run_layers = self._backend.computes_alone and self.model.supports_graphs
         return KernelTiming.of(self._backend, bodies.timed_layers() if can_run_layers else None)
 
     def _calibrate(self) -> None:
@@ -495,9 +444,9 @@ class Worker:
         count = max(1, min(CALIBRATION_TOKENS, budget, most, max_len - 1))
         tokens = np.random.default_rng(0).integers(0, self.vocab_size, count, dtype=np.int32)
         steps = self._dummy_steps(runner)
-        of_model, _ = runner.device.kv.divided(len(self._model.layer_numbers))
+        of_model, _ = runner.device.kv.divided(len(self.model.layer_numbers))
         calibrate(
-            self._model.kv_scales, *of_model, count, max_len,
+            self.model.kv_scales, *of_model, count, max_len,
             lambda: steps.run_prompt(tokens), peers.tp, peers.groups.world,
         )  # fmt: skip
         runner.device.kv.zero(-(-count // size))
@@ -512,7 +461,7 @@ class Worker:
     ) -> ModelRunner:  # fmt: skip
         """Makes the slots, the KV cache (by `make_kv`, if it is given) and all that computes steps
         with them."""
-        groups, config, model = self._groups, self._config, self._model
+        groups, config, model = self._groups, self._config, self.model
         uses_kernels = self.device.type != "cpu"
         max_lookahead = self._max_lookahead
         replays = max_lookahead > 0 and any(group.keeps_states for group in groups)
@@ -566,7 +515,7 @@ class Worker:
             files = digest_files(self._folder)
         scales = [
             (each.table.tolist(), None if each.key_shifts is None else each.key_shifts.tolist())
-            for each in self._model.kv_scales.values()
+            for each in self.model.kv_scales.values()
         ]
         form = (
             files, config.load_format, config.seed, config.quantization, str(self._backend.dtype),
@@ -577,9 +526,9 @@ class Worker:
     def _bind(self, kv: KVTensors, rows: int, tokens: int) -> None:
         """Gives the layers of the model and of its drafter, which are numbered behind the model's,
         their KV caches."""
-        first = len(self._model.layer_numbers)
+        first = len(self.model.layer_numbers)
         of_model, of_drafter = kv.divided(first)
-        self._model.bind(*of_model, self.block_size, rows, tokens)
+        self.model.bind(*of_model, self.block_size, rows, tokens)
         if (drafter := self._drafter) is None:
             return
         self._peers.connect_all_reduce(drafter.backend, drafter.hidden_size)
@@ -597,8 +546,11 @@ class Worker:
 
     @property
     def _max_lookahead(self) -> int:
-        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead."""
-        return self._config.max_lookahead if self._model.looks_ahead(self.block_size) else 0
+        """The maximum of lookahead rows in a step; 0 where a layer cannot look ahead. A pipeline
+        looks ahead on CPUs alone."""
+        if self._config.parallel.pipeline_parallel_size > 1 and self.device.type != "cpu":
+            return 0
+        return self._config.max_lookahead if self.model.looks_ahead(self.block_size) else 0
 
     def _captured_fraction(self) -> float:
         """Returns the fraction of the largest step's tokens that the largest graph computes."""

@@ -4,15 +4,18 @@ with log-probabilities."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from tests.executor_runs import tiny_llama
 from tests.functional.conftest import Served, serve
+from tests.trainer_group import broadcast_file
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -134,3 +137,56 @@ async def test_token_ids_come_with_their_log_probabilities(trained: Served) -> N
     assert len(choice["token_ids"]) == 20
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
+
+
+async def test_a_trainer_brings_tensors(trained: Served, other: Path) -> None:
+    """Over a process group, which a trainer forms in this process; what is wrong is refused before
+    anything is waited for."""
+    before, _ = await complete(trained, return_token_ids=True)
+    tensors = load_file(other / "model.safetensors")
+    info: dict[str, Any] = {
+        "names": [*tensors],
+        "dtype_names": ["float32"] * len(tensors),
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }
+    await call(trained, "/update_weights", 409, update_info=info)
+    await call(trained, "/start_weight_update")
+    error = await call(trained, "/update_weights", 400, update_info=info)
+    assert "no group was joined" in error["error"]["message"]
+    await call(trained, "/resume", 409)
+    await call(trained, "/finish_weight_update", weight_version="none")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+    error = await call(
+        trained, "/init_weight_transfer_engine", 400, init_info=group | {"timeout_s": 0.5}
+    )
+    assert "did not form" in error["error"]["message"]
+
+    trainer = asyncio.create_task(
+        asyncio.to_thread(broadcast_file, port, 2, other / "model.safetensors")
+    )
+    await call(trained, "/init_weight_transfer_engine", init_info=group | {"timeout_s": 20})
+    await call(trained, "/start_weight_update")
+    wrong = info | {"shapes": [[2], *info["shapes"][1:]]}
+    error = await call(trained, "/update_weights", 400, update_info=wrong)
+    assert "has the shape" in error["error"]["message"]
+    await call(trained, "/update_weights", update_info=info)
+    handles = [{"GPU": {"storage": ""}}] * len(tensors)
+    error = await call(trained, "/update_weights", 400, update_info=info | {"ipc_handles": handles})
+    assert "need workers on that GPU" in error["error"]["message"]
+    reply = await call(trained, "/finish_weight_update", weight_version="step-1")
+    assert reply["weight_version"] == "step-1"
+    await trainer
+    after, version = await complete(trained, return_token_ids=True)
+    assert version == "step-1"
+    assert after["choices"][0]["token_ids"] != before["choices"][0]["token_ids"]
+    await call(trained, "/update_weights_from_disk", model_path=str(other))
+    same, _ = await complete(trained, return_token_ids=True)
+    assert same["choices"] == after["choices"]
+
+
+async def test_methods_of_workers(trained: Served) -> None:
+    error = await call(trained, "/collective_rpc", 400, method="sleep")
+    assert error["error"]["message"].endswith("parallel.worker_extension has them")

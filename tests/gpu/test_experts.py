@@ -257,7 +257,7 @@ def test_nothing_is_compiled_while_serving(load_format: str, tmp_path: Path) -> 
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     rng = random.Random(0)
     with inline_llm(tmp_path, **settings) as llm:
-        model: Any = worker_of(llm)._model
+        model: Any = worker_of(llm).model
         assert isinstance(model.layers[0].parts[1], KernelMixtureMLP)
         for length in (1, 2, 8, 9, 16, 17, 64, 65, 300, 900):
             llm.generate([[5] * length], greedy)

@@ -69,7 +69,7 @@ def test_experts_run_in_kernels_and_graphs(case: Case) -> None:
     serving."""
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     with inline_llm(case.folder, model__dtype="bfloat16") as llm:
-        model: Any = worker_of(llm)._model
+        model: Any = worker_of(llm).model
         assert isinstance(model.layers[0].parts[1], KernelMixtureMLP)
         assert llm.frontend.engines[0].report.graph_bytes != 0  # of a card that others use, too
         for length in (1, 2, 9, 17, 70, 300):

@@ -222,7 +222,7 @@ def test_nothing_is_compiled_while_serving(name: str, tmp_path: Path) -> None:
     for graphs in (True, False):
         settings = {"model__dtype": "bfloat16", "parallel__cuda_graphs": graphs}
         with inline_llm(folder, **settings) as llm:
-            model: Any = worker_of(llm)._model
+            model: Any = worker_of(llm).model
             mixture = model.layers[0].parts[1]
             assert isinstance(mixture, KernelMixtureMLP)
             assert format_name(mixture.stacked.gate_up) == kernel

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from aioinfer import LLM, SamplingParams
 from aioinfer.errors import WorkerCallError
+from aioinfer.worker.tensor_handles import describe_tensors
 from aioinfer.worker.virtual_memory import CHUNK_BYTES, VirtualMemory
 from tests.gpu.engine_settings import engine_settings
 from tests.gpu.random_models import random_model, random_prompts
@@ -126,3 +128,51 @@ def test_without_the_setting_a_model_does_not_sleep(folder: Path) -> None:
         with pytest.raises(WorkerCallError, match="sleep_mode"):
             llm.sleep()
         assert texts_of(llm, [[5, 6, 7]]) == expected
+
+
+# ---------------------------------------------------------------- new weights
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_weights_come_from_a_process_on_the_same_gpu(
+    folder: Path, tmp_path: Path, sleeps: bool
+) -> None:
+    """Graphs that were captured before compute with them; level 2 drops the former ones."""
+    second = random_model(
+        tmp_path, vocab_size=VOCAB_SIZE, eos_token_id=None, seed=1,
+        max_position_embeddings=1024, head_dim=64,
+    )  # fmt: skip
+    settings = engine_settings(model__sleep_mode=True, model__dtype="bfloat16")
+    prompts = random_prompts((5, 40, 300), VOCAB_SIZE)
+    with LLM(str(second), settings=settings, progress=False) as llm:
+        expected = texts_of(llm, prompts)
+    tensors = {
+        name: tensor.cuda()
+        for file in second.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    info = describe_tensors(tensors.items())
+    handles = info.pop("ipc_handles")
+    with LLM(str(folder), settings=settings, progress=False) as llm:
+        control, first = llm.frontend.control, texts_of(llm, prompts)
+        assert first != expected
+
+        async def update() -> None:
+            await control.begin_update()
+            await control.update("open_weights", **info, handles=handles)
+            await control.end_update("ipc")
+
+        if sleeps:
+            llm.sleep(2)
+            llm.wake_up(["weights"])
+        llm.run(update())
+        if sleeps:
+            llm.wake_up(["kv_cache"])
+        assert texts_of(llm, prompts) == expected
+        llm.update_weights(folder)
+        assert texts_of(llm, prompts) == first
+        llm.load_weights(tensors.items())
+        assert texts_of(llm, prompts) == expected
+        llm.sleep()
+        llm.wake_up()
+        assert texts_of(llm, prompts) == expected, "the copy on the host is of the new weights"

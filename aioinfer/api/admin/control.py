@@ -12,9 +12,11 @@ import asyncio
 from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 import numpy as np
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import asdict
 
 from aioinfer.api.admin.info import Status
 from aioinfer.api.context import FRONTEND
@@ -51,6 +53,66 @@ class UpdateFromDisk(Body, kw_only=True):
     model_path: Annotated[str, Meta(min_length=1)]
     weight_version: Annotated[str, Meta(max_length=256)] | None = None
     mode: Mode = "keep"
+
+
+class GroupInfo(Struct, kw_only=True):
+    """A process group of a trainer, rank 0, which listens at the address, and the workers, which
+    are the ranks from `rank_offset` on. `backend` is torch's, by default NCCL on GPUs and gloo on
+    CPUs; whoever does not join or send within `timeout_s` seconds is given up."""
+
+    master_address: str
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    world_size: Annotated[int, Meta(ge=2)]
+    rank_offset: Annotated[int, Meta(ge=1)] = 1
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+    backend: Literal["nccl", "gloo"] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=240)] = 120.0
+
+
+class JoinGroup(Body, kw_only=True):
+    """`POST /init_weight_transfer_engine`."""
+
+    init_info: GroupInfo
+
+
+class TensorInfo(Struct, kw_only=True):
+    """Tensors of a checkpoint, whole, with torch's names of types. With `ipc_handles`, of each a
+    handle by GPU (`aioinfer.worker.tensor_handles` makes them), they are read from another process
+    on the same GPU; without, rank `source` of the group broadcasts them in this order."""
+
+    names: Annotated[list[str], Meta(min_length=1, max_length=16384)]
+    dtype_names: list[str]
+    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+    ipc_handles: list[dict[str, dict[str, Any]]] | None = None
+    source: Annotated[int, Meta(ge=0)] = 0
+
+
+class UpdateWeights(Body, kw_only=True):
+    """`POST /update_weights`."""
+
+    update_info: TensorInfo
+
+
+class FinishUpdate(Body, kw_only=True):
+    """`POST /finish_weight_update`. `weight_version` as in `/update_weights_from_disk`."""
+
+    weight_version: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class CallWorkers(Body, kw_only=True):
+    """`POST /collective_rpc`: a method of `parallel.worker_extension`, and its arguments. Workers
+    that have not answered after `timeout` seconds are replaced."""
+
+    method: Annotated[str, Meta(min_length=1)]
+    args: list[Any] = msgspec.field(default_factory=list)
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    timeout: Annotated[float, Meta(gt=0, le=3600)] | None = None
+
+
+class CallResults(Struct, kw_only=True):
+    """The results of a method, by rank, engine by engine; as text if JSON has nothing like it."""
+
+    results: list[Any]
 
 
 class NewVersion(Body, kw_only=True):
@@ -226,6 +288,53 @@ async def update_from_disk(request: web.Request, body: UpdateFromDisk) -> Update
     control = frontend.control
     await control.update_from_disk(folder, version=body.weight_version, mode=body.mode)
     return UpdateReply(weight_version=control.weight_version)
+
+
+async def join_group(request: web.Request, body: JoinGroup) -> Status:
+    """Has all workers join a process group with a trainer, between two steps, and answers when it
+    has formed. 400 if it does not in time."""
+    options = asdict(body.init_info)
+    await request.app[FRONTEND].control.join_group(options, options.pop("rank_offset"))
+    return Status(status="joined")
+
+
+async def start_update(request: web.Request) -> Status:
+    """Begins an update of the weights: requests that run stop until `/finish_weight_update`."""
+    await request.app[FRONTEND].control.begin_update()
+    return Status(status="updating")
+
+
+async def update_weights(request: web.Request, body: UpdateWeights) -> Status:
+    """Loads tensors, of which all are checked before any is. Once a layer has all of its tensors it
+    computes with them. 400 for tensors that do not go with the model, or do not come in time."""
+    info, control = body.update_info, request.app[FRONTEND].control
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise RequestError("names, dtype_names and shapes differ in length", param="update_info")
+    known = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes}
+    if info.ipc_handles is None:
+        await control.update("receive_weights", **known, source=info.source)
+    elif len(info.ipc_handles) != len(info.names):
+        raise RequestError("names and ipc_handles differ in length", param="update_info")
+    else:
+        await control.update("open_weights", **known, handles=info.ipc_handles)
+    return Status(status="updating")
+
+
+async def finish_update(request: web.Request, body: FinishUpdate) -> UpdateReply:
+    """Ends an update. Requests go on with the new weights, and by default with the KV blocks that
+    they have, unless `/pause` was called before; the prefix cache is emptied. 400 if layers lack
+    tensors: these have their former weights, and the server stays paused."""
+    control = request.app[FRONTEND].control
+    await control.end_update(body.weight_version)
+    return UpdateReply(weight_version=control.weight_version)
+
+
+async def call_workers(request: web.Request, body: CallWorkers) -> CallResults:
+    """Returns the results of a method of `parallel.worker_extension`, called on every worker
+    between two steps. 400 if there is no such method, or it fails."""
+    control, timeout = request.app[FRONTEND].control, body.timeout
+    results = await control.call_extension(body.method, body.args, body.kwargs, timeout_s=timeout)
+    return CallResults(results=results)
 
 
 def _mode(request: web.Request) -> Mode:

@@ -80,6 +80,18 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "OllamaGenerate": {"prompt": "Name a river.", "options": {"num_predict": 32}},
     "ShowRequest": {},
     "UpdateFromDisk": {"model_path": "/checkpoints/step-200", "weight_version": "step-200"},
+    "JoinGroup": {
+        "init_info": {"master_address": "127.0.0.1", "master_port": 29500, "world_size": 2}
+    },
+    "UpdateWeights": {
+        "update_info": {
+            "names": ["model.norm.weight"],
+            "dtype_names": ["bfloat16"],
+            "shapes": [[4096]],
+        }
+    },
+    "FinishUpdate": {"weight_version": "step-200"},
+    "CallWorkers": {"method": "report", "args": [1]},
     "NewVersion": {"new_version": "step-200"},
     "OllamaEmbedRequest": {"input": ["a river", "a stream"], "dimensions": 8},
     "OllamaEmbeddingsRequest": {"prompt": "a river"},

@@ -58,10 +58,11 @@ MONITORING_PATHS = frozenset(
 #: Paths that act on the whole server: they need an admin key.
 ADMIN_PATHS = frozenset(
     (
-        "/abort", "/experts", "/experts/placement", "/is_paused", "/is_sleeping", "/pause",
-        "/reset_prefix_cache", "/resume", "/sleep", "/update_weight_version",
-        "/update_weights_from_disk", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up",
-        "/weight_info",
+        "/abort", "/collective_rpc", "/experts", "/experts/placement", "/finish_weight_update",
+        "/init_weight_transfer_engine", "/is_paused", "/is_sleeping", "/pause",
+        "/reset_prefix_cache", "/resume", "/sleep", "/start_weight_update",
+        "/update_weight_version", "/update_weights", "/update_weights_from_disk",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/wake_up", "/weight_info",
     )
 )  # fmt: skip
 _PERIOD_S = 60.0

@@ -1,0 +1,43 @@
+"""Methods that the workers of tests have beside their own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from aioinfer.worker.worker import Worker as Base
+else:
+    Base = object
+
+
+class Extension(Base):
+    """As a trainer writes one: `self` is the worker."""
+
+    def place(self, offset: int, *, factor: int = 1) -> list[int]:
+        return [factor * self.rank + offset, os.getpid()]
+
+    def scale_norm(self, factor: float) -> None:
+        """Loads a weight."""
+        name = "model.norm.weight"
+        self.load_weights([(name, torch.full((32,), factor))])
+
+    def fail(self) -> None:
+        raise ValueError("on purpose")
+
+    def opaque(self) -> Any:
+        return torch.ones(1)
+
+    def _hidden(self) -> None: ...
+
+
+class Replacing:
+    """Has a name that workers have."""
+
+    def sleep(self) -> None: ...
+
+
+def rank_of(worker: Any, offset: int) -> int:
+    return int(worker.rank) + offset
