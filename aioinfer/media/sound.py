@@ -26,8 +26,8 @@ F32 = npt.NDArray[np.float32]
 #: Rates of files that are read, in samples a second.
 _MIN_RATE, _MAX_RATE = 1000, 384_000
 _MAX_CHANNELS = 32
-#: Seconds that are decoded at a time.
-_BLOCK_S = 4
+#: Numbers that are decoded at a time, of all channels.
+_BLOCK = 2**20
 #: Zero crossings of the resampler's kernel on either side, and the most steps of a sample that its
 #: phases have: another rate is taken for one that differs from it by a millionth.
 _CROSSINGS, _MAX_PHASES = 16, 1024
@@ -61,22 +61,23 @@ def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32
 
 def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, place: str) -> F32:
     """Returns the samples of all blocks at another rate. Raises `FieldError`."""
-    resampler = Resampler(given, rate)
-    found, longest, count = [], config.max_seconds * rate, 0
+    resampler, longest, count = Resampler(given, rate), config.max_seconds * rate, 0
+    samples = np.empty(longest, np.float32)  # whose memory is the system's until it is written
     for block in blocks:
         if not np.isfinite(block).all():
             raise FieldError(place, "has samples that are not finite")
-        found.append(resampler.push(block))
-        count += len(found[-1])
-        if count > longest:
+        made = resampler.push(block)
+        if count + len(made) > longest:
             raise FieldError(
                 place, f"is longer than {config.max_seconds} seconds (media.max_seconds)"
             )
-    found.append(resampler.end())
-    samples = np.concatenate(found)[:longest]
-    if not len(samples):
+        samples[count : count + len(made)] = made
+        count += len(made)
+    last = resampler.end()[: longest - count]
+    samples[count : count + len(last)] = last
+    if not count + len(last):
         raise FieldError(place, "has no samples")
-    return samples
+    return samples[: count + len(last)]
 
 
 def _open(data: bytes) -> tuple[int, Iterator[F32]]:
@@ -101,9 +102,9 @@ def _open(data: bytes) -> tuple[int, Iterator[F32]]:
 def _read_wave(file: wave.Wave_read) -> Iterator[F32]:
     """Yields the samples of a WAV file of whole numbers."""
     width, channels = file.getsampwidth(), file.getnchannels()
-    if width not in (1, 2, 3, 4) or channels > _MAX_CHANNELS:
+    if width not in (1, 2, 3, 4) or not 1 <= channels <= _MAX_CHANNELS:
         raise ValueError("a form of WAV that is not supported")
-    while raw := file.readframes(max(1, _BLOCK_S * file.getframerate())):
+    while raw := file.readframes(_BLOCK // channels):
         whole = len(raw) // (width * channels) * width * channels
         yield _as_float(raw[:whole], width).reshape(-1, channels).mean(axis=1, dtype=np.float32)
 
@@ -123,7 +124,7 @@ def _as_float(raw: bytes, width: int) -> F32:
 
 def _read_soundfile(file: Any) -> Iterator[F32]:
     """Yields the samples of a file that libsndfile has opened."""
-    frames = _BLOCK_S * file.samplerate
+    frames = _BLOCK // file.channels
     while len(block := file.read(frames, dtype="float32", always_2d=True)):
         yield block.mean(axis=1, dtype=np.float32)
 
