@@ -107,6 +107,7 @@ def test_requests_of_several_adapters_share_steps(adapted: Adapted) -> None:
     texts = [adapted.text(name) for name in ADAPTERS]
     assert len({*map(tuple, texts), tuple(adapted.text(None))}) == len(ADAPTERS) + 1
     with adapted.llm() as llm:
+        assert [adapter.name for adapter in llm.frontend.adapters] == [*ADAPTERS]
         adapted.check(llm, NAMES)
         adapted.check(llm, [*reversed(NAMES)])  # from the prefix cache
         adapted.check(llm, [None, None])

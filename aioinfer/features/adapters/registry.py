@@ -97,7 +97,8 @@ class AdapterRegistry:
         if self._config.lora.num_slots:  # not while requests run: it takes the interpreter a while
             self._modules = await asyncio.to_thread(adaptable_modules, folder, self._config)
         adds = [self.add(name, path) for name, path in self._config.lora.adapters.items()]
-        await asyncio.gather(*adds)  # as many at a time as there are threads
+        added = await asyncio.gather(*adds)  # as many at a time as there are threads
+        self._by_name = {adapter.name: adapter for adapter in added}
 
     async def add(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """Adds an adapter once its files have been checked; in the place of one with its name,
