@@ -5,8 +5,7 @@ import { parsed } from "./json.js";
 
 const KEY = "aioinfer-api-key";
 
-/** The headers of a body that is JSON. */
-export const JSON_BODY = { "Content-Type": "application/json" };
+export const JSON_BODY = { "Content-Type": "application/json" }; // headers
 
 /**
  * An answer that is no success; `status` is 0 when there was no answer. `param` is the field of the

@@ -69,14 +69,16 @@ export class Tokens {
     const text = element("div", "token-text");
     const label = "Tokens, the less likely the darker; arrow keys move, Enter shows alternatives";
     Object.assign(text, { tabIndex: 0, role: "listbox", ariaLabel: label });
-    text.addEventListener("click", ({ target }) => this.#select(text, target.dataset.index));
-    text.addEventListener("pointerover", ({ target }) => {
-      if (target.dataset.index && matchMedia("(hover: hover)").matches)
-        this.#select(text, target.dataset.index);
+    let held = null; // the token that was clicked: others are on the pointer's way to its alternatives
+    text.addEventListener("click", ({ target: { dataset } }) => {
+      held = held === dataset.index ? null : dataset.index;
+      this.#select(text, dataset.index);
+    });
+    text.addEventListener("pointerover", ({ target: { dataset } }) => {
+      if (!held && matchMedia("(hover: hover)").matches) this.#select(text, dataset.index);
     });
     text.addEventListener("keydown", (event) => this.#onKey(event, text));
-    this.#details = element("div", "alternatives");
-    this.#details.role = "status";
+    this.#details = Object.assign(element("div", "alternatives"), { role: "status" });
     this.#view.append(text, this.#details);
     this.#fill(text, this.#view);
     this.#select(text, 0);
@@ -151,7 +153,7 @@ export class Tokens {
       bar.style.width = `${100 * Math.exp(other.logprob)}%`;
       list.append(element("li", "", "", goOn, element("span", "quiet", percent(other.logprob)), bar));
     }
-    const hint = "Choose an alternative to go on from it; the answer stays as a version.";
+    const hint = "Click a token to hold it, an alternative to go on from it; the answer stays as a version.";
     this.#details.replaceChildren(said, list, element("p", "quiet", hint));
   }
 }

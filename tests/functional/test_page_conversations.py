@@ -375,6 +375,12 @@ async def test_an_alternative_is_gone_on_from(page: Page, script: Script) -> Non
     await page.press("ArrowRight", 39)
     details = "document.querySelector('.alternatives').textContent"
     assert "Token 2: “␣today” 5.0 %" in await page.run(details)
+    await page.run("document.querySelectorAll('.token')[1].click()")
+    await page.run(
+        "document.querySelectorAll('.token')[0]"
+        ".dispatchEvent(new PointerEvent('pointerover', { bubbles: true }))"
+    )
+    assert "Token 2" in await page.run(details), "a click holds a token"
     await press(page, "␣né")
     script.send(delta(content="."), *end("stop"))
     await page.until(f"{LAST_TEXT} === 'Blue né.'")
