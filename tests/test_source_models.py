@@ -210,7 +210,8 @@ def test_sequences_and_beams_of_one_source(saved: Saved) -> None:
     assert found.token_ids == expected[0].tolist()[-TOKENS:]
 
 
-@ONE
+@pytest.mark.extended
+@EVERY
 def test_two_tensor_parallel_ranks(saved: Saved) -> None:
     settings = {"parallel.tensor_parallel_size": 2, "parallel.executor": "multiprocess"}
     with opened(saved, **settings) as llm:
