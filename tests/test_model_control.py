@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -103,6 +105,35 @@ async def test_after_abort_new_requests_are_rejected_until_the_model_is_awake(fo
             await frontend.submit(PROMPTS[0], GREEDY)
         await frontend.control.wake_up()
         assert await tokens_of(await submit_all(frontend))
+
+
+async def test_a_client_that_goes_away_ends_no_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither leaves it workers that sleep unknown to the engine, nor does `resume` meanwhile have
+    steps planned for them."""
+    put_to_sleep, has_begun = Worker.sleep, threading.Event()
+
+    def sleep_slowly(worker: Worker, level: int) -> None:
+        has_begun.set()
+        time.sleep(0.3)
+        put_to_sleep(worker, level)
+
+    monkeypatch.setattr(Worker, "sleep", sleep_slowly)
+    async with launched(folder) as frontend:
+        control = frontend.control
+        expected = await tokens_of(await submit_all(frontend))
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        call = asyncio.ensure_future(control.sleep())
+        await until(has_begun.is_set)
+        call.cancel()
+        control.resume()
+        assert control.is_paused
+        await until(lambda: control.sleep_level == 1)
+        assert frontend.engines[0].scheduler.num_in_flight == 0
+        await control.wake_up()
+        assert await tokens_of(outputs) == expected
 
 
 async def test_a_pause_outlasts_sleep(folder: Path) -> None:

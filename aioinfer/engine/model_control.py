@@ -18,16 +18,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from aioinfer.engine.engine import Engine
 from aioinfer.engine.output import FIRST_VERSION
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError, RequestError, WorkerCallError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Mode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
@@ -36,6 +38,22 @@ _CALL_TIMEOUT_S = 300.0
 #: When a client should try again that was rejected because the model sleeps.
 _RETRY_S = 5
 _log = logging.getLogger(__name__)
+
+
+def _whole(
+    method: Callable[Concatenate[ModelControl, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[ModelControl, P], Coroutine[Any, Any, T]]:
+    """Has a call carried out to its end, also if its caller is cancelled: a client that goes away
+    must not leave workers half asleep. Other calls wait meanwhile; then requests go on, unless
+    there is a reason that they do not."""
+
+    @wraps(method)
+    async def call(control: ModelControl, *args: P.args, **kwargs: P.kwargs) -> T:
+        task = asyncio.ensure_future(control.carry_out(method(control, *args, **kwargs)))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    return call
 
 
 class HeldEngine:
@@ -119,6 +137,22 @@ class ModelControl:
         for engine in engines:
             engine.recovery.on_restart = partial(self._follow_restart, engine)
 
+    async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        """Carries out a call of this object; see `_whole`."""
+        async with self._lock:
+            try:
+                return await call
+            finally:
+                self._go_on_if_free()
+
+    def _go_on_if_free(self) -> None:
+        """Goes on with requests, unless `pause` was called, something sleeps or lacks its weights,
+        or an update is under way."""
+        if self.sleep_level and not self.asleep and not self._lacks_weights:
+            self.sleep_level = 0
+        if not (self._is_held or self.sleep_level or self._is_updating):
+            self._go_on()
+
     @property
     def is_paused(self) -> bool:
         """See above."""
@@ -137,6 +171,7 @@ class ModelControl:
         for engine in self._engines:
             engine.pause()
 
+    @_whole
     async def pause(self, mode: Mode = "keep", *, clear_cache: bool = False) -> None:
         """Has no further step be planned until `resume`, and returns when none is in flight.
 
@@ -145,13 +180,12 @@ class ModelControl:
             clear_cache: whether all KV blocks are forgotten: requests that go on compute their
                 tokens again.
         """
-        async with self._lock:
-            self._is_held = True
-            await self._stop(mode)
-            if clear_cache and not self.sleep_level:
-                for engine in self._living:
-                    engine.scheduler.release_blocks()
-                    engine.scheduler.kv_cache.reset_prefix_cache()
+        self._is_held = True
+        await self._stop(mode)
+        if clear_cache and not self.sleep_level:
+            for engine in self._living:
+                engine.scheduler.release_blocks()
+                engine.scheduler.kv_cache.reset_prefix_cache()
 
     def resume(self) -> None:
         """Goes on with all requests. Raises `RequestError` while the model sleeps, or its weights
@@ -166,7 +200,8 @@ class ModelControl:
                 code="update_under_way",
             )  # fmt: skip
         self._is_held = False
-        self._go_on()
+        if not self._lock.locked():  # else the call that is being carried out does
+            self._go_on_if_free()
 
     def _go_on(self) -> None:
         self._rejects = False
@@ -198,6 +233,7 @@ class ModelControl:
 
     # ---------------------------------------------------------------- sleep
 
+    @_whole
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
         """Frees the memory of weights and KV cache. Does nothing for a model that sleeps.
 
@@ -212,20 +248,20 @@ class ModelControl:
         """
         if level not in (1, 2):
             raise RequestError("level must be 1 or 2", param="level")
-        async with self._lock:
-            if self.sleep_level:
-                return
-            await self._stop(mode)
-            try:
-                for engine in self._living:
-                    await HeldEngine(engine).release_blocks()
-                await self._call("sleep", level=level)
-            except Exception:
-                await self._wake_all()
-                raise
-            self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
-            self._rejects = mode == "abort"
+        if self.sleep_level:
+            return
+        await self._stop(mode)
+        try:
+            for engine in self._living:
+                await HeldEngine(engine).release_blocks()
+            await self._call("sleep", level=level)
+        except Exception:
+            await self._wake_all()
+            raise
+        self.sleep_level, self.asleep, self._lacks_weights = level, set(TAGS), level == 2
+        self._rejects = mode == "abort"
 
+    @_whole
     async def wake_up(self, tags: Sequence[Tag] | None = None) -> None:
         """Takes memory again for `tags`, by default for all; when nothing sleeps any more, requests
         go on, unless `pause` was called. Does nothing for what is awake.
@@ -241,23 +277,14 @@ class ModelControl:
         for tag in tags or ():
             if tag not in TAGS:
                 raise RequestError(f"tags are {' and '.join(TAGS)}, not {tag!r}", param="tags")
-        async with self._lock:
-            if not self.sleep_level:
-                return
-            await self._call("wake_up", tags=list(tags or TAGS))
-            self.asleep.difference_update(tags or TAGS)
-            if self._lacks_weights and tags is None:
-                await self._call("update_from_disk", folder=str(self.weights_folder))
-                self._lacks_weights = False
-                self._note_version(self._folder_version)
-            self._finish_waking()
-
-    def _finish_waking(self) -> None:
-        """Goes on with requests if nothing sleeps any more."""
-        if self.sleep_level and not self.asleep and not self._lacks_weights:
-            self.sleep_level = 0
-            if not self._is_held:
-                self._go_on()
+        if not self.sleep_level:
+            return
+        await self._call("wake_up", tags=list(tags or TAGS))
+        self.asleep.difference_update(tags or TAGS)
+        if self._lacks_weights and tags is None:
+            await self._call("update_from_disk", folder=str(self.weights_folder))
+            self._lacks_weights = False
+            self._note_version(self._folder_version)
 
     async def end_pause(self) -> None:
         """Wakes the model up, and goes on with all requests."""
@@ -265,19 +292,16 @@ class ModelControl:
             await self.wake_up()
         finally:
             self._is_held = self._is_updating = False
-            if not self.sleep_level:
-                self._go_on()
+            self._go_on_if_free()
 
     async def _wake_all(self) -> None:
-        """Wakes up what has gone to sleep, after an error, and goes on."""
+        """Wakes up what has gone to sleep, after an error."""
         try:
             await self._call("wake_up", tags=list(TAGS))
         except Exception as error:
             _log.error("after an error the workers could not wake up: %s", error)
             for engine in self._living:
                 engine.handle_loss(EngineDeadError(f"the workers could not wake up: {error}"))
-        if not self._is_held:
-            self._go_on()
 
     def _follow_restart(self, engine: Engine) -> None:
         """Records which weights new workers have, and has them sleep if the others do: new workers
@@ -320,6 +344,7 @@ class ModelControl:
         for engine in self._engines:
             engine.weight_version = version
 
+    @_whole
     async def update_from_disk(
         self, folder: Path, *, version: str | None = None, mode: Mode = "keep"
     ) -> None:
@@ -336,20 +361,14 @@ class ModelControl:
             WorkerCallError: the checkpoint does not go with the model; nothing has changed.
             RequestError: the weights sleep.
         """
-        async with self._lock:
-            self._require_weights()
-            was_paused = self.is_paused
-            await self._stop(mode)
-            try:
-                if not all(await self._call("update_from_disk", folder=str(folder))):
-                    await self._replace_workers(folder)
-                self.weights_folder = folder
-                self._note_update(version, of_folder=True)
-            finally:
-                if not was_paused:
-                    self._go_on()
-            self._finish_waking()
+        self._require_weights()
+        await self._stop(mode)
+        if not all(await self._call("update_from_disk", folder=str(folder))):
+            await self._replace_workers(folder)
+        self.weights_folder = folder
+        self._note_update(version, of_folder=True)
 
+    @_whole
     async def begin_update(self) -> None:
         """Begins an update, tensor by tensor: no step is planned until `end_update`. One that was
         begun before is forgotten.
@@ -357,26 +376,20 @@ class ModelControl:
         Raises:
             WorkerCallError: the weights cannot be loaded again.
         """
-        async with self._lock:
-            self._require_weights()
-            was_paused = self.is_paused
-            await self._stop("keep")
-            try:
-                await self._call("begin_update", token=uuid.uuid4().hex)
-            except WorkerCallError:
-                if not was_paused:
-                    self._go_on()
-                raise
-            self._is_updating = True
+        self._require_weights()
+        await self._stop("keep")
+        await self._call("begin_update", token=uuid.uuid4().hex)
+        self._is_updating = True
 
+    @_whole
     async def update(self, method: str, **arguments: Any) -> None:
         """Has the workers load tensors by one of their methods. Raises `RequestError` before
         `begin_update`, `WorkerCallError` for tensors that do not go with the model or do not
         come."""
-        async with self._lock:
-            self._require_update()
-            await self._call(method, **arguments)
+        self._require_update()
+        await self._call(method, **arguments)
 
+    @_whole
     async def end_update(self, version: str | None = None) -> None:
         """Ends an update, and names its weights, as `update_from_disk` does; then requests go on,
         unless they were paused before.
@@ -385,19 +398,15 @@ class ModelControl:
             WorkerCallError: tensors of some layers are missing, which have their former weights;
                 the model stays paused.
         """
-        async with self._lock:
-            self._require_update()
-            self._is_updating = False
-            try:
-                await self._call("end_update")
-            except WorkerCallError:
-                self._is_held = True
-                raise
-            finally:
-                self._note_update(version)
-            self._finish_waking()
-            if not self._is_held and not self.sleep_level:
-                self._go_on()
+        self._require_update()
+        self._is_updating = False
+        try:
+            await self._call("end_update")
+        except WorkerCallError:
+            self._is_held = True
+            raise
+        finally:
+            self._note_update(version)
 
     async def join_group(self, options: Mapping[str, Any], rank_offset: int = 1) -> None:
         """Has the workers join a process group with a trainer, between two steps, as the ranks from
@@ -424,6 +433,7 @@ class ModelControl:
             "call_extension", timeout_s=timeout_s, method=method, **given
         )
 
+    @_whole
     async def call_workers(
         self, name: str, *, timeout_s: float | None = None, **arguments: Any
     ) -> list[Any]:
@@ -433,14 +443,8 @@ class ModelControl:
             WorkerCallError: it failed on a worker.
             EngineDeadError: a worker died, or did not answer in time; new ones are started.
         """
-        async with self._lock:
-            was_paused = self.is_paused
-            await self._stop("keep")
-            try:
-                return await self._call(name, timeout_s, **arguments)
-            finally:
-                if not was_paused:
-                    self._go_on()
+        await self._stop("keep")
+        return await self._call(name, timeout_s, **arguments)
 
     def _require_update(self) -> None:
         if not self._is_updating:
