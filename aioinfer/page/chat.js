@@ -88,10 +88,8 @@ export class Chat {
     const conversation = this.#conversation;
     const first = conversation.last.id;
     const nodes = [];
-    for (const message of messages) {
-      if (!message.content && message.role === "user") continue;
+    for (const message of messages)
       nodes.push(conversation.add(nodes.at(-1)?.id ?? first, message));
-    }
     this.#calls?.close(true);
     this.#keep(conversation); // before the answer comes: a reload may come first
     const turn = this.#newTurn(prompt ? nodes.at(-1) : null);
