@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 from aioinfer.kernels.block_hopper import block_product, select_config, supports
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix
-from aioinfer.kernels.quantize import GROUP, SCALE_ROWS, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.quantize import GROUP, InputFormat, quantize
 from aioinfer.kernels.scaled_tiles import BLOCK_CONFIGS, GATED_BLOCK_CONFIGS, BlockConfig
 from cases import error, normal, poisoned
-from references import product_reference, quantize_reference
-from scaled_cases import FP8, ScaledCase, block_matrix
+from references import product_reference
+from scaled_cases import FP8, ScaledCase, activations, block_matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -28,20 +28,10 @@ def block_case(rows: int, features: int, inputs: int, gated: bool) -> ScaledCase
     return ScaledCase(rows, features, inputs, FP8, BF16, DEVICE, True, 8 if gated else GROUP, gated)
 
 
-def activations(rows: int, inputs: int) -> ScaledInputs:
-    """Returns random activations whose scales differ, stored as `quantize` does: what pads the
-    tokens of a group is NaN."""
-    x = torch.randn(rows, inputs, device=DEVICE)
-    x *= 0.1 + 10 * torch.rand(rows, 1, device=DEVICE)
-    values = quantize_reference(x.to(BF16), InputFormat(FP8, True))
-    scales = torch.nn.functional.pad(values.scales.t(), (0, -rows % SCALE_ROWS), value=float("nan"))
-    return ScaledInputs(values.values, scales[:, :rows].t())
-
-
 def check(case: ScaledCase, config: BlockConfig, *, residual: bool, wide: int = 0) -> None:
     """Compares one product with the reference, and repeats it: other results are a race. With
     `wide` the result is a part of rows that are longer by so much, which stay as they are."""
-    inputs, weight = activations(case.rows, case.inputs), block_matrix(case)
+    inputs, weight = activations(case), block_matrix(case)
     assert supports(inputs, weight, case.dtype)
     shape = case.rows, case.features
     added = normal(*shape, dtype=BF16, device=DEVICE) if residual else None

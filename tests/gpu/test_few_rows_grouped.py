@@ -16,7 +16,7 @@ from aioinfer.kernels.few_rows_grouped import (
 )
 from aioinfer.kernels.grouped_weight import PackedGroups
 from cases import Pair, error, normal
-from grouped_cases import grouped, random_groups
+from grouped_cases import QWEN3_8B, grouped, random_groups
 from references import product_reference
 
 DEVICE = "cuda"
@@ -24,16 +24,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="the kernel is for Hopper",
 )
-#: Output features, inputs, whether gated.
-SHAPES = {
-    "qkv": (6144, 4096, False),
-    "o": (4096, 4096, False),
-    "gate_up": (24576, 4096, True),
-    "down": (4096, 12288, False),
-    "one of three ranks": (4096, 4864, False),
-    "nothing divides": (1000, 1000, False),
-    "one unit": (48, 72, True),
-}
+SHAPES = QWEN3_8B | {"one unit": (48, 72, True)}
 ROWS = (1, 2, 5, 8)
 CONFIGS = [
     FewRowsGroupedConfig(warps, depth, programs)

@@ -16,22 +16,13 @@ from aioinfer.kernels.grouped_hopper_configs import (
 )
 from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import error, normal, poisoned
-from grouped_cases import random_groups
+from grouped_cases import QWEN3_8B, random_groups
 from references import product_reference
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-#: Output features, inputs, whether gated.
-SHAPES = {
-    "qkv": (6144, 4096, False),
-    "o": (4096, 4096, False),
-    "gate_up": (24576, 4096, True),
-    "down": (4096, 12288, False),
-    "one of three ranks": (4096, 4864, False),
-    "nothing divides": (1000, 1000, False),
-    "a small gate": (48, 256, True),
-}
+SHAPES = QWEN3_8B | {"a small gate": (48, 256, True)}
 ROWS = (1, 17, 64, 129, 256, 513)
 
 

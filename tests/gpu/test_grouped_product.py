@@ -11,7 +11,7 @@ from aioinfer.kernels.grouped_product import MAX_FUSED_ROWS, GroupedConfig, grou
 from aioinfer.kernels.grouped_weight import dequantize
 from cases import error, poisoned
 from engine_settings import inline_llm, tokens_of
-from grouped_cases import grouped, random_groups
+from grouped_cases import QWEN3_8B, grouped, random_groups
 from random_models import random_model
 from references import dequantized
 
@@ -19,23 +19,14 @@ from aioinfer import SamplingParams
 from benchlib.quantized_folder import Groups, awq, gptq, packed, quantize_folder
 
 DEVICE = "cuda"
-#: Output features, inputs, whether gated.
-SHAPES = {
-    "qkv": (6144, 4096, False),
-    "o": (4096, 4096, False),
-    "gate_up": (24576, 4096, True),
-    "down": (4096, 12288, False),
-    "one of three ranks": (4096, 4864, False),
-    "nothing divides": (1000, 1000, False),
-}
 ROWS = (1, 2, 8, 9, 16, 32, 33, 64, 100, 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_zeros", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", QWEN3_8B)
 def test_products(shape: str, has_zeros: bool, dtype: torch.dtype) -> None:
-    features, inputs, gated = SHAPES[shape]
+    features, inputs, gated = QWEN3_8B[shape]
     weight = random_groups(features, inputs, has_zeros=has_zeros, device=DEVICE)
     for rows in ROWS:
         assert error(grouped(weight, rows, dtype, gated=gated)) < 5e-3

@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from aioinfer.kernels.block_hopper import select_config
-from aioinfer.kernels.quantize import GROUP, SCALE_ROWS, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.quantize import GROUP, InputFormat, quantize
 from aioinfer.kernels.scaled_hopper import hopper_product, supports
 from aioinfer.kernels.scaled_tiles import CONFIGS, HopperConfig
 from cases import error, normal, poisoned
-from references import product_reference, quantize_reference
-from scaled_cases import FP8, ScaledCase, matrix
+from references import product_reference
+from scaled_cases import FP8, ScaledCase, activations, matrix
 
 DEVICE, BF16 = "cuda", torch.bfloat16
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -22,13 +22,7 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def product(case: ScaledCase, config: HopperConfig, *, residual: bool) -> float:
     """Returns the normwise error of one product; with a residual, the result is written over it."""
-    x = torch.randn(case.rows, case.inputs, device=DEVICE)
-    x *= 0.1 + 10 * torch.rand(case.rows, 1, device=DEVICE)
-    values = quantize_reference(x.to(case.dtype), InputFormat(FP8, case.grouped))
-    padding = (0, -case.rows % SCALE_ROWS if case.grouped else 0)
-    scales = torch.nn.functional.pad(values.scales.t(), padding, value=float("nan"))
-    scales = scales[:, : case.rows].t()  # as `quantize` gives them
-    inputs, weight = ScaledInputs(values.values, scales), matrix(case)
+    inputs, weight = activations(case), matrix(case)
     assert supports(inputs, weight, case.dtype)
     shape = case.rows, case.features
     added = normal(*shape, dtype=case.dtype, device=DEVICE) if residual else None

@@ -12,6 +12,16 @@ from aioinfer.kernels.grouped_weight import PackedGroups, pack_groups
 from cases import Pair, normal, poisoned
 from references import product_reference
 
+#: Products of Qwen3-8B, and others of their size: output features, inputs, whether gated.
+QWEN3_8B = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate_up": (24576, 4096, True),
+    "down": (4096, 12288, False),
+    "one of three ranks": (4096, 4864, False),
+    "nothing divides": (1000, 1000, False),
+}
+
 
 def random_groups(
     features: int,

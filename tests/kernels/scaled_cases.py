@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from aioinfer.kernels.few_rows_dense import FewRowsConfig
 from aioinfer.kernels.few_rows_scaled import ScaledMatrix, few_rows_scaled
-from aioinfer.kernels.quantize import GROUP, MAXIMA, InputFormat, ScaledInputs, quantize
+from aioinfer.kernels.quantize import GROUP, MAXIMA, SCALE_ROWS, InputFormat, ScaledInputs, quantize
 from aioinfer.kernels.scaled_product import ProductConfig, cublas_product, scaled_product
 from cases import Pair, normal, poisoned
 from references import dequantized, product_reference, quantize_reference
@@ -50,6 +50,17 @@ def matrix(case: ScaledCase) -> ScaledMatrix:
     scales = (0.5 + 1.5 * torch.rand(shape, device=case.device)) * 4 / maximum / case.inputs**0.5
     counters = torch.zeros(64, dtype=torch.int32, device=case.device)
     return ScaledMatrix(values, scales, case.rows_per_scale, counters)
+
+
+def activations(case: ScaledCase) -> ScaledInputs:
+    """Returns random activations in float8 whose scales differ, stored as `quantize` does: what
+    pads the tokens of a group is NaN."""
+    x = torch.randn(case.rows, case.inputs, device=case.device)
+    x *= 0.1 + 10 * torch.rand(case.rows, 1, device=case.device)
+    values = quantize_reference(x.to(case.dtype), InputFormat(FP8, case.grouped))
+    padding = (0, -case.rows % SCALE_ROWS if case.grouped else 0)
+    scales = torch.nn.functional.pad(values.scales.t(), padding, value=float("nan"))
+    return ScaledInputs(values.values, scales[:, : case.rows].t())
 
 
 def block_matrix(case: ScaledCase) -> ScaledMatrix:
