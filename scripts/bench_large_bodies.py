@@ -174,7 +174,8 @@ class Pollers:
         """Returns the worst since the last call. Raises `EOFError` if the server has ended."""
         for control in (self._server, self._machine):
             control.send("worst")
-        return Worst(*self._server.recv(), self._machine.recv()[0])
+        wait, blocked = self._server.recv()
+        return Worst(wait, blocked, self._machine.recv()[0])
 
 
 def post(host: str, port: int, path: str, body: bytes, patience_s: float) -> int:

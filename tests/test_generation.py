@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from aioinfer.api.anthropic import AnthropicDialect
+from aioinfer.api.anthropic import AnthropicDialect, MessagesRequest
 from aioinfer.api.decoding import decode
 from aioinfer.api.generation import ChoiceWriter
 from aioinfer.api.message_events import Blocks
@@ -39,6 +39,7 @@ OUTPUT = cast(
         prompt_token_ids=[7, 8],
         num_cached_tokens=1,
         predicted_counts=None,
+        weight_versions=[],
     ),
 )
 
@@ -66,9 +67,14 @@ def one_call_id(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def anthropic_writer() -> ChoiceWriter:
     config = SimpleNamespace(served_model_names=["m"])
-    frontend: Any = SimpleNamespace(tokenizer=None, message_format=FORMAT, config=config)
+    frontend: Any = SimpleNamespace(
+        tokenizer=None, message_format=FORMAT, config=config, block_size=16
+    )
     dialect = AnthropicDialect.__new__(AnthropicDialect)
     dialect.frontend, dialect.id, dialect.model_name = frontend, "msg_1", "m"
+    dialect.body = decode(
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}', MessagesRequest
+    )
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=True)
     dialect.blocks = Blocks(lambda kind: f"{kind}_1")
     return dialect.choice(OUTPUT, 0, 0)

@@ -35,7 +35,7 @@ def fill_and_free() -> Callable[[], None]:
 def hold(bodies: RequestBodies, size: int) -> None:
     """Receives and forgets a body."""
     with bodies.hold() as held:
-        held._add(bytes(size), size)
+        held.add(bytes(size), size)
 
 
 async def test_memory_is_given_back_after_a_large_body(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.generation import named_event
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
-from aioinfer.api.messages import TemplateContent, template_content
+from aioinfer.api.messages import (
+    TemplateContent,
+    converted,
+    count_parts,
+    template_content,
+)
 from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
@@ -414,7 +419,8 @@ class AnthropicDialect(MessageDialect[MessagesRequest]):
         cls, frontend: Frontend, body: CountTokensRequest, use: ToolUse
     ) -> list[list[int]]:
         """See `TextDialect.encode`."""
-        messages = list(body.conversation())
+        num_parts = count_parts(message.content for message in body.messages)
+        messages = await converted(num_parts, lambda: list(body.conversation()))
         continues = messages[-1]["role"] == "assistant"  # a text that the answer goes on with
         prompt = await encode_turn(
             frontend,

@@ -230,6 +230,9 @@ class HeldBody:
         self._bodies.held_bytes += more
         self._held += more
         self._size = size
+        if len(chunk) > _PART and not self._latest:  # a part by itself, which needs no copy
+            self._parts.append(chunk)
+            return
         self._latest += chunk
         if len(self._latest) > _PART:  # a list of what comes would be long where bytes come singly
             self._parts.append(bytes(self._latest))

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -16,6 +16,7 @@ from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import FieldError
 from aioinfer.media.source import MediaSource
 
+T = TypeVar("T")
 #: Shorter texts are not searched for JSON values: they cannot hold many.
 _SHORT_ARGUMENTS = 1024
 
@@ -198,6 +199,17 @@ def _max_values(text: str) -> int:
     return text.count(",") + text.count("[") + text.count("{")
 
 
+def count_parts(contents: Iterable[Any]) -> int:
+    """Returns how many parts these contents have; a text is one."""
+    return sum(len(each) if isinstance(each, list) else 1 for each in contents)
+
+
+async def converted(num_parts: int, convert: Callable[[], T]) -> T:
+    """Returns the result of `convert`, which converts so many messages or parts of messages for a
+    template or for storage; of many in a thread."""
+    return convert() if num_parts <= _FEW_MESSAGES else await asyncio.to_thread(convert)
+
+
 async def template_messages(messages: Sequence[Message] | None) -> list[dict[str, Any]]:
     """Returns messages as chat templates read them; of many or long ones in a thread."""
     given = messages or ()
@@ -205,6 +217,5 @@ async def template_messages(messages: Sequence[Message] | None) -> list[dict[str
     def convert() -> list[dict[str, Any]]:
         return [message.for_template(f"messages[{index}]") for index, message in enumerate(given)]
 
-    if len(given) <= _FEW_MESSAGES and all(message.is_short for message in given):
-        return convert()
-    return await asyncio.to_thread(convert)
+    is_short = len(given) <= _FEW_MESSAGES and all(message.is_short for message in given)
+    return await converted(0 if is_short else _FEW_MESSAGES + 1, convert)

@@ -7,7 +7,7 @@ other list holds a prompt in each place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioinfer.api.decoding import MAX_PROMPTS
@@ -39,7 +39,12 @@ Prompt = str | Sequence[str | int]
 
 def is_single(given: Any) -> bool:
     """Whether a field of the type `Prompts` holds one prompt."""
-    return not isinstance(given, list) or any(isinstance(part, int) for part in given)
+    return not isinstance(given, list) or int in _kinds(given)
+
+
+def _kinds(given: Iterable[Any]) -> set[type]:
+    """Returns the types of a prompt's parts, of which there may be half a million."""
+    return set(map(type, given))
 
 
 def split_prompts(given: Any, param: str) -> list[Prompt]:
@@ -54,7 +59,7 @@ def split_prompts(given: Any, param: str) -> list[Prompt]:
         raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
     found: list[Prompt] = []
     for each in prompts:
-        if isinstance(each, list) and any(isinstance(part, list) for part in each):
+        if isinstance(each, list) and list in _kinds(each):
             raise RequestError(
                 f"a list with token ids in {param} may hold texts besides, and nothing else",
                 param=param,
@@ -74,7 +79,7 @@ async def encode_prompt(
     BOS. Raises `RequestError`, as `Frontend.encode` does."""
     if isinstance(prompt, str):
         return await frontend.encode(prompt, add_special_tokens, max_tokens=max_tokens)
-    if not any(isinstance(part, str) for part in prompt):
+    if str not in _kinds(prompt):
         return list(prompt)  # type: ignore[arg-type]
     ids: list[int] = []
     for index, part in enumerate(prompt):

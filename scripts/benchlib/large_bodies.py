@@ -190,4 +190,71 @@ MANY_VALUES = [
     ),
 ]  # fmt: skip
 
-BODIES = [*TOO_MANY, *LONG_TEXTS, *MANY_VALUES]
+RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
+
+
+def _deep(depth: int) -> Any:
+    """Returns lists within each other."""
+    found: Any = 0
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+#: The same in the words of other APIs, and what is stored.
+OTHER_APIS = [
+    LargeBody("16 000 items of a response", RESPONSES, lambda: json.dumps(
+        {"input": [{"role": "user", "content": "Hi"}] * 16_000, "max_output_tokens": 1}
+    ).encode()),
+    LargeBody("16 000 parts of an item", RESPONSES, lambda: json.dumps(
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}] * 16_000}]}
+    ).encode()),
+    LargeBody("15 MB of instructions", RESPONSES, lambda: json.dumps(
+        {"input": "Hi", "instructions": _text(size=BYTES - 1000), "max_output_tokens": 1}
+    ).encode()),
+    LargeBody("49 900 values in a tool of a response", RESPONSES, lambda: json.dumps(
+        {"input": "Hi", "max_output_tokens": 1, "stream": True,
+         "tools": [{"type": "function", "name": "f", "parameters": _numbers(VALUES - 20)}]}
+    ).encode()),
+    LargeBody("20 items of 15 MB of a conversation", "/v1/conversations", lambda: json.dumps(
+        {"items": [{"role": "user", "content": _text(size=BYTES // 21)}] * 20}
+    ).encode()),
+    LargeBody("16 000 messages, stored", CHAT, lambda: json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}] * 16_000, "store": True, "max_tokens": 1}
+    ).encode()),
+    LargeBody("/v1/messages of 16 000 messages", MESSAGES, lambda: _messages(16_000)),
+    LargeBody("/v1/messages of 12 000 blocks", MESSAGES, lambda: _json(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}] * 12_000}]
+    )),
+    LargeBody("49 900 values in the input of a call", MESSAGES, lambda: _json(messages=[
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "f", "input": {"a": _nested(VALUES - 40)}}
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+    ])),
+    LargeBody("a schema of 49 900 values", MESSAGES, lambda: _json(
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=[{"name": "f", "input_schema": {"type": "object", "x": _nested(VALUES - 40)}}],
+    )),
+    LargeBody("/api/chat of 16 000 messages", OLLAMA, lambda: _json(
+        messages=[{"role": "user", "content": "Hi"}] * 16_000, stream=False
+    ).replace(b'"max_tokens": 1, ', b"")),
+    LargeBody("lists 900 deep in a template argument", CHAT, lambda: _chat(
+        chat_template_kwargs={"a": [_deep(900)] * 50}
+    )),
+    LargeBody("1 024 texts to embed", "/v1/embeddings", lambda: json.dumps(
+        {"input": [_text(size=BYTES // 1_100)] * 1_024}
+    ).encode()),
+    LargeBody("524 000 ids to embed", "/v1/embeddings", lambda: json.dumps(
+        {"input": [700] * 524_000}
+    ).encode()),
+    LargeBody("/completion of 524 000 ids", "/completion", lambda: json.dumps(
+        {"prompt": [700] * 524_000}
+    ).encode()),
+    LargeBody("1 000 documents to rank", "/rerank", lambda: json.dumps(
+        {"query": "Hi", "documents": [_text(size=BYTES // 1_050)] * 1_000}
+    ).encode()),
+]  # fmt: skip
+
+BODIES = [*TOO_MANY, *LONG_TEXTS, *MANY_VALUES, *OTHER_APIS]

@@ -184,8 +184,9 @@ async def create_conversation(request: web.Request, body: CreateConversation) ->
         metadata=body.metadata or {},
     )
     items, store = input_items(body.items, place="items"), request.app[OBJECT_STORE]
-    store.check_room(json_size(created) + json_size(items), "a conversation")
-    store.add(owner_of(request), created, items)
+    size = json_size(created) + json_size(items)
+    store.check_room(size, "a conversation")
+    store.add(owner_of(request), created, items, num_bytes=size)
     return created
 
 
@@ -194,7 +195,7 @@ async def create_items(request: web.Request, body: CreateItems) -> Page:
     conversation, store = CONVERSATIONS.find(request), request.app[OBJECT_STORE]
     new = input_items(body.items, {item.id for item in conversation.items}, "items")
     store.check_room(conversation.num_bytes + json_size(new), "a conversation", "items")
-    store.add(owner_of(request), conversation.body, [*conversation.items, *new])
+    store.extend(conversation, new)
     return page_of(new, {})
 
 

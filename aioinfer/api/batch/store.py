@@ -218,18 +218,28 @@ class ObjectStore(Store):
         body: Any,
         items: Sequence[Any],
         events: Sequence[bytes] = (),
+        num_bytes: int | None = None,
     ) -> None:
-        """Stores an object of an API key as the newest, in the place of an older one of its id. An
-        object that is nested too deeply for JSON, or larger than the limit of all objects, is not
-        kept."""
+        """Stores an object of an API key as the newest, in the place of an older one of its id;
+        `num_bytes` is its size where that is known. An object that is nested too deeply for JSON,
+        or larger than the limit of all objects, is not kept."""
         try:
-            size = json_size(body) + json_size(items) + sum(map(len, events))
+            size = num_bytes or json_size(body) + json_size(items) + sum(map(len, events))
         except RecursionError:
             return
         self._stored.pop((owner, body.id), None)
         if size <= MAX_STORED_BYTES:
             self._stored[owner, body.id] = Stored(owner, body, items, events, size)
             self._evict()
+
+    def extend(self, stored: Stored, items: Sequence[Any]) -> None:
+        """Adds items to an object, which becomes the newest; one that is too large is dropped."""
+        stored.items = [*stored.items, *items]
+        stored.num_bytes += json_size(items)
+        self._stored.move_to_end((stored.owner, stored.body.id))
+        if stored.num_bytes > MAX_STORED_BYTES:
+            del self._stored[stored.owner, stored.body.id]
+        self._evict()
 
     def change_metadata(self, stored: Stored, metadata: dict[str, str]) -> None:
         """Replaces the metadata of an object."""

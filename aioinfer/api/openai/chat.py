@@ -14,7 +14,14 @@ from msgspec.structs import asdict, replace
 from aioinfer.api.batch.store import OBJECT_STORE, checked_metadata, owner_of
 from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
-from aioinfer.api.messages import ContentPart, FunctionCall, Message, ToolCall
+from aioinfer.api.messages import (
+    ContentPart,
+    FunctionCall,
+    Message,
+    ToolCall,
+    converted,
+    count_parts,
+)
 from aioinfer.api.openai.chunks import (
     ChunkChoice,
     ChunkDialect,
@@ -203,7 +210,12 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             prompt_token_ids=self.turn.prompt if body.return_token_ids else UNSET,
         )
         if body.store:
-            _keep(self.request, body, reply)
+            stored = replace(reply, metadata=checked_metadata(body.metadata))
+            store, owner = self.request.app[OBJECT_STORE], owner_of(self.request)
+            messages = await converted(
+                count_parts(m.content for m in body.messages), partial(_stored, reply.id, body)
+            )
+            store.add(owner, stored, messages)
         return reply
 
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
@@ -310,14 +322,12 @@ def _call(id: str, name: str, arguments: str, index: int | UnsetType = UNSET) ->
     return ChatCall(index=index, id=id, type="function", function=function)
 
 
-def _keep(request: web.Request, body: ChatRequest, reply: ChatCompletion) -> None:
-    """Stores the reply to a chat with its messages, in the place of an older one of its id."""
-    stored = replace(reply, metadata=checked_metadata(body.metadata))
-    messages = [_stored(f"{reply.id}-{index}", each) for index, each in enumerate(body.messages)]
-    request.app[OBJECT_STORE].add(owner_of(request), stored, messages)
+def _stored(id: str, body: ChatRequest) -> list[StoredMessage]:
+    """Returns the messages of a chat as they are stored with the reply of this id."""
+    return [_stored_message(f"{id}-{number}", each) for number, each in enumerate(body.messages)]
 
 
-def _stored(id: str, message: Message) -> StoredMessage:
+def _stored_message(id: str, message: Message) -> StoredMessage:
     fields = asdict(message)
     given = {name: value for name, value in fields.items() if value is not None}
     given["content"] = None if message.content is None else message.for_template()["content"]

@@ -40,6 +40,7 @@ from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.logs import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.messages import converted, count_parts
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
     IncompleteDetails,
@@ -118,7 +119,11 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         not fit. Raises `RequestError` also if an object is not stored that the body names."""
         frontend, body = self.frontend, self.body
         before = self._items_before()
-        self._new_items = input_items(body.input, {item.id for item in before})
+        given = body.input if isinstance(body.input, list) else []
+        self._new_items = await converted(
+            len(before) + count_parts(item.content for item in given),
+            lambda: input_items(body.input, {item.id for item in before}),
+        )
         self.items = items = [*before, *self._new_items]
         if body.truncation != "auto":
             return await self._encode(items, use)
@@ -150,7 +155,8 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         self, items: Sequence[Item], use: ToolUse, *, max_tokens: int | None = None
     ) -> list[int]:
         """Returns the prompt of items, behind the instructions, which are of one response alone."""
-        messages = to_messages(items)
+        num_parts = count_parts(item.content for item in items)
+        messages = await converted(num_parts, lambda: to_messages(items))
         if self.body.instructions:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
         kwargs = self.body.template_kwargs()
@@ -271,7 +277,7 @@ class ResponseDialect(MessageDialect[ResponseRequest]):
         conversation = store.find(owner, "conversation", id)  # as it is by now
         taken = {item.id for item in conversation.items}
         new = [item for item in self._new_items if item.id not in taken]
-        store.add(owner, conversation.body, [*conversation.items, *new, *output_items(ended)])
+        store.extend(conversation, [*new, *output_items(ended)])
 
     def failed(self, error: Exception) -> Response:
         """Returns the response that an error has ended."""
