@@ -55,7 +55,7 @@ def chat_writer(*, with_ids: bool = False, parses: bool = True) -> ChatWriter:
     dialect.body = decode(MESSAGES, ChatRequest)
     dialect.body.return_token_ids = with_ids
     dialect.chunk = Chunk(id="chatcmpl-1", object="chat.completion.chunk", created=1, model="m")
-    dialect.names, dialect.echo = None, "2 + 2"
+    dialect.names = None
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=parses)
     return ChatWriter(dialect, 1)
 

@@ -32,7 +32,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "vLLM": {
         "activation": (True,), "cache_salt": (), "chat_template": (), "detokenize": (True,),
-        "ec_transfer_params": ({},), "embed_dtype": ("float32",),
+        "echo": (False,), "ec_transfer_params": ({},), "embed_dtype": ("float32",),
         "endianness": ("little", "native"), "enable_response_messages": (False,),
         "kv_transfer_params": ({},), "logits_processors": ([],), "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},), "previous_input_messages": ([],), "previous_response": (),
@@ -66,7 +66,7 @@ REFUSED_BY_ORIGIN: dict[str, dict[str, tuple[Any, ...]]] = {
         "regex": (), "repeat_penalty": (1,), "response_fields": ([],),
         "return_hidden_states": (False,), "samplers": (), "session_params": (), "stop_regex": (),
         "t_max_predict_ms": (0,), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1,),
-        "typical": (1,), "typical_p": (1,), "xtc_probability": (0,),
+        "typical": (1,), "typical_p": (1,), "with_pieces": (False,), "xtc_probability": (0,),
     },
 }  # fmt: skip
 

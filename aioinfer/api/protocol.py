@@ -423,7 +423,6 @@ class ChatRequest(SamplingBody, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = None
     parse_special: bool | None = None
     prediction: Prediction | None = None
     max_completion_tokens: Count | None = None
@@ -457,14 +456,6 @@ class ChatRequest(SamplingBody, kw_only=True):
         budget = self.thinking_token_budget
         return None if budget is None or budget < 0 else budget
 
-    def echoed(self) -> str:
-        """Returns the text with which the content of an answer begins under `echo`: the text of the
-        last message, if it is the assistant's."""
-        last = self.messages[-1]
-        if not self.echo or last.role != "assistant":
-            return ""
-        return str(last.for_template()["content"])
-
     def tool_use(self) -> ToolUse:
         """Returns the tools and how they may be called. Raises `RequestError` naming the field."""
         return read_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
@@ -479,7 +470,6 @@ class TokenizeRequest(Body, kw_only=True):
     prompt: str | None = None
     content: str | list[str | TokenId] | None = None
     add_special: bool | None = None
-    with_pieces: bool | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

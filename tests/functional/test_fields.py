@@ -424,10 +424,10 @@ NEEDS: dict[str, Any] = {
 }
 #: Fields whose effect other tests look at: most of them here.
 ELSEWHERE = {
-    "model", "timeout_s", "return_token_ids", "return_tokens_as_token_ids", "echo", "stream",
+    "model", "timeout_s", "return_token_ids", "return_tokens_as_token_ids", "stream",
     "stream_options",
 }  # fmt: skip
-COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "suffix"}
+COMPLETIONS_ELSEWHERE = {"add_special_tokens", "best_of", "echo", "suffix"}
 CHATS_ELSEWHERE = {
     "tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "thinking_token_budget",
     "chat_template_kwargs", "documents", "reasoning_effort", "continue_final_message", "verbosity",

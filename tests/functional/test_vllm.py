@@ -17,24 +17,6 @@ CHAT = "/v1/chat/completions"
 PROMPT = "The capital of France is"
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = {"temperature": 0, "max_tokens": 6}
-BEGUN = [*ASK, {"role": "assistant", "content": "The capital is"}]
-CONTINUED = {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False}
-
-
-def contents(reply: dict[str, Any]) -> list[str]:
-    return [choice["message"]["content"] for choice in reply["choices"]]
-
-
-async def test_an_echo_in_a_chat(served: Served) -> None:
-    (plain,) = contents(await served.post(CHAT, **CONTINUED, **GREEDY))
-    (echoed,) = contents(await served.post(CHAT, **CONTINUED, **GREEDY, echo=True))
-    assert echoed == "The capital is" + plain
-    events = await served.stream(CHAT, **CONTINUED, **GREEDY, echo=True)
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert "".join(delta.get("content", "") for delta in deltas) == echoed
-    # what the user said is not an answer
-    (answer,) = contents(await served.post(CHAT, messages=ASK, **GREEDY, echo=True))
-    assert [answer] == contents(await served.post(CHAT, messages=ASK, **GREEDY))
 
 
 async def test_a_vector_for_each_token(served: Served) -> None:

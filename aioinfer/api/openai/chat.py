@@ -143,7 +143,6 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     def __init__(self, request: web.Request, body: ChatRequest):
         super().__init__(request, body)
-        self.echo = body.echoed()
         self._with_timings = bool(body.timings_per_token)
         self._recorded: list[Delta] = []
 
@@ -219,13 +218,12 @@ class ChatDialect(ChunkDialect[ChatRequest]):
         return reply
 
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
-        """Returns a choice of a reply: the message, whose content begins with the echo, and the ids
-        and log-probabilities of its tokens."""
-        reason, message = delta.finish_reason, AssistantMessage(content=self.echo + delta.text)
+        """Returns a choice of a reply: the message, the ids of its tokens and their
+        log-probabilities."""
+        reason, message = delta.finish_reason, AssistantMessage(content=delta.text)
         if self.turn.parses:
             parsed = await parse_message(self.frontend, self.turn, delta.text)
-            content = self.echo + parsed.content
-            message.content = content or (None if parsed.calls or parsed.reasoning else "")
+            message.content = parsed.content or (None if parsed.calls or parsed.reasoning else "")
             if parsed.reasoning:
                 message.reasoning_content = message.reasoning = parsed.reasoning
             if parsed.calls:
@@ -273,8 +271,6 @@ class ChatWriter(ChunkWriter):
         prompt = UNSET if self._prompt_token_ids is None else self._prompt_token_ids
         role = replace(self.empty, delta=ChatDelta(role="assistant", content=""))
         yield self.event(role, prompt_token_ids=prompt)
-        if self._dialect.echo:
-            yield self.event(self.shown(self._dialect.echo))
 
     def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
         """See `ChunkWriter.choices`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +16,7 @@ from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_o
 from aioinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from aioinfer.text.tokenizer import Tokenizer
+    pass
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
 MAX_TOKENS = 2**20
@@ -28,19 +27,12 @@ MAX_TEXT_BYTES = 16 * 2**20
 _WRITTEN = 16_384
 
 
-class TokenPiece(Struct, kw_only=True):
-    """A token with its text, or with its bytes if they are no text alone."""
-
-    id: int
-    piece: str | list[int]
-
-
 class TokenizeReply(Struct, kw_only=True):
     """Token ids of a text."""
 
     count: int
     max_model_len: int
-    tokens: list[int | TokenPiece]
+    tokens: list[int]
     token_strs: list[str] | None
 
 
@@ -54,8 +46,7 @@ class DetokenizeReply(Struct, kw_only=True):
 async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
     """Returns the token ids of a text or of a conversation.
 
-    A text in `content`, as llama.cpp's clients send it, gets no BOS unless `add_special`; with
-    `with_pieces` each id comes with its text.
+    A text in `content`, as llama.cpp's clients send it, gets no BOS unless `add_special`.
     """
     frontend = request.app[FRONTEND]
     limit = max(MAX_TOKENS, frontend.max_model_len)
@@ -70,21 +61,17 @@ async def tokenize(request: web.Request, body: TokenizeRequest) -> web.Response:
         ids = await frontend.encode(
             body.prompt or "", body.add_special_tokens is not False, max_tokens=limit
         )
-    wants_texts = body.return_token_strs or body.with_pieces
-    tokenizer = frontend.require_tokenizer() if wants_texts else None
+    tokenizer = frontend.require_tokenizer() if body.return_token_strs else None
 
     def write() -> bytes:
-        tokens: Iterable[Any] = ids
         texts = None
-        if tokenizer is not None and body.with_pieces:
-            tokens = (_piece(tokenizer, token) for token in ids)
-        elif tokenizer is not None:
+        if tokenizer is not None:
             texts = encode_list((tokenizer.token_text(token)[0] for token in ids), _WRITTEN)
         return encode(
             TokenizeReply(
                 count=len(ids),
                 max_model_len=frontend.max_model_len,
-                tokens=encode_list(tokens, _WRITTEN),
+                tokens=encode_list(ids, _WRITTEN),
                 token_strs=texts,
             )
         )
@@ -111,12 +98,6 @@ async def detokenize(request: web.Request, body: DetokenizeRequest) -> web.Respo
         return encode(DetokenizeReply(prompt=shown, content=shown if body.model is None else UNSET))
 
     return _response(await asyncio.to_thread(write))
-
-
-def _piece(tokenizer: Tokenizer, token: int) -> TokenPiece:
-    """Returns a token as llama.cpp shows it: its text, or its bytes if they are no text alone."""
-    text, data = tokenizer.token_text(token)
-    return TokenPiece(id=token, piece=list(data) if "\ufffd" in text else text)
 
 
 def _response(written: bytes) -> web.Response:
