@@ -186,7 +186,7 @@ class Planning(StepFeature):
         self._step += 1
         if not decodes or self.costs.is_stale(len(decodes)):
             return None
-        if self._look(decodes):
+        if self._look(decodes) and len(decodes) <= _FEW:
             self._choose_at = self._step
         if self._step >= self._choose_at or len(decodes) != self._num_decodes:
             if len(decodes) != self._num_decodes:
