@@ -181,6 +181,19 @@ def test_new_weights_end_connections_and_are_not_mixed_with_old_ones(pair: Pair)
     assert pair.read(1) == 1
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:65535", "nowhere.invalid:1", "\0:1", "x", ":1"])
+def test_an_address_that_cannot_be_is_a_miss(pair: Pair, address: str) -> None:
+    pair.reader._rank = 1
+    assert pair.read(4, address=address) == 0
+
+
+def test_a_long_read_has_many_parts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_peers, "_MIN_PART", 2)
+    monkeypatch.setattr(kv_peers, "_MAX_PART", 3)
+    assert pair.read(40) == 40
+    assert pair.has(40)
+
+
 def test_an_ended_connection_is_opened_again(pair: Pair) -> None:
     assert pair.read(4) == 4
     for link in next(iter(pair.reader._links.values())):

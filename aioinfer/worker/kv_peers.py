@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aioinfer.config_keys import parse_address
 from aioinfer.ipc.peer_link import (
-    MAX_BLOCKS,
     PeerError,
     PeerLink,
     greet,
@@ -32,8 +31,9 @@ from aioinfer.worker.kv_connector import Ended, HostBlock, Identify, PendingRead
 
 #: Threads that read, each over a connection of its own.
 _READERS = 4
-#: A read is divided among threads in parts of at least so many blocks.
-_MIN_PART = 16
+#: A read is divided among threads in parts of so many blocks, at least and at most: neither side
+#: may be silent for long while a part is copied.
+_MIN_PART, _MAX_PART = 16, 64
 #: Readers that may be connected at a time, and for how long one may ask for nothing.
 _MAX_CONNECTIONS = 64
 _IDLE_S = 300.0
@@ -218,7 +218,7 @@ class PeerConnector:
 
     def read(self, ticket: int, blocks: Sequence[HostBlock], free: Wait, source: str) -> None:
         """See `KVConnector.read`; `source` is the `HOST:PORT` of the server's first rank."""
-        size = min(MAX_BLOCKS, max(_MIN_PART, -(-len(blocks) // _READERS)))
+        size = min(_MAX_PART, max(_MIN_PART, -(-len(blocks) // _READERS)))
         parts = [blocks[first : first + size] for first in range(0, len(blocks), size)]
         jobs = [(len(part), self._threads.submit(self._read, part, free, source)) for part in parts]
         self._reads.add(ticket, jobs)
@@ -238,7 +238,7 @@ class PeerConnector:
                 if link is None:
                     continue
                 count = link.read(names, outs, time.monotonic() + _MAX_READ_S)
-            except (OSError, PeerError, ValueError) as error:
+            except (OSError, OverflowError, PeerError, ValueError) as error:
                 failure = error
                 if link is not None:
                     link.close()
