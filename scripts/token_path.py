@@ -39,6 +39,7 @@ import tempfile
 import threading
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -255,11 +256,17 @@ def _kernels_of(kernel: Any) -> Iterator[CodeType]:
 
 
 def record_process(folder: str) -> None:
-    """Has this process record, from `_START_SIGNAL` on, the calls of its main thread, and of the
-    threads that it starts. Called at the start of every process that the server spawns."""
-    recorder = Recorder(Path(folder))
-    threading.setprofile(recorder.record)
-    signal.signal(_START_SIGNAL, lambda *_: sys.setprofile(recorder.record))
+    """Has this process, and processes that it forks, record, from `_START_SIGNAL` on, the calls of
+    their main threads, and of the threads that they start. Called at the start of the process that
+    workers are forked from."""
+
+    def prepare() -> None:
+        recorder = Recorder(Path(folder))
+        threading.setprofile(recorder.record)
+        signal.signal(_START_SIGNAL, lambda *_: sys.setprofile(recorder.record))
+
+    prepare()
+    os.register_at_fork(after_in_child=prepare)
 
 
 @contextmanager
@@ -447,16 +454,22 @@ def measure(settings: Mapping[str, Any] | None = None) -> TokenPath:
         variants = [wanted | {"parallel.cuda_graphs": replays} for replays in (True, False)]
     with tempfile.TemporaryDirectory() as name:
         for number, variant in enumerate(variants):
-            folder = Path(name, str(number))
-            folder.mkdir()
-            write_model(folder)
-            with (
-                recording(folder) as recorder,
-                # the standard event loop tells timers from other callbacks: see `_is_in_timer`
-                asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner,
-            ):
-                runner.run(record_stream(folder, recorder, variant))
+            # a process of its own has a fork server of its own, whose workers record
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                pool.submit(_measure, Path(name, str(number)), variant).result()
         return read_path(Path(name))
+
+
+def _measure(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Records the path of a token in files of a new folder."""
+    folder.mkdir()
+    write_model(folder)
+    with (
+        recording(folder) as recorder,
+        # the standard event loop tells timers from other callbacks: see `_is_in_timer`
+        asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner,
+    ):
+        runner.run(record_stream(folder, recorder, settings))
 
 
 def render(path: TokenPath, *, names: bool = False) -> str:
