@@ -33,22 +33,21 @@ class CalledRanks(Protocol):
 
 
 class WorkerCalls:
-    """The calls of the ranks of a `WorkerExecutor`, one after the other."""
+    """The calls of the ranks of a `WorkerExecutor`, one after the other. It does not refer to the
+    executor, whose memory is freed at once when nothing refers to it."""
 
-    def __init__(self, executor: CalledRanks):
-        self._executor = executor
+    def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def call(
-        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+        self, executor: CalledRanks, method: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> Sequence[Any]:
         """See `Executor.call`. If the caller is cancelled, the next call waits for the answers."""
-        return await asyncio.shield(self._call(method, arguments, timeout_s))
+        return await asyncio.shield(self._call(executor, method, arguments, timeout_s))
 
     async def _call(
-        self, method: str, arguments: Mapping[str, Any], timeout_s: float
+        self, executor: CalledRanks, method: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> Sequence[Any]:
-        executor = self._executor
         async with self._lock:
             for host in executor.hosts:
                 host.call(method, arguments)

@@ -153,6 +153,7 @@ class HostRanks:
         self._reported: set[int] = set()
         self._lifeline: Connection | None = None
         self._spawning: asyncio.Future[None] | None = None
+        self._exits: list[asyncio.Future[None]] = []  # processes whose exit status is waited for
         self._is_watched = False
         self._is_killed = False
         # A program that ends without a shutdown would send its workers SIGTERM, which they ignore,
@@ -298,11 +299,16 @@ class HostRanks:
         return "\n".join(parts)
 
     def _handle_exit(self, index: int) -> None:
-        """Handles the end of a process."""
-        asyncio.get_running_loop().remove_reader(self._pidfds[index])
+        """Handles the end of a process, once the fork server has told its exit status."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfds[index])
         process = self._processes[index]
-        process.join(_STATUS_TIMEOUT_S)  # the fork server tells its status
-        code = process.exitcode
+        told = loop.run_in_executor(None, process.join, _STATUS_TIMEOUT_S)
+        self._exits.append(told)
+        told.add_done_callback(lambda _: self._report_exit(index, process.exitcode))
+
+    def _report_exit(self, index: int, code: int | None) -> None:
+        """Reports the end of a process with an exit status, unless it is missing."""
         # an error report that is still in the connection explains more than the status
         while not self._is_killed and self._controls[index].poll():
             if not self._receive(index):
@@ -329,6 +335,8 @@ class HostRanks:
         end by themselves when their connection closes. Also after a start that was cancelled."""
         if self._spawning is not None:
             await asyncio.wait([self._spawning])  # a cancelled start may still be spawning
+        if self._exits:
+            await asyncio.wait(self._exits)
         if self._is_watched:
             loop = asyncio.get_running_loop()
             for fd in [

@@ -126,7 +126,7 @@ class WorkerExecutor:
         self.hosts: list[WorkerHost] = []
         self.answers: list[deque[Any]] = [deque() for _ in range(world_size)]
         self._news = asyncio.Event()  # an answer, or a failure
-        self._calls = WorkerCalls(self)
+        self._calls = WorkerCalls()
         self._posted: deque[tuple[int, float]] = deque()  # (step id, when) of unanswered plans
         # posted steps whose masks are not posted yet, and how many rows they have
         self._unmasked: dict[int, int] = {}
@@ -273,7 +273,7 @@ class WorkerExecutor:
         self, method: str, arguments: Mapping[str, Any], timeout_s: float
     ) -> Sequence[Any]:
         """See `Executor.call`."""
-        return await self._calls.call(method, arguments, timeout_s)
+        return await self._calls.call(self, method, arguments, timeout_s)
 
     def stage_times(self) -> Sequence[StageTime]:
         """See `Executor.stage_times`. Reports of other hosts are up to a second old."""

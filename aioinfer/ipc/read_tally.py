@@ -50,10 +50,11 @@ class ReadTally:
         return int((records & ((1 << _COUNT_BITS) - 1)).min())
 
     def close(self) -> None:
-        """Closes the descriptor. Safe to call twice."""
+        """Closes the descriptor, and the one that the mapping has. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            self._records = np.empty((0, MAX_READS), np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"num_ranks": self._num_ranks, "fd": reduction.DupFd(self._fd)}
