@@ -18,12 +18,12 @@ from transformers import (
     GPTNeoXForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     PersimmonConfig,
     PersimmonForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from aioinfer.errors import ConfigError
@@ -108,11 +108,14 @@ def test_the_window_is_part_of_what_layers_keep(tmp_path: Path) -> None:
 
 
 def test_models_that_cannot_run_are_rejected_by_name(tmp_path: Path) -> None:
-    T5ForConditionalGeneration(
-        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    ).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ConfigError, match="T5ForConditionalGeneration is not a decoder"):
-        load_model_config(tmp_path / "t5")
+    PegasusForConditionalGeneration(
+        PegasusConfig(
+            vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+            decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2,
+        )
+    ).save_pretrained(tmp_path / "pegasus")  # fmt: skip
+    with pytest.raises(ConfigError, match="PegasusForConditionalGeneration is not a decoder"):
+        load_model_config(tmp_path / "pegasus")
     MambaForCausalLM(
         MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2)
     ).save_pretrained(tmp_path / "mamba")

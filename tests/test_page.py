@@ -89,7 +89,7 @@ async def test_every_file_is_served_under_a_strict_policy() -> None:
     expected = {path: (contents[name], kind) for path, (name, kind) in _FILES.items()}
     for path, name, title in (("/", "page", "aioinfer"), ("/docs", "docs", "aioinfer: endpoints")):
         head = contents["head.html"].decode().replace("$name", name).replace("$title", title)
-        sheets = ("base", "answer", "engine", "page") if name == "page" else ("docs",)
+        sheets = ("base", "answer", "engine", "page") if name == "page" else ("base", "docs")
         links = [f'  <link rel="stylesheet" href="page/{sheet}.css">' for sheet in sheets]
         head = head.replace("$styles", "\n".join(links))
         page = head.encode() + contents[f"{name}.html"]

@@ -175,7 +175,7 @@ def test_parts_of_a_model_of_text_alone_are_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [("Llama4ForConditionalGeneration", "llama4_text"), ("T5ForConditionalGeneration", None)],
+    [("Llama4ForConditionalGeneration", "llama4_text"), ("PegasusForConditionalGeneration", None)],
 )
 def test_wrappers_that_are_not_supported(
     architecture: str, kind: str | None, wrappers: dict[str, Wrapper], tmp_path: Path
@@ -186,7 +186,7 @@ def test_wrappers_that_are_not_supported(
         config["architectures"] = [architecture]
         if kind is None:
             del config["text_config"], config["vision_config"]
-            config["model_type"] = "t5"
+            config["model_type"] = "pegasus"
         else:
             config["text_config"]["model_type"] = kind
             config["model_type"] = "llama4"

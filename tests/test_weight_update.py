@@ -51,6 +51,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int],
 KINDS = ("bamba", "deepseek_v3", "falcon", "gemma3n_text", "gpt_oss", "kimi_linear", "qwen3")
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits of other weights differ by 1 and more; those of the same weights at other addresses
+    may be sums in another order."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -66,14 +72,14 @@ def test_a_model_computes_with_the_weights_of_another_checkpoint(
     before = logits_of(model)
     with torch.inference_mode():
         WeightUpdate(model).read(second)
-    assert torch.equal(logits_of(model), expected)
+    assert_same(logits_of(model), expected)
     with torch.inference_mode():
         update = WeightUpdate(model)
         tensors = [each for file in first.glob("*.safetensors") for each in load_file(file).items()]
         for number in range(0, len(tensors), 3):
             update.take(tensors[number : number + 3])
         update.finish()
-    assert torch.equal(logits_of(model), before)
+    assert_same(logits_of(model), before)
 
 
 def test_a_wrong_tensor_changes_nothing(
@@ -101,7 +107,7 @@ def test_a_wrong_tensor_changes_nothing(
             save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
             with pytest.raises(ConfigError, match=message):
                 WeightUpdate(model).read(tmp_path)
-    assert torch.equal(logits_of(model), before)
+    assert_same(logits_of(model), before)
 
 
 def test_a_layer_that_lacks_tensors_keeps_its_weights(
@@ -116,4 +122,4 @@ def test_a_layer_that_lacks_tensors_keeps_its_weights(
         update.take([(gate, tensors[gate])])
         with pytest.raises(ConfigError, match=r"lacks 1 tensors of layers: .*up_proj"):
             update.finish()
-    assert torch.equal(logits_of(model), before)
+    assert_same(logits_of(model), before)
