@@ -148,7 +148,7 @@ def logits_runner(rank: Rank, works: StepWorks, logits: torch.Tensor) -> ModelRu
         plan=lambda step: None,
         begin=lambda step, out, received: None,
         finish=lambda step, stream: torch.zeros(len(logits), 1),
-        logits=lambda hidden, out: logits,
+        logits=lambda hidden, *_: logits,
     )
     return ModelRunner(model, device_without_layers(rank.slots), works)
 

@@ -73,8 +73,8 @@ def make_runner(slots: Slots) -> ModelRunner:
         take_part=lambda: None,
         finish=finish,
         finish_all=finish,
-        logits=lambda hidden, out: logits.repeat(len(hidden), 1),
-        logits_of=lambda hidden: logits.repeat(len(hidden), 1),
+        logits=lambda hidden, *_: logits.repeat(len(hidden), 1),
+        logits_of=lambda hidden, *_: logits.repeat(len(hidden), 1),
     )
     rank = Rank(model, slots)
     works = StepWorks(half.Work(rank) for half in (logprobs, masks, prompt_logprobs))

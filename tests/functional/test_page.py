@@ -624,7 +624,10 @@ async def test_what_is_final_is_rendered_once_and_a_frame_renders_all_that_came(
         const sameText = code === node.querySelector("code").firstChild;
         return [before, renderings, kept, sameText, code.data.length];
     }"""
-    assert await page.run(f"({script})()") == [[0, 0], 2, True, True, 5 + 750]
+    before, renderings, *found = await page.run(f"({script})()")
+    assert (before, found) == ([0, 0], [True, True, 5 + 750])
+    # 204 texts came; where a rendering took long, the next one has fewer characters
+    assert 2 <= renderings <= 4
 
 
 async def test_what_comes_at_once_is_rendered_over_several_frames(page: Page) -> None:
