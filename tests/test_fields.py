@@ -168,3 +168,11 @@ def test_the_error_names_file_and_field(
 def test_a_whole_config_is_right() -> None:
     check_fields(WHOLE)
     check_fields({"unknown_field": object()})
+
+
+@pytest.mark.parametrize("kinds", [True, [1], ["M", True]])
+def test_kinds_of_layers_that_are_no_texts_are_refused(tmp_path: Path, kinds: Any) -> None:
+    config = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="the kinds of layers must be a list of names"):
+        load_model_config(tmp_path)

@@ -51,7 +51,9 @@ class NemotronHConfig(DecoderConfig):
         names = {"mlp_hidden_act": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"}
         given = renamed({**cls.DEFAULTS, **config}, names)
         kinds = given.get("layers_block_type") or given.get("layer_types")
-        kinds = kinds or list(given["hybrid_override_pattern"])
+        kinds = kinds or given["hybrid_override_pattern"]
+        if not isinstance(kinds, list | str) or not all(isinstance(kind, str) for kind in kinds):
+            raise ConfigError("the kinds of layers must be a list of names, or a text of letters")
         kinds = [_KINDS.get(kind, kind) for kind in kinds]
         return {**given, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
