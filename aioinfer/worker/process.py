@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from aioinfer.worker.runner import PendingResult
     from aioinfer.worker.worker import Worker
 
+#: Turns of a waiting thread of OpenMP, some 0.1 ms; its own default is 300 000.
+_SPINS = 4000
+
 
 @dataclass(slots=True)
 class WorkerSpec:
@@ -137,6 +140,16 @@ def main(spec: WorkerSpec, environment: Mapping[str, str] | None = None) -> None
     os._exit(0)  # no teardown: collectives and GPU contexts may wait for ranks that are gone
 
 
+def set_library_defaults() -> None:
+    """Sets variables that PyTorch's libraries read when they are loaded; the user's values stay."""
+    # A thread of OpenMP that spins on one core keeps the one that it waits for from running where
+    # other processes have the rest.
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+    # until the decode steps are captured: see `GraphBodies.capture`
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
+
+
 def name_process(name: str) -> None:
     """Names this process in lists of processes; the kernel keeps 15 characters of the name."""
     Path("/proc/self/comm").write_text(name, "ascii")
@@ -177,6 +190,7 @@ def _die_with_parent(lifeline: Connection) -> None:
 def _start(spec: WorkerSpec) -> Worker:
     """Loads a worker until it can execute plans, and reports the phases to the parent."""
     began = time.perf_counter()
+    set_library_defaults()  # where torchrun has started the process, not the fork server
     from aioinfer.worker.called_worker import extended
     from aioinfer.worker.worker import Worker
 

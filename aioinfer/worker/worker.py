@@ -577,7 +577,8 @@ class Worker(CalledWorker):
         steps = self._dummy_steps(runner, min(blocks, default=num_blocks))
         plan = steps.largest_plan(lengths)
         if self.device.type != "cpu":
-            # all kernels, of which those of the largest step are the few that take the longest
+            # of all steps: this step's few kernels would leave most cores idle; kernels that the
+            # real cache needs besides are compiled in `warm_up`
             self._compile(steps, plan)
         with self._peers.together("the largest step", self.on_stuck):
             self._run_kinds(lambda: steps.run(plan))
