@@ -148,7 +148,7 @@ def test_all_features_are_found_by_name() -> None:
     found, of_all = (
         {type(work).__module__.split(".")[2] for work in each.all} for each in (without, works)
     )
-    always = {"logprobs", "prompt_logprobs", "pooled_states", "token_states", "masks", "speech"}
+    always = {"logprobs", "prompt_logprobs", "pooled_states", "token_states", "masks"}
     assert found == {*always, "speculation"}
     assert of_all == {*found, "expert_load"}
     sections = works.dummy_sections(range(3), [200, 100, 5])

@@ -7,6 +7,7 @@ never fall. Where all timestamps together are likelier than the likeliest text, 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from aioinfer.features.speech.sections import SpeechRows
 from aioinfer.ipc.plan import StepPlan
+from aioinfer.models.encoder_decoder import EncoderDecoderModel
 from aioinfer.worker.features import Rank, WorkerFeature
 
 
@@ -45,11 +47,16 @@ class Work(WorkerFeature):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        vocabulary = rank.model.vocabulary
-        first, count = vocabulary.start, vocabulary.local_size
-        #: int64 [local_size], the token id of each column of the logits
-        self._ids = torch.arange(first, first + count, device=rank.device)
+        model = rank.model
+        self.is_needed = isinstance(model, EncoderDecoderModel) and model.encoder.is_sound
         self._hidden: dict[bytes, torch.Tensor] = {}
+
+    @cached_property
+    def _ids(self) -> torch.Tensor:
+        """The token id of each column of the logits, int64 [local_size]."""
+        vocabulary = self.rank.model.vocabulary
+        first = vocabulary.start
+        return torch.arange(first, first + vocabulary.local_size, device=self.rank.device)
 
     def adjust(
         self, plan: StepPlan, section: SpeechRows, logits: torch.Tensor,
