@@ -80,7 +80,6 @@ class BidirectionalAttention(Mixer):
         self.qkv, self.output = qkv, output
         self._rotary, self._norm, self._backend = rotary, norm, backend
         self._distance_bias = distance_bias
-        self._biases: torch.Tensor | None = None
 
     @property
     def kv_specs(self) -> tuple[()]:
@@ -117,12 +116,16 @@ class BidirectionalAttention(Mixer):
     def _attend_with_kernel(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         from aioinfer.kernels.bidirectional_attention import LOG2_E, bidirectional_attention
 
-        if self._distance_bias is not None and self._biases is None:
-            self._biases = self._distance_bias.table * LOG2_E
+        bias, biases = self._distance_bias, None
+        if bias is not None:
+            # of this step alone: the weights may be updated between two steps
+            if bias not in step.memo:
+                step.memo[bias] = bias.table * LOG2_E
+            biases = step.memo[bias]
         heads, size = self.shape.num_heads, self.shape.head_size
         return bidirectional_attention(
             qkv, step.inputs.query_starts, num_heads=heads, num_kv_heads=heads, head_size=size,
-            scale=size**-0.5, reach=self.shape.reach or 0, biases=self._biases,
+            scale=size**-0.5, reach=self.shape.reach or 0, biases=biases,
         )  # fmt: skip
 
     def _attend_in_torch(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:

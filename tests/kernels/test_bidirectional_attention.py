@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from aioinfer.kernels.bidirectional_attention import LOG2_E, bidirectional_attention
+
+from aioinfer.layers.backend import Backend
+from aioinfer.layers.bidirectional_attention import BidirectionalAttention, BidirectionalShape
+from aioinfer.layers.distance_bias import DistanceBias
+from aioinfer.layers.parallel import ParallelGroup
+from aioinfer.layers.shards import Shard
 
 
 def attention_of_texts(
@@ -69,3 +78,23 @@ def test_biases_by_distance() -> None:
     )  # fmt: skip
     expected = attention_of_texts(qkv, lengths, heads, heads, size, 0, biases)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_layer_attends_with_the_biases_of_updated_weights() -> None:
+    torch.manual_seed(0)
+    heads, size, unused = 2, 16, Any
+    backend = Backend(torch.device("cpu"), torch.float32, ParallelGroup.single())
+    bias = DistanceBias("bias", 8, Shard(0, heads, heads), 20, backend)
+    ((_, shard),) = bias.weight_shards()
+    layer = BidirectionalAttention(
+        BidirectionalShape(heads, size, None), unused, unused, None, None, bias, backend
+    )
+    qkv, starts = torch.randn(9, 3 * heads * size), torch.tensor([0, 9]).int()
+    for _ in range(2):
+        shard.destination.normal_()
+        bias.finalize()
+        step: Any = SimpleNamespace(memo={}, inputs=SimpleNamespace(query_starts=starts))
+        found = layer._attend_with_kernel(qkv, step)
+        parts = qkv.unflatten(1, (3, heads, size)).permute(1, 2, 0, 3)
+        expected = F.scaled_dot_product_attention(*parts, bias.of_length(9))
+        assert torch.allclose(found, expected.transpose(0, 1).flatten(1), atol=1e-5)
