@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from aioinfer.layers.backend import Backend
 from aioinfer.layers.distance_bias import DistanceBias, buckets_of
@@ -18,6 +19,8 @@ def test_buckets() -> None:
     for count in (32, 16):
         expected = MPNetEncoder.relative_position_bucket(distances, num_buckets=count)
         assert torch.equal(buckets_of(distances, count), expected)
+        expected = T5Attention._relative_position_bucket(distances, False, count, 100)
+        assert torch.equal(buckets_of(distances, count, 100, both_ways=False), expected)
 
 
 def test_a_rank_has_the_biases_of_its_heads() -> None:

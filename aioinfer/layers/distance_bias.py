@@ -16,16 +16,16 @@ class DistanceBias:
 
     Args:
         name: of the checkpoint module.
-        num_buckets: of both directions together.
+        num_buckets: how many there are, of both directions together.
         heads: which heads this rank has.
-        max_len: of a text.
+        max_len: the longest text, in tokens.
         backend: of the rank.
         max_distance: from this distance on all keys are in the last bucket.
-        both_ways: whether tokens attend to keys behind them, too.
+        both_ways: whether a query attends to keys after it, too.
 
     Attributes:
         table: float32 [heads, 2 * max_len - 1], once the weights are loaded: entry max_len - 1 + d
-            where the key is d tokens behind the query.
+            is the bias of a key d tokens after its query, or -d tokens before it.
     """
 
     def __init__(
@@ -60,17 +60,26 @@ class DistanceBias:
         return self.table[:, self._max_len - 1 + places - places[:, None]]
 
     def of_keys_before(self, distances: torch.Tensor) -> torch.Tensor:
-        """Returns the biases of keys that are so many tokens before the query: float32 [heads,
-        ...]; any for negative numbers."""
+        """Returns the biases float32 [heads, ...] of keys that are `distances` [...] tokens before
+        their queries; keys after them, which are to be masked, have the bias of distance 0."""
         return self.table[:, self._max_len - 1 - distances.long().clamp(min=0)]
 
 
 def buckets_of(
     distances: torch.Tensor, num_buckets: int, max_distance: int = 128, *, both_ways: bool = True
 ) -> torch.Tensor:
-    """Returns the bucket of each distance, int64: where tokens attend both ways, a half of the
-    buckets is for keys behind the query; the first half of those of a direction have one distance
-    each, and the others grow logarithmically."""
+    """Returns the bucket of each distance, int64.
+
+    The buckets of a direction begin at distance 0. Each bucket of the first half has one distance;
+    the buckets of the second half widen logarithmically up to `max_distance`, and the last one has
+    all larger distances, too.
+
+    Args:
+        distances: the position of a key less the position of its query.
+        num_buckets, max_distance: as in `DistanceBias`.
+        both_ways: whether the second half of all buckets is for keys after the query; otherwise
+            all buckets are for keys up to the query, and keys after it are in bucket 0.
+    """
     half = num_buckets // 2 if both_ways else num_buckets
     exact = half // 2
     away = distances.abs() if both_ways else (-distances).clamp(min=0)
