@@ -228,7 +228,7 @@ export class Chat {
   }
 
   #keep(conversation) {
-    conversation.touch();
+    conversation.updated = Date.now();
     this.#onChange(conversation);
     this.#store.put(conversation).then((isKept) => {
       if (!isKept) say("This browser has no room to keep the chat.");

@@ -82,7 +82,7 @@ export function formula({ content, meta: { isDisplay } }) {
   if (isDisplay) node.tabIndex = 0; // to be scrolled by keyboard
   if (content.length > MAX_LENGTH) return node;
   if (katex) show(node, content, isDisplay);
-  else load().then(() => katex && show(node, content, isDisplay));
+  else (loading ??= load()).then(() => katex && show(node, content, isDisplay));
   return node;
 }
 
@@ -95,12 +95,7 @@ function show(node, source, isDisplay) {
   }
 }
 
-function load() {
-  loading ??= loadOnce();
-  return loading;
-}
-
-async function loadOnce() {
+async function load() {
   const href = new URL("./vendor/katex.min.css", import.meta.url).href;
   document.head.append(Object.assign(element("link"), { rel: "stylesheet", href }));
   try {

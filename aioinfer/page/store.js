@@ -1,6 +1,7 @@
 // The conversations that the browser keeps, in IndexedDB; and small settings of the page, in
 // localStorage. Where a browser keeps nothing, the page works without.
 
+import { say } from "./menu.js";
 import { mapPictures } from "./pictures.js";
 import { Conversation, newId } from "./tree.js";
 
@@ -42,10 +43,18 @@ export class Store {
         request.result.createObjectStore("pictures");
       };
       this.#database = await settled(request);
+      this.#database.onversionchange = () => this.#close();
     } catch {
       this.#database = null;
     }
     return this.#database !== null;
+  }
+
+  /** Makes room for a later version of the page, in another tab, that changes the tables. */
+  #close() {
+    this.#database.close();
+    this.#database = null;
+    say("A newer version of the page is open: reload this one, or nothing more is kept.");
   }
 
   /** Returns all conversations, and removes the pictures that are in none of them. */

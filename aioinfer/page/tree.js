@@ -82,7 +82,6 @@ export class Conversation {
   /** Shows a node in the place of its other versions. */
   choose(id) {
     this.get(this.get(id).parent).chosen = id;
-    this.touch();
   }
 
   /** Removes a message with all that follows it; the version before it is shown then. */
@@ -93,7 +92,6 @@ export class Conversation {
     if (parent.chosen === id) parent.chosen = (versions[index - 1] ?? versions[index + 1])?.id ?? null;
     for (const each of this.#below(id)) this.nodes.delete(each);
     if (this.isEmpty && !this.isNamed) this.title = "";
-    this.touch();
   }
 
   #below(id) {
@@ -101,10 +99,6 @@ export class Conversation {
     for (let index = 0; index < found.length; index++)
       for (const node of this.nodes.values()) if (node.parent === found[index]) found.push(node.id);
     return found;
-  }
-
-  touch() {
-    this.updated = Date.now();
   }
 
   /** All that was said, in any version, for the search. */

@@ -242,6 +242,22 @@ async def test_a_private_chat_is_not_kept(page: Page, script: Script) -> None:
     assert await page.run(f"{TITLES}.length || document.querySelectorAll('.turn').length") == 0
 
 
+async def test_a_later_version_of_the_page_may_change_the_tables(
+    page: Page, script: Script
+) -> None:
+    await ask(page, script, "Kept?", "Yes.")
+    newer = """new Promise(async (wake) => {
+        const [{ name, version }] = await indexedDB.databases();
+        const opening = indexedDB.open(name, version + 1);
+        opening.onblocked = () => wake("blocked");
+        opening.onsuccess = () => (opening.result.close(), wake("open"));
+    })"""
+    assert await page.run(newer) == "open"
+    await page.until("document.querySelector('#said').textContent.includes('reload')")
+    await ask(page, script, "And now?", "No.")  # the chat works on
+    assert await page.run(SAID) == ["Kept?", "Yes.", "And now?", "No."]
+
+
 async def test_export_and_import(page: Page, script: Script) -> None:
     await ask(page, script, "Name one.", "# One\n\n`two`")
     script_of_export = """(async () => {
