@@ -309,7 +309,7 @@ async def test_regenerate_edit_and_go_through_the_versions(page: Page, script: S
     await ask(page, script, "Pick a number.", "One.")
     await press(page, "Regenerate")
     script.send(delta(content="Two."), *end("stop"))
-    await page.until(f"{VERSION} === '2/2'")
+    await page.until(f"{VERSION} === '2/2' && {IDLE}")
     assert await page.run(SAID) == ["Pick a number.", "Two."]
     await ask(page, script, "Why?", "Because.")
     await press(page, "‹")
@@ -324,7 +324,7 @@ async def test_regenerate_edit_and_go_through_the_versions(page: Page, script: S
     await page.send("Input.insertText", text="Pick a letter.")
     await page.press("Enter", 13, "\r", 2)  # with control
     script.send(delta(content="A."), *end("stop"))
-    await page.until(f"{LAST_TEXT} === 'A.' && {VERSION} === '2/2'")
+    await page.until(f"{LAST_TEXT} === 'A.' && {VERSION} === '2/2' && {IDLE}")
     assert [message["content"] for message in posted(page)[-1]["messages"]] == ["Pick a letter."]
     assert await page.run(SAID) == ["Pick a letter.", "A."]
     await press(page, "‹", last=False)
@@ -403,7 +403,7 @@ async def test_an_alternative_is_gone_on_from(page: Page, script: Script) -> Non
     body = posted(page)[-1]
     assert body["messages"][-1] == {"role": "assistant", "content": "Blue né"}
     assert body["continue_final_message"] is True
-    await page.until(f"{VERSION} === '2/2'")
+    await page.until(f"{VERSION} === '2/2' && {IDLE}")
 
 
 async def test_the_request_as_code(page: Page, script: Script) -> None:
