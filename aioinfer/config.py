@@ -108,6 +108,12 @@ class Config:
         return self.scheduler.max_num_seqs + self.max_lookahead
 
     @property
+    def max_step_tokens(self) -> int:
+        """The maximum of tokens in a step, and of sampled rows, which may be more where the budget
+        is small."""
+        return max(self.scheduler.max_num_batched_tokens, self.max_sampled_rows)
+
+    @property
     def max_prefill_tokens_beside_decode(self) -> int:
         """The cap on prefill tokens of a step that also decodes."""
         limits = self.scheduler

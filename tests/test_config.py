@@ -86,24 +86,12 @@ def test_overrides_in_toml_or_as_bare_strings(
 
 
 def test_derived_values() -> None:
-    assert (
-        load_config(
-            overrides=[MODEL, "scheduler.max_num_batched_tokens=100"]
-        ).max_prefill_tokens_beside_decode
-        == 25
-    )
-    assert (
-        load_config(
-            overrides=[MODEL, "scheduler.max_num_batched_tokens=2"]
-        ).max_prefill_tokens_beside_decode
-        == 1
-    )
-    assert (
-        load_config(
-            overrides=[MODEL, "scheduler.max_prefill_tokens_beside_decode=7"]
-        ).max_prefill_tokens_beside_decode
-        == 7
-    )
+    for key, cap in (
+        ("scheduler.max_num_batched_tokens=100", 25),
+        ("scheduler.max_num_batched_tokens=2", 1),
+        ("scheduler.max_prefill_tokens_beside_decode=7", 7),
+    ):
+        assert load_config(overrides=[MODEL, key]).max_prefill_tokens_beside_decode == cap
     assert not load_config(overrides=[MODEL]).paces_prefill
     for key in ("scheduler.target_itl_ms=20", "scheduler.target_itl_ms=0"):
         config = load_config(overrides=[MODEL, key])
@@ -111,6 +99,10 @@ def test_derived_values() -> None:
         assert config.max_prefill_tokens_beside_decode == 8192
         fixed = "scheduler.max_prefill_tokens_beside_decode=7"
         assert load_config(overrides=[MODEL, fixed, key]).max_prefill_tokens_beside_decode == 7
+    few = [MODEL, "scheduler.max_num_seqs=4", "speculation.max_draft_tokens=3"]
+    for budget, most in ((8, 16), (64, 64)):
+        config = load_config(overrides=[*few, f"scheduler.max_num_batched_tokens={budget}"])
+        assert (config.max_sampled_rows, config.max_step_tokens) == (16, most)
 
 
 def test_fields_cannot_be_assigned() -> None:

@@ -41,8 +41,7 @@ class Peers:
         self.groups = groups
         self.tp, self.pp = groups.tp, groups.pp
         self.experts = groups.dp if config.parallel.data_parallel_attention else None
-        limits = config.scheduler
-        self._max_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._max_tokens = config.max_step_tokens
         self._device = device
         self._links: StageLinks | None = None
 

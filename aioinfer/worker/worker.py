@@ -284,7 +284,7 @@ class Worker(CalledWorker):
                 self.memory.take_weights([self.model, self._drafter])
         if adapters is not None and adapters.products:
             with report_shortage("the adapters", "lower lora.max_adapters or lora.max_rank"):
-                adapters.allocate(self._max_tokens)
+                adapters.allocate(self._config.max_step_tokens)
             self._backend.adapters = adapters
 
     def _make_adapters(self, dtype: torch.dtype) -> AdapterSlots | None:
@@ -475,7 +475,7 @@ class Worker(CalledWorker):
         kv = KVTensors(
             self._own_groups, num_blocks, self.block_size, self._cache_dtype, self.device, make_kv
         )
-        rows, tokens = max_num_seqs + max_lookahead, self._max_tokens
+        rows, tokens = max_num_seqs + max_lookahead, self._config.max_step_tokens
         self._peers.connect_all_reduce(self._backend, model.hidden_size)
         self._bind(kv, rows, tokens)
         num_drafts = config.speculation.max_draft_tokens if config.speculation.has_drafter else 0
@@ -537,12 +537,6 @@ class Worker(CalledWorker):
             raise ConfigError(
                 "speculation: the kernels lack the shape of a layer of the model that drafts"
             )
-
-    @property
-    def _max_tokens(self) -> int:
-        """The maximum of tokens in a step."""
-        config = self._config
-        return max(config.scheduler.max_num_batched_tokens, config.max_sampled_rows)
 
     @property
     def _max_lookahead(self) -> int:
