@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, StreamReader, web
+from msgspec import Struct
 
-from aioinfer.api.decoding import Body, decode, decode_large
+from aioinfer.api.decoding import Body, convert_texts, decode, decode_large
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.connections import HttpCounts
 from aioinfer.api.http.limits import RATE_LIMITER
@@ -78,6 +79,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NAMED = 20
 
 B = TypeVar("B", bound=Body)
+S = TypeVar("S", bound=Struct)
 
 #: The parts of a body that was received before `read_body` is called.
 RECEIVED: web.RequestKey[list[bytes]] = web.RequestKey("received")
@@ -271,6 +273,18 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), body.model
     return body
+
+
+def read_query(request: web.Request, kind: type[S]) -> S:
+    """Returns the parameters of a request's query in the types of a struct's fields; texts of a
+    list come in several parameters, or in one with commas. Raises `RequestError`."""
+    given, empty = dict[str, Any](), kind()
+    for name in request.query.keys() & set(kind.__struct_fields__):
+        values = request.query.getall(name)
+        given[name] = values[0]
+        if isinstance(getattr(empty, name), list):
+            given[name] = [each for value in values for each in value.split(",") if each]
+    return convert_texts(given, kind)
 
 
 async def decode_body(parts: list[bytes], kind: type[B], *, ignores_unknown: bool) -> B:

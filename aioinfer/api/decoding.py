@@ -19,6 +19,7 @@ the parity of quotes is simdjson's method (Langdale and Lemire 2019).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -153,6 +154,21 @@ def _outline(kind: type[Struct]) -> type[msgspec.Struct]:
 
 def _too_many(name: str, limit: int, what: str) -> RequestError:
     return FieldError(name, f"may hold at most {limit} {what}")
+
+
+S = TypeVar("S", bound=Struct)
+
+
+def convert_texts(given: Mapping[str, Any], kind: type[S]) -> S:
+    """Returns the texts of a query or a form, some in lists, in the types of a struct's fields.
+    Raises `RequestError` naming the field."""
+    unknown = given.keys() - {field.encode_name for field in msgspec.structs.fields(kind)}
+    if unknown and kind.__struct_config__.forbid_unknown_fields:
+        raise FieldError(min(unknown), "is not supported here", "unknown_parameter")
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise as_request_error(error) from error
 
 
 def _decode_again(

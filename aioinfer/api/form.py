@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
 
 from aioinfer.api.context import FRONTEND, REQUEST_BODIES, receiving
+from aioinfer.api.decoding import convert_texts
 from aioinfer.errors import RequestError
 
 #: What aiohttp's form parser raises where a body is not a form.
 _NOT_A_FORM = AssertionError, HttpProcessingError, LookupError, RuntimeError, ValueError
 #: Bytes of a part that are received at a time.
 _CHUNK = 2**16
+#: Bytes of a field of a form, but the file.
+_MAX_FIELD_BYTES = 16_384
+
+S = TypeVar("S", bound=Struct)
 
 
-@asynccontextmanager
-async def receiving_form(request: web.Request) -> AsyncIterator[AsyncIterator[BodyPartReader]]:
-    """Context that yields the parts of a request's form, fields and files; each is read before the
-    next one.
+async def receive_form(
+    request: web.Request, kind: type[S], take: Callable[[BodyPartReader], Awaitable[None]]
+) -> S:
+    """Returns the fields of a form beside its `file`, whose part `take` receives.
 
-    Raises `RequestError` for another body, a form of a web page that may not send one, and a client
-    that is too slow.
+    Raises `RequestError` for another body, a field that is wrong, a missing file, a form of a web
+    page that may not send one, and a client that is too slow.
     """
     if request.content_type != "multipart/form-data":
         raise RequestError(
@@ -39,19 +45,36 @@ async def receiving_form(request: web.Request) -> AsyncIterator[AsyncIterator[Bo
         request.writer.output_size = 0  # the response itself has not begun
     try:
         async with receiving(request.app[REQUEST_BODIES].counts, request.content):
-            yield _parts(request)
+            fields = await _receive(request, take)
     except RequestError:
         raise
     except _NOT_A_FORM as error:
         raise RequestError("the body is not a well-formed multipart form") from error
+    return convert_texts(fields, kind)
 
 
-async def _parts(request: web.Request) -> AsyncIterator[BodyPartReader]:
-    form = await request.multipart()
+async def _receive(
+    request: web.Request, take: Callable[[BodyPartReader], Awaitable[None]]
+) -> dict[str, Any]:
+    """Returns the texts of the fields; of those whose names end in `[]`, lists of texts."""
+    form, has_file, fields = await request.multipart(), False, dict[str, Any]()
     while (part := await form.next()) is not None:
         if not isinstance(part, BodyPartReader):
             raise RequestError("a form within the form is not understood")
-        yield part
+        if (name := part.name or "") != "file":
+            text = (await _read_field(part)).decode("utf-8", "replace")
+            if name.endswith("[]"):
+                fields.setdefault(name.removesuffix("[]"), []).append(text)
+            else:
+                fields[name] = text
+        elif has_file:
+            raise RequestError("the form has two files", param="file")
+        else:
+            has_file = True
+            await take(part)
+    if not has_file:
+        raise RequestError("the form has no file", param="file")
+    return fields
 
 
 async def chunks_of(part: BodyPartReader) -> AsyncIterator[bytes]:
@@ -60,12 +83,12 @@ async def chunks_of(part: BodyPartReader) -> AsyncIterator[bytes]:
         yield bytes(chunk)
 
 
-async def read_field(part: BodyPartReader, longest: int) -> bytes:
-    """Returns the value of a field. Raises `RequestError` if it has more than `longest` bytes."""
+async def _read_field(part: BodyPartReader) -> bytes:
+    """Returns the value of a field. Raises `RequestError` if it is too long."""
     value = bytearray()
     async for chunk in chunks_of(part):
         value += chunk
-        if len(value) > longest:
+        if len(value) > _MAX_FIELD_BYTES:
             raise RequestError("a field of the form is too long", param=part.name)
     return bytes(value)
 

@@ -1,7 +1,7 @@
 """The endpoints: which function answers which path. What a function declares is what its endpoint
-does: its second parameter is the body, which is read and checked before it is called, and what it
-returns is written as JSON. The application's routes and `/openapi.json` are both made from this
-table; `page` adds the files of the page at "/".
+does: its second parameter is the body or the query, which is read and checked before it is called,
+and what it returns is written as JSON. The application's routes and `/openapi.json` are both made
+from this table; `page` adds the files of the page at "/".
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from aiohttp import web
 
 from aioinfer.api import anthropic, llama_cpp, ollama
 from aioinfer.api.admin import control, info, metrics, openapi, page
-from aioinfer.api.admin.control import MAX_COPIES, MAX_RANKS
 from aioinfer.api.admin.openapi import Route
 from aioinfer.api.batch import batches, objects
 from aioinfer.api.batch.objects import BATCHES, CHATS, CONVERSATIONS, FILES
-from aioinfer.api.batch.store import BatchObject, FileObject
-from aioinfer.api.context import defer_continue, read_body
+from aioinfer.api.batch.store import BatchObject, FileObject, PageQuery
+from aioinfer.api.context import defer_continue, read_body, read_query
 from aioinfer.api.decoding import prepare
 from aioinfer.api.delivery import answer
 from aioinfer.api.errors import PREFIX, json_response
@@ -33,12 +32,18 @@ from aioinfer.api.openai.tokenization import DetokenizeReply, TokenizeReply
 
 
 def _endpoint(
-    method: str, path: str, function: Callable[..., Awaitable[Any]], reply: Any = None, **more: Any
+    method: str,
+    path: str,
+    function: Callable[..., Awaitable[Any]],
+    reply: Any = None,
+    query: Any = None,
+    **more: Any,
 ) -> Route:
-    """Returns the endpoint of a function of a request, or of a request and its body. `reply` is
-    given where the function does not declare the type of its reply in one piece."""
+    """Returns the endpoint of a function of a request, and of its body or its query. `reply` is
+    given where the function does not declare the type of its reply in one piece, `query` where it
+    reads the query itself."""
     hints = get_type_hints(function)
-    kind, declared = hints.get("body"), hints["return"]
+    kind, asked, declared = hints.get("body"), hints.get("query"), hints["return"]
     if reply is None and not (
         isinstance(declared, type) and issubclass(declared, web.StreamResponse)
     ):
@@ -46,11 +51,13 @@ def _endpoint(
 
     @wraps(function)
     async def handle(request: web.Request) -> web.StreamResponse:
-        arguments = [] if kind is None else [await read_body(request, kind)]
+        arguments: list[Any] = [] if kind is None else [await read_body(request, kind)]
+        if asked is not None:
+            arguments.append(read_query(request, asked))
         found = await function(request, *arguments)
         return found if isinstance(found, web.StreamResponse) else json_response(found)
 
-    return Route(method, path, handle, kind, reply, **more)
+    return Route(method, path, handle, kind, reply, query=asked or query, **more)
 
 
 _get, _post, _delete = (partial(_endpoint, method) for method in ("GET", "POST", "DELETE"))
@@ -68,51 +75,41 @@ def _dialect(path: str, kind: type[Dialect[Any]]) -> Route:
 
 
 _SSE = "text/event-stream"
-_TEXT: dict[str, Any] = {"type": "string"}
-_LIMIT = {"type": "integer", "minimum": 1, "maximum": 100}
-_PAGE = {"limit": _LIMIT, "after": _TEXT, "order": _TEXT | {"enum": ["asc", "desc"]}}
-_CHATS = _PAGE | {"model": _TEXT}
-_FILES = {"purpose": _TEXT} | _PAGE | {"limit": _LIMIT | {"maximum": 10_000}}
-_REPLAY = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
-_PLACEMENT = {
-    "ranks": {"type": "integer", "minimum": 1, "maximum": MAX_RANKS},
-    "copies": {"type": "integer", "minimum": 0, "maximum": MAX_COPIES},
-}
 
 ROUTES: tuple[Route, ...] = (
     # OpenAI
     _dialect("/v1/completions", completions.CompletionDialect),
     _dialect("/v1/chat/completions", chat.ChatDialect),
     _dialect("/chat/completions", chat.ChatDialect),
-    _get("/v1/chat/completions", CHATS.list, query=_CHATS),
-    _get("/v1/chat/completions/{id}/messages", CHATS.list_items, query=_PAGE),
+    _get("/v1/chat/completions", CHATS.list, query=CHATS.query),
+    _get("/v1/chat/completions/{id}/messages", CHATS.list_items, query=CHATS.items_query),
     _get("/v1/chat/completions/{id}", CHATS.get, ChatCompletion),
     _post("/v1/chat/completions/{id}", CHATS.update, ChatCompletion),
     _delete("/v1/chat/completions/{id}", CHATS.delete),
     _dialect("/v1/responses", responses.ResponseDialect),
     _dialect("/responses", responses.ResponseDialect),
     _post("/v1/responses/input_tokens", responses.count_input_tokens),
-    _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE, query=_REPLAY),
+    _get("/v1/responses/{id}", responses.get_response, Response, stream=_SSE),
     _delete("/v1/responses/{id}", responses.delete_response),
     _post("/v1/responses/{id}/cancel", responses.cancel_response),
-    _get("/v1/responses/{id}/input_items", responses.list_input_items, query=_PAGE),
+    _get("/v1/responses/{id}/input_items", responses.list_input_items),
     _post("/v1/conversations", objects.create_conversation),
     _post("/v1/conversations/{id}/items", objects.create_items),
-    _get("/v1/conversations/{id}/items", CONVERSATIONS.list_items, query=_PAGE),
+    _get("/v1/conversations/{id}/items", CONVERSATIONS.list_items, query=PageQuery),
     _get("/v1/conversations/{id}/items/{item_id}", objects.get_item),
     _delete("/v1/conversations/{id}/items/{item_id}", objects.delete_item),
     _get("/v1/conversations/{id}", CONVERSATIONS.get, objects.Conversation),
     _post("/v1/conversations/{id}", CONVERSATIONS.update, objects.Conversation),
     _delete("/v1/conversations/{id}", CONVERSATIONS.delete),
-    _post("/v1/files", objects.upload_file),
-    _get("/v1/files", FILES.list, query=_FILES),
+    _post("/v1/files", objects.upload_file, form=objects.UploadForm),
+    _get("/v1/files", FILES.list, query=FILES.query),
     _get("/v1/files/{file_id}", FILES.get, FileObject),
     _get(
         "/v1/files/{file_id}/content", objects.get_content, content_type="application/octet-stream"
     ),
     _delete("/v1/files/{file_id}", FILES.delete),
     _post("/v1/batches", batches.create_batch),
-    _get("/v1/batches", BATCHES.list, query=_PAGE),
+    _get("/v1/batches", BATCHES.list, query=BATCHES.query),
     _get("/v1/batches/{batch_id}", BATCHES.get, BatchObject),
     _post("/v1/batches/{batch_id}/cancel", batches.cancel_batch),
     _post(
@@ -166,11 +163,11 @@ ROUTES: tuple[Route, ...] = (
     _post("/abort", control.abort),
     _post("/v1/load_lora_adapter", control.load_adapter),
     _post("/v1/unload_lora_adapter", control.unload_adapter),
-    _post("/pause", control.pause, query=control.PAUSE_QUERY),
+    _post("/pause", control.pause),
     _post("/resume", control.resume),
     _get("/is_paused", control.show_paused),
-    _post("/sleep", control.sleep, query=control.SLEEP_QUERY),
-    _post("/wake_up", control.wake_up, query=control.WAKE_QUERY),
+    _post("/sleep", control.sleep),
+    _post("/wake_up", control.wake_up),
     _get("/is_sleeping", control.show_sleeping),
     _get("/weight_info", control.show_weights),
     _post("/update_weight_version", control.update_version),
@@ -182,7 +179,7 @@ ROUTES: tuple[Route, ...] = (
     _post("/collective_rpc", control.call_workers),
     _post("/reset_prefix_cache", control.reset_prefix_cache),
     _get("/experts", control.show_experts),
-    _get("/experts/placement", control.make_placement, query=_PLACEMENT),
+    _get("/experts/placement", control.make_placement),
     # This description of them, and the page at "/"
     _get("/openapi.json", openapi.show_openapi),
     _get("/page/info", page.show_info),

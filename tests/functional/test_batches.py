@@ -213,7 +213,7 @@ PART = b"--b\r\nContent-Disposition: form-data; "
         (FORM, b"--b\r\n--b--\r\n"),
         (FORM, b"no boundary at all"),
         (FORM, PART + b'name="file"; filename="f"\r\n\r\nnever ends'),
-        (FORM, PART + b'name="purpose"\r\n\r\n' + b"x" * 2000 + b"\r\n--b--\r\n"),
+        (FORM, PART + b'name="purpose"\r\n\r\n' + b"x" * 20_000 + b"\r\n--b--\r\n"),
         (FORM, PART + b'name="expires_after"\r\n\r\n1\r\n--b--\r\n'),
         (FORM, PART + b'name="purpose"\r\n\r\nbatch\r\n--b--\r\n'),
         (FORM, (PART + b'name="file"\r\nContent-Length: x\r\n\r\nx\r\n') * 2 + b"--b--\r\n"),

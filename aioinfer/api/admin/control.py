@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -23,13 +23,38 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.decoding import Body
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.engine.engine import Engine
-from aioinfer.engine.model_control import TAGS, Mode
+from aioinfer.engine.model_control import Mode, Tag
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.features.expert_load.planning import ExpertLoad, Planning, imbalance, place_experts
 from aioinfer.ipc.expert_placement import ExpertPlacement
 
-#: More copies or ranks than any server has: they bound the time that a reply takes.
-MAX_COPIES, MAX_RANKS = 4096, 1024
+
+class PauseQuery(Struct, kw_only=True):
+    """The query of `/pause`."""
+
+    mode: Mode = "keep"
+    clear_cache: bool = False
+
+
+class SleepQuery(Struct, kw_only=True):
+    """The query of `/sleep`."""
+
+    level: Literal[1, 2] = 1
+    mode: Mode = "keep"
+
+
+class WakeQuery(Struct, kw_only=True):
+    """The query of `/wake_up`."""
+
+    tags: list[Tag] = []
+
+
+class PlacementQuery(Struct, kw_only=True):
+    """The query of `/experts/placement`; the bounds, above what any server has, bound the time that
+    a reply takes."""
+
+    ranks: Annotated[int, Meta(ge=1, le=1024)] | UnsetType = UNSET
+    copies: Annotated[int, Meta(ge=0, le=4096)] = 0
 
 
 class AbortRequest(Body, kw_only=True):
@@ -207,20 +232,13 @@ async def unload_adapter(request: web.Request, body: UnloadAdapter) -> Status:
     return Status(status="unloaded")
 
 
-#: Parameters of the query, for `/openapi.json`.
-_MODE = {"mode": {"type": "string", "enum": list(get_args(Mode))}}
-PAUSE_QUERY: dict[str, Any] = _MODE | {"clear_cache": {"type": "boolean"}}
-SLEEP_QUERY: dict[str, Any] = {"level": {"type": "integer", "enum": [1, 2]}} | _MODE
-WAKE_QUERY: dict[str, Any] = {"tags": {"type": "array", "items": {"enum": list(TAGS)}}}
-
-
-async def pause(request: web.Request) -> Status:
+async def pause(request: web.Request, query: PauseQuery) -> Status:
     """Lets requests wait until `/resume`: no further step is planned. What happens to requests that
     run says `mode`: they stop where they are ("keep", the default), are finished first ("wait"), or
     end with what they have ("abort"). With `clear_cache` all KV blocks are forgotten. New requests
     are taken, and `/health/ready` is 503 meanwhile."""
-    clears = _flag(request, "clear_cache")
-    await request.app[FRONTEND].control.pause(_mode(request), clear_cache=clears)
+    control = request.app[FRONTEND].control
+    await control.pause(query.mode, clear_cache=query.clear_cache)
     return Status(status="paused")
 
 
@@ -235,22 +253,20 @@ async def show_paused(request: web.Request) -> Paused:
     return Paused(is_paused=request.app[FRONTEND].control.is_paused)
 
 
-async def sleep(request: web.Request) -> Status:
+async def sleep(request: web.Request, query: SleepQuery) -> Status:
     """Frees the device's memory of weights and KV cache until `/wake_up`; `level` 1 keeps the
     weights in memory of the host, 2 drops them. `mode` is that of `/pause`. New requests wait;
     after "abort" they are answered 503. Does nothing for a model that sleeps."""
-    level = _number(request, "level", 1, 1, 2)
-    await request.app[FRONTEND].control.sleep(level, _mode(request))
+    await request.app[FRONTEND].control.sleep(query.level, query.mode)
     return Status(status="sleeping")
 
 
-async def wake_up(request: web.Request) -> Status:
+async def wake_up(request: web.Request, query: WakeQuery) -> Status:
     """Takes memory again for what `tags` name, "weights" or "kv_cache", by default for both; then
     requests go on, unless `/pause` was called. After level 2 the weights are loaded again, unless
     there are tags: then an update brings them. Does nothing for a model that is awake."""
-    tags = [tag for value in request.query.getall("tags", []) for tag in value.split(",") if tag]
     control = request.app[FRONTEND].control
-    await control.wake_up(tags or None)  # type: ignore[arg-type]  # it checks them
+    await control.wake_up(query.tags or None)
     return Status(status="sleeping" if control.sleep_level else "awake")
 
 
@@ -337,22 +353,6 @@ async def call_workers(request: web.Request, body: CallWorkers) -> CallResults:
     return CallResults(results=results)
 
 
-def _mode(request: web.Request) -> Mode:
-    mode = request.query.get("mode", "keep")
-    if mode not in get_args(Mode):
-        names = ", ".join(get_args(Mode))
-        raise RequestError(f"mode must be one of {names}", param="mode")
-    return mode  # type: ignore[return-value]
-
-
-def _flag(request: web.Request, name: str) -> bool:
-    """Returns a truth value of the query. Raises `RequestError`."""
-    text = request.query.get(name, "false").lower()
-    if text not in ("true", "false", "1", "0"):
-        raise RequestError(f"{name} must be true or false", param=name)
-    return text in ("true", "1")
-
-
 async def abort(request: web.Request, body: AbortRequest) -> AbortReply:
     """Aborts a request: its client gets the tokens generated so far, with "abort" as the finish
     reason.
@@ -412,7 +412,7 @@ def _layers(load: ExpertLoad) -> list[ExpertLayer]:
     return found
 
 
-async def make_placement(request: web.Request) -> Placement:
+async def make_placement(request: web.Request, query: PlacementQuery) -> Placement:
     """Returns a placement of the experts for the tokens that they were given since the start, on
     all engines together, for `ranks` tensor-parallel ranks (by default as many as there are), with
     `copies` further copies of experts in each layer (by default none).
@@ -420,8 +420,9 @@ async def make_placement(request: web.Request) -> Placement:
     404 where nothing was counted yet, or the model has no experts.
     """
     frontend = request.app[FRONTEND]
-    ranks = _number(request, "ranks", frontend.config.parallel.tensor_parallel_size, 1, MAX_RANKS)
-    copies = _number(request, "copies", 0, 0, MAX_COPIES)
+    ranks, copies = query.ranks, query.copies
+    if isinstance(ranks, UnsetType):
+        ranks = frontend.config.parallel.tensor_parallel_size
     loads = [expert_load(engine) for engine in frontend.engines]
     known = [load for load in loads if load.version]
     if not known:
@@ -438,11 +439,3 @@ async def make_placement(request: web.Request) -> Placement:
         )
     )
     return Placement(**placement.to_json())
-
-
-def _number(request: web.Request, name: str, default: int, lowest: int, highest: int) -> int:
-    """Returns a number of the query. Raises `RequestError` for one out of its bounds."""
-    text = request.query.get(name, str(default))
-    if not text.isdecimal() or not lowest <= int(text[:9]) <= highest:
-        raise RequestError(f"{name} must be a number of {lowest} to {highest}", param=name)
-    return int(text)

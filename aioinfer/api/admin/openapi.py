@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -47,7 +47,7 @@ class Route:
         reply: the type of a reply with status 200, if it has one.
         content_type: of that reply.
         stream: the content type of the stream that the reply may be instead.
-        query: parameters of the query with their schemas.
+        query: the type of the parameters of the query.
         form: the type of the fields of a form, beside its file, where the body is one.
     """
 
@@ -58,7 +58,7 @@ class Route:
     reply: Any = None
     content_type: str = "application/json"
     stream: str | None = None
-    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    query: type | None = None
     form: type | None = None
 
 
@@ -115,17 +115,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
     },
-}
-
-
-_FORM = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary"},
-        "purpose": {"type": "string", "enum": ["batch"]},
-    },
-    "required": ["file", "purpose"],
-    "additionalProperties": False,
 }
 
 
@@ -197,25 +186,33 @@ def _describe(route: Route, path: str, schema_of: Mapping[type, Any]) -> dict[st
     if route.body is not None:
         body = {"schema": schema_of[route.body], "example": EXAMPLES[route.body.__name__]}
         found["requestBody"] = {"required": True, "content": {"application/json": body}}
-    elif (route.method, path) == ("POST", "/v1/files"):
-        form = {"multipart/form-data": {"schema": _FORM}}
-        found["requestBody"] = {"required": True, "content": form}
     elif route.form is not None:
         form = {"multipart/form-data": {"schema": _form_of(route.form)}}
         found["requestBody"] = {"required": True, "content": form}
     return found
 
 
-def _form_of(kind: type) -> dict[str, Any]:
-    """Returns the schema of a form of a file and the fields of a type."""
+def _schema_of(kind: type) -> dict[str, Any]:
+    """Returns the schema of a type of texts, with its parts within it."""
     (found,), parts = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = parts[found["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _form_of(kind: type) -> dict[str, Any]:
+    """Returns the schema of a form of a file and the fields of a type."""
+    schema = _schema_of(kind)
     properties = {
         f"{name}[]" if each.get("type") == "array" else name: each
         for name, each in schema["properties"].items()
     }
     file = {"type": "string", "format": "binary"}
-    return {"type": "object", "properties": {"file": file, **properties}, "required": ["file"]}
+    return {
+        "type": "object",
+        "properties": {"file": file, **properties},
+        "required": ["file", *schema["required"]],
+        "additionalProperties": False,
+    }
 
 
 def _parameters(route: Route, path: str) -> list[dict[str, Any]]:
@@ -223,9 +220,8 @@ def _parameters(route: Route, path: str) -> list[dict[str, Any]]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    return found + [
-        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
-    ]
+    asked = {} if route.query is None else _schema_of(route.query)["properties"]
+    return found + [{"name": name, "in": "query", "schema": each} for name, each in asked.items()]
 
 
 #: Makes the description of an application's endpoints as JSON, when it is first called.

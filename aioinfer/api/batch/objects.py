@@ -7,13 +7,13 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
 from aiohttp import BodyPartReader, web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.batch.store import (
     OBJECT_STORE,
@@ -22,6 +22,7 @@ from aioinfer.api.batch.store import (
     Metadata,
     ObjectStore,
     Page,
+    PageQuery,
     Store,
     Stored,
     json_size,
@@ -29,11 +30,12 @@ from aioinfer.api.batch.store import (
     page_of,
     require_files,
 )
+from aioinfer.api.context import read_query
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
-from aioinfer.api.form import chunks_of, read_field, receiving_form
+from aioinfer.api.form import chunks_of, receive_form
 from aioinfer.api.openai.responses_body import Item, input_items
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import RequestError
 
 #: Items of one body, as with OpenAI.
 _Items = Annotated[list[Item], Meta(max_length=20)]
@@ -41,8 +43,6 @@ _Items = Annotated[list[Item], Meta(max_length=20)]
 MAX_FILE_BYTES = 200 * 2**20
 #: Bytes of an upload that are written at a time.
 _PIECE = 2**20
-#: The longest value of a form's field but the file.
-_MAX_FIELD_BYTES = 1024
 
 
 class CreateConversation(Body, kw_only=True):
@@ -64,6 +64,12 @@ class CreateItems(Body, kw_only=True):
     items: _Items
 
 
+class UploadForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `POST /v1/files`, beside `file`."""
+
+    purpose: Literal["batch"]
+
+
 class Conversation(Struct, kw_only=True):
     """A conversation without its items."""
 
@@ -81,6 +87,31 @@ class Deleted(Struct, kw_only=True):
     deleted: Literal[True] = True
 
 
+class ListQuery(PageQuery, kw_only=True):
+    """The query of a list of batches."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 100
+
+
+class FilesQuery(PageQuery, kw_only=True):
+    """The query of a list of files."""
+
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 100
+    purpose: str | UnsetType = UNSET
+
+
+class OldestFirst(PageQuery, kw_only=True):
+    """The query of a list whose oldest object is first, unless it says otherwise."""
+
+    order: Literal["asc", "desc"] = "asc"
+
+
+class ChatsQuery(OldestFirst, kw_only=True):
+    """The query of a list of chat completions."""
+
+    model: str | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True)
 class Objects:
     """The endpoints that all kinds of stored objects have. The first variable of their paths is the
@@ -90,17 +121,13 @@ class Objects:
         kind: of the objects.
         store: returns a server's store of them; raises `RequestError` if it has none.
         deleted: the `object` of the reply to a deletion.
-        filters: the fields that parameters of a list's query select by.
-        max_limit, default_limit, default_order: of a list; see `page_of`.
+        query: of lists; its fields beside those of a page select the objects.
     """
 
     kind: Kind
     store: Callable[[web.Request], Store]
     deleted: str = ""
-    filters: tuple[str, ...] = ()
-    max_limit: int = 100
-    default_limit: int = 100
-    default_order: Literal["asc", "desc"] = "desc"
+    query: type[PageQuery] = ListQuery
 
     def find(self, request: web.Request) -> Stored:
         """Returns the record of a request's object. Raises `RequestError` (404)."""
@@ -109,11 +136,15 @@ class Objects:
 
     async def list(self, request: web.Request) -> Page:
         """Lists the objects of the API key; `limit`, `after`, `order`, and fields to select by."""
-        query = request.query
-        wanted = {name: query[name] for name in self.filters if name in query}
+        query = read_query(request, self.query)
+        wanted = {
+            name: value
+            for name in set(self.query.__struct_fields__) - set(PageQuery.__struct_fields__)
+            if (value := getattr(query, name)) is not UNSET
+        }
         tags = {
             name.removeprefix("metadata[")[:-1]: value
-            for name, value in query.items()
+            for name, value in request.query.items()
             if name.startswith("metadata[") and name.endswith("]")
         }
         found = [
@@ -122,13 +153,7 @@ class Objects:
             if all(getattr(record.body, name) == value for name, value in wanted.items())
             and (not tags or tags.items() <= (getattr(record.body, "metadata", None) or {}).items())
         ]
-        return page_of(
-            found,
-            query,
-            max_limit=self.max_limit,
-            default_limit=self.default_limit,
-            default_order=self.default_order,
-        )
+        return page_of(found, query)
 
     async def get(self, request: web.Request) -> Any:
         """Returns an object."""
@@ -141,8 +166,12 @@ class Objects:
         return Deleted(id=id, object=self.deleted)
 
 
+@dataclass(frozen=True, slots=True)
 class ObjectsInMemory(Objects):
-    """Objects whose metadata clients change, and which have items."""
+    """Objects whose metadata clients change, and which have items, whose lists `items_query` asks
+    for."""
+
+    items_query: type[PageQuery] = PageQuery
 
     async def update(self, request: web.Request, body: UpdateObject) -> Any:
         """Replaces the metadata of an object."""
@@ -154,7 +183,7 @@ class ObjectsInMemory(Objects):
         """Lists the items of a conversation, or the messages that a chat completion answers;
         `limit`, `after`, `order`."""
         newest_first = list(reversed(self.find(request).items))
-        return page_of(newest_first, request.query, default_order=self.default_order)
+        return page_of(newest_first, read_query(request, self.items_query))
 
 
 def _in_memory(request: web.Request) -> ObjectStore:
@@ -163,14 +192,9 @@ def _in_memory(request: web.Request) -> ObjectStore:
 
 CONVERSATIONS = ObjectsInMemory("conversation", _in_memory, "conversation.deleted")
 CHATS = ObjectsInMemory(
-    "chat.completion",
-    _in_memory,
-    "chat.completion.deleted",
-    filters=("model",),
-    default_limit=20,
-    default_order="asc",
+    "chat.completion", _in_memory, "chat.completion.deleted", ChatsQuery, OldestFirst
 )
-FILES = Objects("file", require_files, "file", filters=("purpose",), max_limit=10_000)
+FILES = Objects("file", require_files, "file", FilesQuery)
 BATCHES = Objects("batch", require_files)
 
 # -------------------------------------------------------------------- conversations
@@ -196,7 +220,7 @@ async def create_items(request: web.Request, body: CreateItems) -> Page:
     new = input_items(body.items, {item.id for item in conversation.items}, "items")
     store.check_room(conversation.num_bytes + json_size(new), "a conversation", "items")
     store.extend(conversation, new)
-    return page_of(new, {})
+    return page_of(new)
 
 
 async def get_item(request: web.Request) -> Item:
@@ -236,37 +260,16 @@ async def get_content(request: web.Request) -> web.StreamResponse:
 
 async def upload_file(request: web.Request) -> FileObject:
     """Stores the file of a multipart form with `file` and `purpose`, which must be "batch"."""
-    store = require_files(request)
+    store, name = require_files(request), "file"
     async with store.incoming() as place:
-        async with receiving_form(request) as form:
-            name, purpose = await _receive(form, place)
-        if name is None:
-            raise RequestError("the form has no file", param="file")
-        if purpose != b"batch":
-            raise FieldError("purpose", "must be 'batch'")
-        return await store.keep(place, owner_of(request), name, "batch")
 
-
-async def _receive(
-    form: AsyncIterator[BodyPartReader], place: Path
-) -> tuple[str | None, bytes | None]:
-    """Writes the form's file to `place`; returns its name and the purpose, None where missing.
-
-    Raises `RequestError`.
-    """
-    name = purpose = None
-    async for part in form:
-        if part.name == "file":
-            if name is not None:
-                raise RequestError("the form has two files", param="file")
-            name = shorten(part.filename or "file")
+        async def take(part: BodyPartReader) -> None:
+            nonlocal name
+            name = shorten(part.filename or name)
             await _write(part, place)
-        elif part.name == "purpose":
-            purpose = await read_field(part, _MAX_FIELD_BYTES)
-        else:
-            field = shorten(part.name or "")
-            raise RequestError(f"the form's field {field!r} is not supported", param=part.name)
-    return name, purpose
+
+        form = await receive_form(request, UploadForm, take)
+        return await store.keep(place, owner_of(request), name, form.purpose)
 
 
 async def _write(part: BodyPartReader, place: Path) -> None:

@@ -20,7 +20,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.batch.lines import BatchFault
-from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, FieldError, RequestError
@@ -425,38 +424,29 @@ class Page(Struct, kw_only=True):
     has_more: bool
 
 
-def page_of(
-    items: Sequence[Any],
-    query: Mapping[str, str],
-    *,
-    max_limit: int = 100,
-    default_limit: int = 20,
-    default_order: str = "desc",
-) -> Page:
-    """Returns the page of `items` (structs with an `id`, the newest first) that `limit`,
-    `after` and `order` of a query ask for: at most `max_limit`.
+class PageQuery(Struct, kw_only=True):
+    """Which part of a list a request asks for: at most `limit`, behind the one of the id `after`,
+    the oldest first under `asc`."""
 
-    Raises `RequestError` naming the parameter.
-    """
-    order = query.get("order", default_order)
-    if order not in ("asc", "desc"):
-        raise FieldError("order", "must be 'asc' or 'desc'")
-    text = query.get("limit", str(min(max_limit, default_limit)))
-    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= max_limit):
-        raise FieldError(
-            "limit", f"must be an integer from 1 to {max_limit}, not {shorten(text)!r}"
-        )
-    ordered = list(items if order == "desc" else reversed(items))
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    after: str | UnsetType = UNSET
+    order: Literal["asc", "desc"] = "desc"
+
+
+def page_of(items: Sequence[Any], query: PageQuery | None = None) -> Page:
+    """Returns a page of `items` (structs with an `id`, the newest first). Raises `RequestError`."""
+    query = query or PageQuery()
+    ordered = list(items if query.order == "desc" else reversed(items))
     ids = [item.id for item in ordered]
     first = 0
-    if (after := query.get("after")) is not None:
-        if after not in ids:
+    if query.after is not UNSET:
+        if query.after not in ids:
             raise FieldError("after", "is not the id of one in this list")
-        first = ids.index(after) + 1
-    end = first + int(text)
+        first = ids.index(query.after) + 1
+    shown = ids[first : first + query.limit]
     return Page(
-        data=ordered[first:end],
-        first_id=ids[first] if first < len(ids) else None,
-        last_id=ids[first:end][-1] if first < len(ids) else None,
-        has_more=len(ids) > end,
+        data=ordered[first : first + query.limit],
+        first_id=shown[0] if shown else None,
+        last_id=shown[-1] if shown else None,
+        has_more=len(ids) > first + query.limit,
     )

@@ -14,40 +14,36 @@ import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
-from aiohttp import web
-from msgspec import Meta, Struct
+from aiohttp import BodyPartReader, web
+from msgspec import Meta, Struct, field
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, RATE_LIMITER, REQUEST_BODIES, check_model, encode
+from aioinfer.api.decoding import Body
 from aioinfer.api.delivery import collect, submitted
-from aioinfer.api.errors import error_event, json_response, shorten
+from aioinfer.api.errors import error_event, json_response
 from aioinfer.api.event_stream import EventStream
-from aioinfer.api.form import chunks_of, read_field, receiving_form
+from aioinfer.api.form import chunks_of, receive_form
 from aioinfer.api.generation import Generation
 from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.engine.output import Delta
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, Segment, Transcriber, language_names
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.engine.output import RequestOutput
 
-#: Bytes of a field of the form, but the file.
-_MAX_FIELD_BYTES = 16_384
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<name>[^`]*)`)?", re.DOTALL)
 #: The text of a timestamp, which a model may write although it should not.
 _TIMESTAMP = re.compile(r"<\|\d+\.\d\d\|>")
 #: Formats of a reply whose text is in pieces with their times.
 _WITH_TIMES = ("verbose_json", "srt", "vtt")
 
 
-class TranslationForm(Struct, kw_only=True, forbid_unknown_fields=True):
+class TranslationForm(Body, kw_only=True):
     """The fields of `/v1/audio/translations`, beside `file`."""
 
-    model: str | None = None
     prompt: str = ""
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -57,20 +53,17 @@ class TranslationForm(Struct, kw_only=True, forbid_unknown_fields=True):
         """Whether the reply has the times of pieces of the text."""
         return self.response_format in _WITH_TIMES
 
-    def check(self) -> None:
-        """Checks what types cannot express. Raises `RequestError` naming the field."""
 
-
-class TranscriptionForm(TranslationForm, kw_only=True, forbid_unknown_fields=True):
+class TranscriptionForm(TranslationForm, kw_only=True):
     """The fields of `/v1/audio/transcriptions`, beside `file`."""
 
     language: str | None = None
     stream: bool = False
-    timestamp_granularities: list[Literal["segment", "word"]] = []
+    timestamp_granularities: list[Literal["segment", "word"]] = field(default_factory=list)
     chunking_strategy: str | None = None
 
     def check(self) -> None:
-        """See `TranslationForm.check`."""
+        """See `Body.check`."""
         if self.stream and self.response_format not in ("json", "text"):
             raise FieldError("stream", "needs the response_format 'json' or 'text'")
         if self.timestamp_granularities and self.response_format != "verbose_json":
@@ -166,46 +159,17 @@ async def _receive(
     """Returns the fields of a form, and its file. Raises `RequestError`."""
     await request.app[RATE_LIMITER].enter()
     frontend = request.app[FRONTEND]
-    limit, has_file = frontend.config.media.max_bytes, False
-    fields: dict[str, Any] = {}
-    async with receiving_form(request) as parts:
-        async for part in parts:
-            if part.name == "file":
-                if has_file:
-                    raise RequestError("the form has two files", param="file")
-                has_file = True
-                async for chunk in chunks_of(part):
-                    held.add(chunk, limit)
-                continue
-            name, value = part.name or "", await read_field(part, _MAX_FIELD_BYTES)
-            text = value.decode("utf-8", "replace")
-            if name.endswith("[]"):
-                fields.setdefault(name.removesuffix("[]"), []).append(text)
-            else:
-                fields[name] = text
-    if not has_file:
-        raise RequestError("the form has no file", param="file")
-    form = _convert(fields, kind)
+
+    async def take(part: BodyPartReader) -> None:
+        async for chunk in chunks_of(part):
+            held.add(chunk, frontend.config.media.max_bytes)
+
+    form = await receive_form(request, kind, take)
+    form.check()
     check_model(frontend, form.model)
     if (record := request.get(RECORD)) is not None:
         record.decoded, record.model = time.perf_counter(), form.model
     return form, await asyncio.to_thread(b"".join, held.take())
-
-
-def _convert(fields: dict[str, Any], kind: type[TranslationForm]) -> TranslationForm:
-    """Returns the fields of a form in their types. Raises `RequestError` naming the field."""
-    try:
-        form = msgspec.convert(fields, kind, strict=False)
-    except msgspec.ValidationError as error:
-        unknown = sorted(fields.keys() - kind.__struct_fields__)
-        if unknown:
-            name = shorten(unknown[0])
-            raise RequestError(f"the form's field {name!r} is not supported", param=name) from None
-        found = _PLACE.fullmatch(str(error))
-        name = (found["name"] if found else "") or "the form"
-        raise FieldError(name, f"is wrong: {found['what'] if found else error}") from None
-    form.check()
-    return form
 
 
 class Transcript:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from aioinfer.api.admission import admit, bounded
 from aioinfer.api.batch.objects import Deleted
@@ -26,6 +26,7 @@ from aioinfer.api.batch.store import (
     MAX_STORED_BYTES,
     OBJECT_STORE,
     Page,
+    PageQuery,
     Stored,
     json_size,
     owner_of,
@@ -46,6 +47,7 @@ from aioinfer.api.openai.responses_body import (
     IncompleteDetails,
     InputTokens,
     Item,
+    ReplayQuery,
     Response,
     ResponseEvent,
     ResponseFault,
@@ -60,7 +62,7 @@ from aioinfer.api.openai.responses_body import (
     to_messages,
 )
 from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
-from aioinfer.errors import FieldError, OverloadedError, RequestError
+from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
 from aioinfer.text.message_parser import ToolUse
 
@@ -406,19 +408,20 @@ async def send_events(
             await found.news.wait()
 
 
-async def get_response(request: web.Request) -> Response | web.StreamResponse:
+async def get_response(request: web.Request, query: ReplayQuery) -> Response | web.StreamResponse:
     """Returns a stored response, or one in the background as it stands.
 
     With `stream`, its events behind number `starting_after`, where it was a stream in the
     background.
     """
-    found, first = _find(request), _first_event(request)
-    if first is None:
+    found = _find(request)
+    if not query.stream:
         return _shown(found)
     if not (found.body.stream if isinstance(found, ResponseDialect) else found.events):
         raise RequestError(
             "only a response that was made with background and stream has events", param="stream"
         )
+    first = 0 if isinstance(query.starting_after, UnsetType) else query.starting_after + 1
     return await send_events(request, found, first)
 
 
@@ -431,16 +434,6 @@ def _find(request: web.Request) -> ResponseDialect | Stored:
 
 def _shown(found: ResponseDialect | Stored) -> Response:
     return found.current if isinstance(found, ResponseDialect) else found.body
-
-
-def _first_event(request: web.Request) -> int | None:
-    """Returns the number of the first event that a request asks for, None if it wants none."""
-    if request.query.get("stream", "false").lower() not in ("true", "1"):
-        return None
-    after = request.query.get("starting_after", "")
-    if after and not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise FieldError("starting_after", f"must be the number of an event, not {after[:40]!r}")
-    return int(after) + 1 if after else 0
 
 
 async def cancel_response(request: web.Request) -> Response:
@@ -465,11 +458,11 @@ async def delete_response(request: web.Request) -> Deleted:
     return Deleted(id=id, object="response")
 
 
-async def list_input_items(request: web.Request) -> Page:
+async def list_input_items(request: web.Request, query: PageQuery) -> Page:
     """Lists the input items of a response, newest first, including the items of earlier responses
     and of its conversation; `limit`, `after`, `order`."""
     items = list(reversed(_find(request).items))
-    return page_of(items, request.query)
+    return page_of(items, query)
 
 
 async def count_input_tokens(request: web.Request, body: ResponseRequest) -> InputTokens:

@@ -15,7 +15,7 @@ from aioinfer.api.batch.store import Metadata
 from aioinfer.api.message_events import Block
 from aioinfer.api.messages import TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
-from aioinfer.api.protocol import Count, Int32, SamplingFields
+from aioinfer.api.protocol import Count, Int32, Length, SamplingFields
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, join_thoughts
 from aioinfer.engine.tools import read_tools
@@ -212,6 +212,13 @@ class ResponseRequest(SamplingFields, kw_only=True):
         }
         variables = {name: value for name, value in fields.items() if value is not None}
         return variables | (self.chat_template_kwargs or {})
+
+
+class ReplayQuery(Struct, kw_only=True):
+    """The query of a stored response: whether its events are wanted, and behind which."""
+
+    stream: bool = False
+    starting_after: Length | UnsetType = UNSET
 
 
 class ResponseUsage(Struct, kw_only=True):
