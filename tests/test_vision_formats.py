@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 from transformers import Idefics3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from aioinfer.features.pictures.prompt import place_pictures
 from aioinfer.models.vision.format import PictureError
+from aioinfer.models.vision.gemma4 import Gemma4Format
 from aioinfer.models.vision.idefics3 import Idefics3Format
 from aioinfer.models.vision.qwen_format import QwenFormat
 from tests.vision_models import picture
@@ -24,6 +26,9 @@ QWEN = QwenFormat(
     marker_id=7, placeholder_id=7, mean=HALF, std=HALF, patch_size=14, merge_size=2,
     min_pixels=3136, max_pixels=100_000,
 )  # fmt: skip
+GEMMA4 = Gemma4Format(
+    marker_id=7, placeholder_id=7, mean=HALF, std=HALF, begin_id=5, end_id=6, side=12, max_tokens=70
+)
 
 
 @pytest.mark.parametrize("size", [(200, 100), (31, 90), (64, 64)])
@@ -46,6 +51,9 @@ def test_sizes_of_pictures(size: tuple[int, int]) -> None:
     bounds = {"min_pixels": QWEN.min_pixels, "max_pixels": QWEN.max_pixels}
     processed = QWEN.process(picture(width, height))
     assert processed.pixels.shape[1:3] == smart_resize(height, width, 28, **bounds)
+    processed = GEMMA4.process(picture(width, height))
+    expected = get_aspect_ratio_preserving_size(height, width, 4, 70 * 9, 3)
+    assert processed.pixels.shape[1:3] == expected
 
 
 def test_a_ribbon_is_refused() -> None:

@@ -112,6 +112,30 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
             "image_std": [0.5, 0.6, 0.4], "image_processor_type": "Gemma3ImageProcessor",
         },
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "sliding_window": 9, "global_head_dim": 32, "use_double_wide_mlp": True,
+            "num_hidden_layers": 5, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "use_bidirectional_attention": "vision",
+        },
+        {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "patch_size": 4,
+            "pooling_kernel_size": 2, "position_embedding_size": 80, "standardize": True,
+            "use_clipped_linears": True, "initializer_range": 0.2,
+        },
+        {
+            "image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": BEGIN + 1,
+            "tie_word_embeddings": False,
+        },
+        {
+            "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70,
+            "image_processor_type": "Gemma4ImageProcessor",
+        },
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", "sliding_window": None},
@@ -162,13 +186,24 @@ def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> 
     torch.manual_seed(0)
     model = model_class(config).eval()
     randomize(model, offset=1.0 if name in _UNIT_OFFSET else 0.0)
-    if name == "gemma3":  # which transformers makes zero
-        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    _randomize_tower(model)
     model.save_pretrained(folder)
-    marker = "<|vision_start|>" if name == "gemma3" else _MARKERS
+    marker = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>"}.get(name, _MARKERS)
     save_tokenizer(folder, _TEMPLATE.replace(_MARKERS, marker))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
     return model
+
+
+def _randomize_tower(model: torch.nn.Module) -> None:
+    """Makes random what transformers makes zero or one, and ranges that change something."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mm_input_projection_weight", "position_embedding_table")):
+            torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale")):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        elif name.endswith(("put_min", "put_max")):
+            buffer.fill_(1.5 if name.endswith("max") else -1.2)
 
 
 def save_tokenizer(folder: Path, template: str = _TEMPLATE) -> None:
@@ -222,7 +257,8 @@ def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, An
     fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
     class_name = MODELS[name][4]["image_processor_type"] + "Pil"
     found = getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt")
-    return {key: value for key, value in found.items() if key != "num_crops"}
+    counts = ("num_crops", "num_soft_tokens_per_image")
+    return {key: value for key, value in found.items() if key not in counts}
 
 
 class Reference(NamedTuple):

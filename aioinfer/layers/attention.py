@@ -28,7 +28,7 @@ from aioinfer.layers.norm import (
     norm_without_weight,
 )
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.picture_attention import attend_within_pictures
+from aioinfer.layers.picture_attention import attend_within_pictures, has_picture_attention
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import HeadVector, Shard, Source, merged_sources
@@ -263,7 +263,8 @@ class Attention(Mixer):
         if self._qk_norms is not None and self._fused_norms is None:
             self._norm_queries_and_keys(qkv)
         of_pictures = None
-        if step.pictures is not None and step.pictures.blocks and sampled is None:
+        if sampled is None and has_picture_attention(self.shape, step):
+            assert step.pictures is not None
             of_pictures = self._picture_queries(qkv, step, step.pictures.places)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)
@@ -286,8 +287,8 @@ class Attention(Mixer):
 
     def _picture_queries(self, qkv: torch.Tensor, step: Step, places: torch.Tensor) -> torch.Tensor:
         """Returns the queries [n, num_heads, head_size] of picture tokens (int64 [n]), rotated."""
-        queries = self._split_heads(qkv)[0].index_select(0, places)
-        queries = queries.unflatten(1, (self.shape.num_heads, self.shape.head_size))
+        heads, size = self.shape.num_heads, self.shape.head_size
+        queries = qkv[:, : heads * size].index_select(0, places).unflatten(1, (heads, size))
         norms, is_last = self._fused_norms, self._norm_rule.after_rope
         if norms is not None and not is_last:
             queries = norms[0](queries)

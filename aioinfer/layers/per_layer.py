@@ -31,8 +31,8 @@ class PerLayerEmbedding(Part):
     has the embeddings.
 
     Args:
-        table: the embedding of all layers' vectors, scaled. Token ids beyond it have the vectors of
-            token 0.
+        table: the embedding of all layers' vectors, scaled. Token ids beyond it, and tokens of
+            pictures, have the vectors of token 0.
         projection: from the embedding to all layers' vectors.
         scale: multiplied with the projection's results before their norm.
         norm: of each layer's vector.
@@ -63,6 +63,8 @@ class PerLayerEmbedding(Part):
         """Makes the stream's side [T, layers * size]."""
         ids, table = step.inputs.input_ids, self._table
         ids = ids.masked_fill(ids >= table.vocabulary.vocab_size, 0)
+        if step.pictures is not None:
+            ids.index_fill_(0, step.pictures.places, 0)
         projected = self._projection(stream.hidden).mul_(self._scale)
         vectors = self._norm(projected.view(-1, self._size)).view(projected.shape)
         stream.side = vectors.add_(table.rows(ids)).mul_(2**-0.5)

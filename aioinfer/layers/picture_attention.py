@@ -1,9 +1,9 @@
-"""Attention within pictures, in models whose picture tokens attend to each other both ways, as
-Gemma 3.
+"""Attention within pictures, in models whose picture tokens attend to each other both ways: in all
+layers, as Gemma 3, or in layers with a window alone and within it, as Gemma 4.
 
 Attention of a step is causal. Behind it the outputs of picture tokens are computed again, in plain
-torch on any device: to all keys that causal attention reads, and to all keys of their picture. A
-step computes a picture to its end (`StepFeature.fit`), so that its keys are in the cache.
+torch on any device: to all keys that causal attention reads, and to those of their picture. A step
+computes a picture to its end (`StepFeature.fit`), so that its keys are in the cache.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ class PictureBlock(NamedTuple):
     end: int
 
 
+def has_picture_attention(shape: AttentionShape, step: Step) -> bool:
+    """Whether picture tokens of a step attend to each other both ways in a layer."""
+    pictures = step.pictures
+    if pictures is None or not pictures.blocks:
+        return False
+    return shape.window is not None or not pictures.keeps_windows
+
+
 def attend_within_pictures(
     attended: torch.Tensor,
     queries: torch.Tensor,
@@ -63,7 +71,7 @@ def attend_within_pictures(
     for block in pictures.blocks:
         tokens = slice(block.first, block.first + block.length)
         size = cache.keys.shape[1]
-        hidden, skipped = _hidden(block, shape.window, size)
+        hidden, skipped = _hidden(block, shape.window, size, pictures.keeps_windows)
         blocks = tables[block.row, skipped // size : -(-block.end // size)]
         stored = [kv.index_select(0, blocks).flatten(0, 1) for kv in (cache.keys, cache.values)]
         keys, values = (
@@ -79,16 +87,17 @@ def attend_within_pictures(
         attended.index_copy_(0, pictures.places[tokens], found[0].transpose(0, 1))
 
 
-def _hidden(block: PictureBlock, window: int | None, size: int) -> tuple[torch.Tensor, int]:
+def _hidden(
+    block: PictureBlock, window: int | None, size: int, keeps_windows: bool
+) -> tuple[torch.Tensor, int]:
     """Returns which keys the queries of a block do not attend to, bool [length, keys], and the
     position of the first key, that of a KV block of `size` tokens: earlier ones are hidden from
     all."""
-    skipped = 0
-    if window is not None:
-        skipped = max(0, min(block.position - window + 1, block.start)) // size * size
+    if window is None:  # all keys are before the queries, or of their picture
+        return torch.zeros(block.length, block.end, dtype=torch.bool), 0
+    first = block.position - window + 1
+    skipped = max(0, first if keeps_windows else min(first, block.start)) // size * size
     queries = torch.arange(block.position, block.position + block.length)[:, None]
     keys = torch.arange(skipped, block.end)
-    hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
-    return hidden & ~(keys >= block.start), skipped
+    hidden = keys <= queries - window
+    return hidden if keeps_windows else hidden & (keys < block.start), skipped

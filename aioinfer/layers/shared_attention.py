@@ -40,7 +40,7 @@ class SharedAttention(Attention):
     def __init__(self, *others: Any, source_layer: int, query_norm: RMSNorm, **options: Any):
         super().__init__(*others, **options)
         self.source_layer = source_layer
-        self._query_norm = query_norm
+        self._query_norm, self._fused_norms = query_norm, (query_norm, query_norm)
         self._source: Attention | None = None
 
     @property
@@ -66,9 +66,8 @@ class SharedAttention(Attention):
             return
         from aioinfer.layers.kernel_attention import KernelAttention
 
-        norms = self._query_norm, self._query_norm
         self._kernel = KernelAttention(
-            self.shape, group, cache, plans, self._rotary, norms, writes=False,
+            self.shape, group, cache, plans, self._rotary, self._fused_norms, writes=False,
             pdl=self._backend.pdl,
         )  # fmt: skip
 

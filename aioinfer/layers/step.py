@@ -136,12 +136,14 @@ class StepPictures(NamedTuple):
             as many channels are added to the stream behind the first layers, one behind each.
         blocks: of `layers.picture_attention`, where tokens of a picture attend to each other both
             ways; else none.
+        keeps_windows: whether they do so in layers with a window alone, and within it.
     """
 
     places: torch.Tensor
     rows: torch.Tensor
     embeddings: torch.Tensor
     blocks: Sequence[Any] = ()
+    keeps_windows: bool = False
 
     def enter(self, hidden: torch.Tensor) -> None:
         """Puts the embeddings into the stream [T, hidden_size]."""

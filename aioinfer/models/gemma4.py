@@ -128,7 +128,8 @@ class Gemma4Config(SharedKVConfig):
     @classmethod
     def standard_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """Reads the shape of layers without a window where transformers has written it by layer.
-        Pictures, whose tokens alone attend in both directions with "vision", are not read."""
+        With "vision" tokens of pictures alone attend in both directions, which is up to the format
+        of pictures."""
         if config.get("use_bidirectional_attention") == "all":
             raise ConfigError("use_bidirectional_attention: only causal models are supported")
         given = {name: value for name, value in config.items() if value is not None}

@@ -36,9 +36,11 @@ class ReplicatedModule(torch.nn.Module):
                 parameter.fill_(float(name.endswith("weight")))
 
     def weight_shards(self) -> NamedShards:
-        """Yields where the tensors of the checkpoint go: each whole."""
+        """Yields where the tensors of the checkpoint go: each whole. One of a single number may be
+        without a dimension there."""
         for name, parameter in self.named_parameters():
-            yield f"{self.prefix}{name}", WeightShard(parameter.data, 0, 0, None)
+            is_number = parameter.numel() == 1
+            yield f"{self.prefix}{name}", WeightShard(parameter.data, is_scale=is_number)
 
     def finalize(self) -> None:
         """See `part_maker.Loadable`: nothing is left to be done."""

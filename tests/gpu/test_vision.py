@@ -38,7 +38,7 @@ def test_texts_are_transformers_s(
     monkeypatch.setattr(MediaConfig, "encoder_budget", 16)
     model = save_model(name, tmp_path, head_dim=64 if kernels else 16)
     with inline_llm(
-        tmp_path, scheduler__max_num_batched_tokens=96,
+        tmp_path, scheduler__max_num_batched_tokens=96, scheduler__max_num_seqs=8,
         cache__enable_prefix_caching=True, model__max_model_len=2048,
     ) as llm:  # fmt: skip
         outputs = llm.chat([conversation(*parts) for parts in TURNS], PARAMS)

@@ -56,6 +56,7 @@ class Work(WorkerFeature):
         step.pictures = StepPictures(
             self.rank.upload(places), self.rank.upload(rows), self.embeddings,
             _blocks(plan, section) if len(section.blocks) else (),
+            self._tower.format.keeps_windows,
         )  # fmt: skip
         if section.positions.shape[1]:
             self._place(step, self.rank.upload(tokens), self.rank.upload(section.positions))

@@ -70,6 +70,7 @@ class PictureFormat:
         has_sections: whether each token has three rotary positions (M-RoPE).
         interleaves_sections: whether their pairs of channels are interleaved.
         is_bidirectional: whether the tokens of a picture attend to each other both ways.
+        keeps_windows: whether they then do so in layers with a window alone, and within it.
         marker_id: the token that chat templates write for a picture.
         placeholder_id: the token that an embedding takes the place of.
         mean, std: of the channels, by which pixels from 0 to 1 are normalised.
@@ -77,7 +78,8 @@ class PictureFormat:
 
     has_sections: ClassVar[bool] = False
     interleaves_sections: bool = False
-    is_bidirectional: ClassVar[bool] = False
+    is_bidirectional: bool = False
+    keeps_windows: ClassVar[bool] = False
 
     marker_id: int
     placeholder_id: int

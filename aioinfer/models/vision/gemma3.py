@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class Gemma3Format(PictureFormat):
         resample: the filter, by Pillow's number.
     """
 
-    is_bidirectional: ClassVar[bool] = True
+    is_bidirectional: bool = True
 
     end_id: int
     height: int

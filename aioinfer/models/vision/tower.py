@@ -84,7 +84,8 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float
 ) -> torch.Tensor:
     """Returns attention [T, heads * size] within sequences that lie one behind the other; q, k and
-    v are [T, heads, size]. Adjacent sequences of equal lengths are one call."""
+    v are [T, heads, size], where k and v may have fewer heads. Adjacent sequences of equal lengths
+    are one call."""
     found, start = [], 0
     index = 0
     while index < len(lengths):
@@ -94,7 +95,9 @@ def attend(
         part = slice(start, start + length * count)
         shaped = (each[part].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v))
         queries, keys, values = shaped
-        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         found.append(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
         start, index = part.stop, index + count
     return found[0] if len(found) == 1 else torch.cat(found)
