@@ -266,14 +266,12 @@ def _check_store(config: Config) -> None:
             raise ConfigError(
                 "cache.peer_address is what other servers connect to: name one address"
             )
-    if not cache.host_bytes and not cache.disk_path and not cache.peer_key_file:
+    if not cache.host_bytes and not cache.disk_path:
         return
     if not cache.enable_prefix_caching:
         raise ConfigError("cache.host_bytes needs cache.enable_prefix_caching = true")
     if cache.disk_path and not cache.host_bytes:
         raise ConfigError("cache.disk_path needs cache.host_bytes: blocks cross memory of the host")
-    if cache.peer_key_file and not cache.host_bytes:
-        raise ConfigError("cache.peer_key_file needs cache.host_bytes: blocks cross the host")
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

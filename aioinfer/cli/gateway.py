@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 from collections.abc import Sequence
 
 from aioinfer.cli.model_options import add_model_options, announce, load
@@ -39,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     config = load(options, {key: value for key, value in given.items() if value is not None})
     if config.cache.peer_key_file is None:
         raise ConfigError("a gateway needs the key of its servers: cache.peer_key_file")
+    announce(f"starts a gateway to {len(options.server) + len(options.prefill)} servers")
     asyncio.run(_serve(config, options.server, options.prefill))
     return 0
 
@@ -65,7 +67,8 @@ async def _serve(config: Config, servers: Sequence[str], prefill: Sequence[str])
         discover_prefill=discover_prefill if prefill else None,
     )
     url = await gateway.start()
-    announce(f"a gateway to {len(servers) + len(prefill)} servers is ready at {url}")
+    sys.stdout.write(f"A gateway to {len(servers) + len(prefill)} servers is ready at {url}\n")
+    sys.stdout.flush()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

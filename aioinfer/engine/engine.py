@@ -27,7 +27,7 @@ from aioinfer.engine.metrics import EngineMetrics
 from aioinfer.engine.open_requests import OpenRequests
 from aioinfer.engine.output import FIRST_VERSION, Delta, OutputSequence, RequestOutput
 from aioinfer.engine.recovery import EngineState, Lockstep, RecordCheck, Recovery, Workers
-from aioinfer.errors import EngineDeadError
+from aioinfer.errors import ConfigError, EngineDeadError
 from aioinfer.executor.base import Executor, ProgressCallback, StageTime, WorkerReport
 from aioinfer.features import load_halves
 from aioinfer.features.host import Host
@@ -146,6 +146,9 @@ class Engine:
             ConfigError: the configuration does not go with the model or the machine.
             EngineDeadError: a worker failed to start.
         """
+        cache = self._config.cache
+        if cache.peer_key_file and not cache.host_bytes:  # not of a gateway, which has no engine
+            raise ConfigError("cache.peer_key_file needs cache.host_bytes: blocks cross the host")
         began = time.monotonic()
         try:
             report = await self._workers.start(on_progress)

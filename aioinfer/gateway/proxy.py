@@ -29,7 +29,14 @@ from typing import Any, cast
 
 import aiohttp
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from yarl import URL
 
 from aioinfer.api.context import MAX_BYTES, RequestBodies
@@ -86,6 +93,7 @@ class GatewayMetrics:
     """The metrics of a gateway, as `/metrics` shows them."""
 
     def __init__(self, router: ClusterRouter):
+        disable_created_metrics()  # or each counter and histogram has a gauge beside it
         registry = self.registry = CollectorRegistry()
 
         def counter(name: str, text: str) -> Counter:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from aioinfer.api.event_stream import HANDOVER_HEADER, STREAM_HEADER
+from aioinfer.api.event_stream import HANDOVER_HEADER, STREAM_HEADER, gateway_token
 from aioinfer.config import load_config
 from aioinfer.gateway import proxy
 from aioinfer.gateway.proxy import Gateway
@@ -25,7 +26,7 @@ from tests.functional.test_kv_store import MODELS, SETTINGS, model_of
 from tests.waiting import until
 
 extended = pytest.mark.extended
-TOKEN = "secret"
+KEY = "0123456789abcdef" * 2
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(3, 200) for _ in range(RNG.randint(50, 90))] for _ in range(4)]
 
@@ -33,7 +34,7 @@ PROMPTS = [[RNG.randrange(3, 200) for _ in range(RNG.randint(50, 90))] for _ in 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The folder of a model; beside it are a key, and the first of two free ports."""
-    (tmp_path / "key").write_text("0123456789abcdef" * 2)
+    (tmp_path / "key").write_text(KEY)
     (tmp_path / "port").write_text(str(free_port(2)))
     return model_of(getattr(request, "param", "all tokens"), tmp_path)
 
@@ -59,6 +60,7 @@ class Servers:
     decode: ReplicaServer
     gateway: Gateway
     http: aiohttp.ClientSession
+    token: str
 
     def loaded(self) -> int:
         return self.decode._frontend.engines[0].scheduler.stats.loaded_tokens
@@ -68,35 +70,43 @@ class Servers:
             server._frontend.engines[0].scheduler.check_integrity()
 
     async def generate(self, prompt: list[int], **more: Any) -> list[int]:
-        body = {
-            "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, "seed": 3,
-        }  # fmt: skip
-        async with self.http.post("/v1/completions", json=body | more) as response:
-            reply = await response.json()
-            assert response.status == 200, reply
-            assert response.headers["X-Aioinfer-Replica"] == "decode"
-            return list(reply["choices"][0]["token_ids"])
+        return await complete(self.http, prompt, "decode", **more)
+
+
+async def complete(
+    http: aiohttp.ClientSession, prompt: list[int], replica: str | None, **more: Any
+) -> list[int]:
+    """Returns the tokens of an answer, and checks who has generated them."""
+    body = {
+        "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "seed": 3,
+    }  # fmt: skip
+    async with http.post("/v1/completions", json=body | more) as response:
+        reply = await response.json()
+        assert response.status == 200, reply
+        assert response.headers.get("X-Aioinfer-Replica") == replica
+        return list(reply["choices"][0]["token_ids"])
 
 
 @asynccontextmanager
 async def servers(folder: Path, **settings: Any) -> AsyncIterator[Servers]:
     key, port = folder.parent / "key", await asyncio.to_thread((folder.parent / "port").read_text)
+    token = await asyncio.to_thread(gateway_token, str(key))
     usual = SETTINGS | {
         "model.path": str(folder), "cache.host_bytes": 2**24, "cache.peer_key_file": str(key),
         "server.port": 0, "cache.num_blocks": 200,
     } | settings  # fmt: skip
     serving = {"cache.peer_address": f"127.0.0.1:{port}"}
     prefill = await ReplicaServer.start(
-        load_config(None, usual | serving), "127.0.0.1", "prefill", TOKEN
+        load_config(None, usual | serving), "127.0.0.1", "prefill", token
     )
-    decode = await ReplicaServer.start(load_config(None, usual), "127.0.0.1", "decode", TOKEN)
+    decode = await ReplicaServer.start(load_config(None, usual), "127.0.0.1", "decode", token)
     gateway = Gateway(
-        load_config(None, usual), lambda: _addresses(decode), TOKEN,
+        load_config(None, usual), lambda: _addresses(decode), token,
         discover_prefill=lambda: _addresses(prefill),
     )  # fmt: skip
     async with aiohttp.ClientSession(await gateway.start()) as http:
-        found = Servers(prefill, decode, gateway, http)
+        found = Servers(prefill, decode, gateway, http, token)
         try:
             await until(lambda: len(gateway.router) == len(gateway.prefill_router) == 1)
             yield found
@@ -137,16 +147,11 @@ async def compare(found: Servers, folder: Path, **settings: Any) -> None:
     assert found.loaded() >= sum((len(prompt) - 1) // size * size for prompt in PROMPTS)
     found.check()
     config = SETTINGS | settings | {"model.path": str(folder), "server.port": 0}
-    alone = await ReplicaServer.start(load_config(None, config), "127.0.0.1", "decode", TOKEN)
+    alone = await ReplicaServer.start(load_config(None, config), "127.0.0.1", "decode", "")
     async with aiohttp.ClientSession(alone.address.url) as http:
-        one = Servers(alone, alone, found.gateway, http)
         for (number, temperature), text in texts.items():
-            body = {
-                "prompt": PROMPTS[number], "max_tokens": 12, "temperature": temperature,
-                "ignore_eos": True, "return_token_ids": True, "seed": 3,
-            }  # fmt: skip
-            async with one.http.post("/v1/completions", json=body) as response:
-                assert (await response.json())["choices"][0]["token_ids"] == text
+            prompt = PROMPTS[number]
+            assert await complete(http, prompt, None, temperature=temperature) == text
     await alone.stop()
 
 
@@ -200,6 +205,32 @@ async def test_a_lost_or_slow_server_costs_time_alone(
         found.check()
 
 
+async def test_the_command(folder: Path) -> None:
+    async with servers(folder) as found:
+        command = [
+            "-m", "aioinfer", "gateway", str(folder), "--port", "0",
+            "--set", "model.skip_tokenizer=true",
+            "--set", f"cache.peer_key_file={folder.parent / 'key'}",
+            "--prefill", found.prefill.address.url, "--server", found.decode.address.url,
+        ]  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        try:
+            ready = (await process.stdout.readline()).decode()
+            assert ready.startswith("A gateway to 2 servers is ready at http://127.0.0.1:")
+            expected = await found.generate(PROMPTS[0])
+            async with aiohttp.ClientSession(ready.split()[-1]) as http:
+                url = found.decode.address.url
+                assert await complete(http, PROMPTS[0], url) == expected
+            process.terminate()
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
 async def test_streams_and_what_no_client_may_send(folder: Path) -> None:
     async with servers(folder) as found:
         body = {
@@ -214,7 +245,9 @@ async def test_streams_and_what_no_client_may_send(folder: Path) -> None:
         assert f'"cached_tokens":{cached}' in text
         async with aiohttp.ClientSession(found.decode.address.url) as direct:
             for token, handover, status in (
-                ("wrong", "offer", 403), (TOKEN, "{}", 400), (TOKEN, '{"address": 1}', 400),
+                ("wrong", "offer", 403),
+                (found.token, "{}", 400),
+                (found.token, '{"address": 1}', 400),
             ):  # fmt: skip
                 headers = {HANDOVER_HEADER: handover, STREAM_HEADER: token}
                 async with direct.post("/v1/completions", json=body, headers=headers) as response:
