@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aioinfer.config import describe_keys
+from aioinfer.__main__ import _make_parser
+from aioinfer.cli.commands import COMMANDS, make_parser
+from aioinfer.cli.model_options import load
+from aioinfer.config import describe_keys, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -79,3 +87,57 @@ def test_keys_of_the_configuration_exist(page: Path) -> None:
         rf"(?:--set |`)((?:{sections})\.(?!toml|py)[a-z_]+)[`= ]", page.read_text("utf-8")
     )
     assert set(named) <= keys
+
+
+GUIDES = [page for page in PAGES if page.parent.name != "notes"]
+
+
+def fenced(pages: Iterable[Path], *languages: str) -> list[Any]:
+    """Returns the blocks of these languages, each with its place."""
+    blocks = []
+    for page in pages:
+        text = page.read_text("utf-8")
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text[: found.start()].count("\n") + 2
+            if found[1] in languages:
+                blocks.append(pytest.param(found[2], id=f"{page.stem}:{line}"))
+    return blocks
+
+
+@pytest.mark.parametrize("block", fenced(GUIDES, "", "sh", "bash"))
+def test_commands_are_accepted(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the configuration: nothing is started."""
+    monkeypatch.chdir(ROOT)
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
+        if not re.match(r"(python -m )?aioinfer[. ]", line):
+            continue
+        command = re.split(r" (?:>>?|\||&) ?", line)[0]
+        words = shlex.split(command, comments=True)
+        if words[0] == "python":
+            module, words = words[2], words[2:]
+            assert find_spec(module) is not None
+            if module != "aioinfer":
+                continue
+        if words[1] == "bench":
+            continue
+        if words[1] in COMMANDS:
+            load(make_parser().parse_args(words[1:]))
+        elif words[1].startswith("-"):
+            options = _make_parser().parse_args(words[1:])
+            load_config(options.config, options.set)
+
+
+@pytest.mark.parametrize("block", fenced(GUIDES, "toml"))
+def test_configurations_are_accepted(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(block, "utf-8")
+    load_config(file, {} if "\npath = " in block else {"model.path": "MODEL"})
+
+
+@pytest.mark.parametrize("block", fenced(GUIDES, "python"))
+def test_examples_in_python_import_what_exists(block: str) -> None:
+    imports = re.findall(r"^from (aioinfer[\w.]*) import (\([^)]*\)|.*)$", block, re.MULTILINE)
+    for module, names in imports:
+        found = import_module(module)
+        for name in re.findall(r"\w+", names):
+            assert hasattr(found, name), (module, name)
