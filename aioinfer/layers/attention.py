@@ -28,7 +28,7 @@ from aioinfer.layers.norm import (
     norm_without_weight,
 )
 from aioinfer.layers.parallel import ParallelGroup
-from aioinfer.layers.picture_attention import attend_within_pictures, has_picture_attention
+from aioinfer.layers.picture_attention import attend_within_pictures
 from aioinfer.layers.residual import ResidualStream
 from aioinfer.layers.rotary import RopeConfig, RotaryTable, apply_rope, half_split_order
 from aioinfer.layers.shards import HeadVector, Shard, Source, merged_sources
@@ -263,9 +263,9 @@ class Attention(Mixer):
         if self._qk_norms is not None and self._fused_norms is None:
             self._norm_queries_and_keys(qkv)
         of_pictures = None
-        if sampled is None and has_picture_attention(self.shape, step):
-            assert step.pictures is not None
-            of_pictures = self._picture_queries(qkv, step, step.pictures.places)
+        pictures = None if sampled is not None else step.pictures
+        if pictures is not None and pictures.is_bidirectional(self.shape.window):
+            of_pictures = self._picture_queries(qkv, step, pictures.places)
         if self._kernel is None:
             attended = self._attend_in_torch(qkv, step)
             if sampled is not None and len(sampled.rows) < len(attended):

@@ -36,14 +36,6 @@ class PictureBlock(NamedTuple):
     end: int
 
 
-def has_picture_attention(shape: AttentionShape, step: Step) -> bool:
-    """Whether picture tokens of a step attend to each other both ways in a layer."""
-    pictures = step.pictures
-    if pictures is None or not pictures.blocks:
-        return False
-    return shape.window is not None or not pictures.keeps_windows
-
-
 def attend_within_pictures(
     attended: torch.Tensor,
     queries: torch.Tensor,

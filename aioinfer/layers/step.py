@@ -145,6 +145,11 @@ class StepPictures(NamedTuple):
     blocks: Sequence[Any] = ()
     keeps_windows: bool = False
 
+    def is_bidirectional(self, window: int | None) -> bool:
+        """Whether tokens of a picture attend to each other both ways in a layer with a window, or
+        without one."""
+        return bool(self.blocks) and (window is not None or not self.keeps_windows)
+
     def enter(self, hidden: torch.Tensor) -> None:
         """Puts the embeddings into the stream [T, hidden_size]."""
         size = hidden.shape[1]
