@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ctypes
 import io
 import os
 import struct
-import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from aioinfer.errors import FieldError
 from aioinfer.media.picture import decode_picture
 from aioinfer.media.source import MediaReader, MediaSource, is_public
 from tests.vision_models import as_file, picture
+from tests.watching import memory_watched
 
 CONFIG = MediaConfig(max_bytes=2**20)
 RGB = picture(64, 48, 1)
@@ -324,52 +323,27 @@ def test_a_turned_picture_is_turned_back(format: str) -> None:
     assert same(found, RGB.transpose(Image.Transpose.ROTATE_270), within=40 if options else 0)
 
 
-@contextmanager
-def peak_of_memory() -> Iterator[list[int]]:
-    """Yields a list that has by how many bytes the process grew at most, beyond what tests before
-    have freed."""
-    found, ended = [0], threading.Event()
-    ctypes.CDLL(None).malloc_trim(0)
-
-    def used() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    first = used()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            found[0] = max(found[0], used() - first)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
-
-
 def test_a_bomb_takes_neither_memory_nor_time() -> None:
     buffer = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(buffer, "PNG")
     bombs = [buffer.getvalue(), png(65_000, 65_000, pixels=bytes(16 * 2**20))]
     assert all(len(bomb) < 2**18 for bomb in bombs)
-    with peak_of_memory() as peak:
+    with memory_watched() as memory:
         began = time.perf_counter()
         for bomb in bombs:
             with pytest.raises(FieldError, match="pixels"):
                 decode(bomb, MediaConfig())
         took = time.perf_counter() - began
     assert took < 0.2
-    assert peak[0] < 50 * 2**20
+    assert memory.most < 50 * 2**20
 
 
 @pytest.mark.extended
 def test_the_largest_picture_takes_bounded_memory() -> None:
     data = as_file(Image.new("RGBA", (5000, 5000), (9, 8, 7, 6)))
-    with peak_of_memory() as peak:
+    with memory_watched() as memory:
         assert decode(data, MediaConfig()).size == (5000, 5000)
-    assert 50 * 2**20 < peak[0] < 300 * 2**20
+    assert 50 * 2**20 < memory.most < 300 * 2**20
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

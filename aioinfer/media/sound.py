@@ -1,20 +1,25 @@
 """Decoding of sound that clients send, which may be anything: into samples of one channel at one
 rate, in a thread, block by block, so that a long file takes no more memory than its samples do.
 
-WAV is read by Python itself; all other formats (FLAC, MP3, Ogg with Vorbis or Opus, and WAV of
-other than whole numbers) by libsndfile, where the package `soundfile` is installed (the extra
-`audio`).
+WAV of whole numbers is read by Python itself; all other formats (FLAC, MP3, Ogg with Vorbis or
+Opus, and other WAV) by libsndfile, in a process a file (`media.sound_process`), where the package
+`soundfile` is installed (the extra `audio`).
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
+import struct
+import subprocess
+import sys
 import wave
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +32,11 @@ F32 = npt.NDArray[np.float32]
 _MIN_RATE, _MAX_RATE = 1000, 384_000
 _MAX_CHANNELS = 32
 #: Numbers that are decoded at a time, of all channels.
-_BLOCK = 2**20
+_BLOCK = 2**18
+#: The largest sample: the power of larger ones may not be finite in float32.
+_MAX_SAMPLE = 2.0**31
+#: With which files begin that libsndfile is given, but for MP3 without a tag.
+_MAGIC = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3")
 #: Zero crossings of the resampler's kernel on either side, and the most steps of a sample that its
 #: phases have: another rate is taken for one that differs from it by a millionth.
 _CROSSINGS, _MAX_PHASES = 16, 1024
@@ -46,10 +55,10 @@ def decode_sound(data: bytes, rate: int, config: MediaConfig, place: str) -> F32
         FieldError: it is no sound, broken, empty or too long.
     """
     try:
-        given, blocks = _open(data)
-        if not _MIN_RATE <= given <= _MAX_RATE:
-            raise FieldError(place, f"has {given} samples a second, which is not supported")
-        return _collect(blocks, given, rate, config, place)
+        with _opened(data) as (given, blocks):
+            if not _MIN_RATE <= given <= _MAX_RATE:
+                raise FieldError(place, f"has {given} samples a second, which is not supported")
+            return _collect(blocks, given, rate, config, place)
     except (FieldError, MemoryError):
         raise
     except Exception as error:  # decoders raise whatever they like
@@ -64,8 +73,8 @@ def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, 
     resampler, longest, count = Resampler(given, rate), config.max_seconds * rate, 0
     samples = np.empty(longest, np.float32)  # whose memory is the system's until it is written
     for block in blocks:
-        if not np.isfinite(block).all():
-            raise FieldError(place, "has samples that are not finite")
+        if not (np.abs(block) <= _MAX_SAMPLE).all():  # NaN is not, either
+            raise FieldError(place, "has samples that are not finite, or beyond all measure")
         made = resampler.push(block)
         if count + len(made) > longest:
             raise FieldError(
@@ -80,9 +89,10 @@ def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, 
     return samples[: count + len(last)]
 
 
-def _open(data: bytes) -> tuple[int, Iterator[F32]]:
-    """Returns the rate of a file, and its samples in blocks float32 [n]. Raises whatever a decoder
-    does."""
+@contextmanager
+def _opened(data: bytes) -> Iterator[tuple[int, Iterator[F32]]]:
+    """Context that yields the rate of a file, and its samples in blocks float32 [n]. Raises
+    whatever a decoder does."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         try:
             file = wave.open(io.BytesIO(data), "rb")  # noqa: SIM115  (closed with its memory)
@@ -90,13 +100,15 @@ def _open(data: bytes) -> tuple[int, Iterator[F32]]:
             if not find_spec("soundfile"):
                 raise
         else:
-            return file.getframerate(), _read_wave(file)
-    import soundfile
-
-    sound = soundfile.SoundFile(io.BytesIO(data))
-    if sound.channels > _MAX_CHANNELS:
-        raise ValueError("too many channels")
-    return sound.samplerate, _read_soundfile(sound)
+            yield file.getframerate(), _read_wave(file)
+            return
+    is_mpeg = len(data) > 1 and data[0] == 0xFF and data[1] >= 0xE0
+    if not (is_mpeg or data.startswith(_MAGIC)):
+        raise ValueError("an unknown format")
+    with _decoding(data) as process:
+        assert process.stdout is not None
+        given, channels = struct.unpack("<2i", process.stdout.read(8))
+        yield given, _read_process(process, channels)
 
 
 def _read_wave(file: wave.Wave_read) -> Iterator[F32]:
@@ -122,11 +134,35 @@ def _as_float(raw: bytes, width: int) -> F32:
     return numbers
 
 
-def _read_soundfile(file: Any) -> Iterator[F32]:
-    """Yields the samples of a file that libsndfile has opened."""
-    frames = _BLOCK // file.channels
-    while len(block := file.read(frames, dtype="float32", always_2d=True)):
-        yield block.mean(axis=1, dtype=np.float32)
+@contextmanager
+def _decoding(data: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """Context of the process that decodes a file, which ends with it."""
+    with open(os.memfd_create("sound"), "w+b", buffering=0) as file:
+        file.write(data)
+        file.seek(0)
+        process = subprocess.Popen(
+            # without the folder of the program among those of modules
+            [sys.executable, "-P", str(Path(__file__).with_name("sound_process.py"))],
+            stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _read_process(process: subprocess.Popen[bytes], channels: int) -> Iterator[F32]:
+    """Yields the samples of a file that another process decodes. Raises `ValueError` if that could
+    not read it to its end."""
+    assert process.stdout is not None
+    size = 4 * channels
+    while raw := process.stdout.read(_BLOCK // channels * size):
+        samples = np.frombuffer(raw[: len(raw) // size * size], np.float32)
+        yield samples.reshape(-1, channels).mean(axis=1, dtype=np.float32)
+    if process.wait():
+        raise ValueError("the decoder has failed")
 
 
 class Resampler:
