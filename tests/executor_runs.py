@@ -23,14 +23,15 @@ PROMPT = [5, 3, 17, 60, 2, 41]
 _NONE = np.empty(0, np.int32)
 
 
-def tiny_llama(folder: Path, *, inner: int = 64, seed: int = 0) -> Path:
-    """Writes a Llama of one layer with random weights, and `inner` channels in its MLP."""
+def tiny_llama(folder: Path, *, inner: int = 64, seed: int = 0, num_layers: int = 1) -> Path:
+    """Writes a Llama with random weights, and `inner` channels in its MLPs."""
+    folder.mkdir(exist_ok=True)
     vocab, hidden, heads, kv_heads = 64, 32, 4, 2
     description = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
         "tie_word_embeddings": False,
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": 1, "num_attention_heads": heads,
+        "num_hidden_layers": num_layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }  # fmt: skip
@@ -43,7 +44,11 @@ def tiny_llama(folder: Path, *, inner: int = 64, seed: int = 0) -> Path:
         "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }  # fmt: skip
-    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes = {
+        f"model.layers.{number}.{name}.weight": shape
+        for number in range(num_layers)
+        for name, shape in layer.items()
+    }
     shapes |= {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),

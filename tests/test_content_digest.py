@@ -7,10 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from aioinfer.ipc.content_digest import digest_files
 
 CONTENT = random.Random(1).randbytes(3 << 20)
+SIZES = (("matrix", 90_000), ("norm", 100))
 
 
 def write(folder: Path, content: bytes, name: str = "weights") -> Path:
@@ -43,3 +46,13 @@ def test_whole_contents_and_both_ends_of_samples_count(tmp_path: Path) -> None:
         changed[place] ^= 1
         wholes.add(digest_files(write(tmp_path / "b", bytes(changed)), whole=True))
     assert len(wholes) == 7
+
+
+def test_a_tensor_that_alone_has_changed_counts(tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.{kind}": torch.zeros(size) for n in range(9) for kind, size in SIZES}
+    digests = set()
+    for name in (None, "layers.4.norm", "layers.7.matrix"):
+        changed = {each: tensor + (each == name) for each, tensor in tensors.items()}
+        save_file(changed, tmp_path / "model.safetensors")
+        digests.add(digest_files(tmp_path))
+    assert len(digests) == 3

@@ -204,6 +204,27 @@ def test_what_a_request_computed_can_be_forgotten_even_behind_its_window() -> No
     assert cache.num_cached == 0
 
 
+def test_what_goes_on_behind_blocks_of_an_emptied_cache_is_not_cached() -> None:
+    cache = make_cache(FULL)
+    request = make_request("old", 24)
+    compute(cache, request)
+    cache.reset_prefix_cache()
+    fork = make_request("fork", 24)
+    prefix = cache.fork(request, 16)
+    assert prefix is not None
+    cache.admit(fork, prefix, 24)
+    fork.num_computed = 24
+    cache.commit(fork)
+    cache.replace(request, prefix)
+    request.num_computed = 16
+    cache.commit(request)
+    assert cache.num_cached == 0
+    for each in (request, fork):
+        cache.free(each)
+    compute(cache, make_request("new", 24))
+    assert cache.num_cached > 0
+
+
 def test_the_integrity_check_notices_a_freed_block_that_is_read_and_a_lost_one() -> None:
     cache = make_cache(FULL, windowed(6))
     request = make_request("one", 16)

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,19 @@ def test_a_lost_server_is_a_miss_and_is_not_asked_for_a_while(pair: Pair) -> Non
     began = time.monotonic()
     assert pair.read(4) == 0
     assert time.monotonic() - began < 0.5
+
+
+def test_new_weights_while_a_block_is_waited_for(pair: Pair) -> None:
+    def change() -> None:
+        time.sleep(0.2)
+        pair.model = b"n" * 16
+        pair.server.delete(-1, bytes(16))
+        pair.server.save(0, 0, NAMES[0], lambda: None)
+
+    pair.server.delete(0, NAMES[0])
+    with ThreadPoolExecutor() as pool:
+        pool.submit(change)
+        assert pair.read(1) == 0
 
 
 def test_new_weights_end_connections_and_are_not_mixed_with_old_ones(pair: Pair) -> None:

@@ -26,8 +26,9 @@ from aioinfer.worker.worker import Worker
 from tests.executor_runs import tiny_config, tiny_llama
 from tests.trainer_group import broadcast_file
 from tests.waiting import until
-from tests.worker_extension import rank_of
+from tests.worker_extension import identity_of, rank_of
 
+extended = pytest.mark.extended
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
 PROMPTS = [[5, 9, 13, 2, 7], [11, 4, 8], [3] * 9]
@@ -401,6 +402,67 @@ async def test_tensors_replace_weights(folder: Path, other: Path) -> None:
         assert await tokens_of(await submit_all(frontend)) == new
 
 
+async def answers_of(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    async with launched(folder, **settings) as frontend:
+        return await tokens_of([await frontend.submit(each, GREEDY) for each in prompts])
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["disk", "extension", *(pytest.param(way, marks=extended) for way in ("tensors", "wake-up"))],
+)
+async def test_no_block_of_old_weights_is_used_with_new_ones(tmp_path: Path, way: str) -> None:
+    """Requests that run keep their blocks over an update; those behind them, which the new weights
+    compute of the old keys, are no others' prefix, on the device, in files, and after a restart."""
+    folder, other = (tiny_llama(tmp_path / str(seed), seed=seed, num_layers=2) for seed in range(2))
+    settings: dict[str, Any] = {
+        "cache.host_bytes": 2**20, "cache.disk_path": str(tmp_path / "kv"),
+        "parallel.worker_extension": "tests.worker_extension.Extension",
+    }  # fmt: skip
+    tensors = list(load_file(other / "model.safetensors").items())
+    async with launched(folder, **settings) as frontend:
+        control = frontend.control
+        identities = await control.call_extension(identity_of)
+        outputs = await submit_all(frontend)
+        await until_running(frontend)
+        if way == "tensors":
+            await control.begin_update()
+            await control.update("load_weights", tensors=tensors)
+            await control.end_update()
+        elif way == "extension":
+            await control.call_extension("copy_weights", [str(other / "model.safetensors")])
+        elif way == "wake-up":
+            await control.sleep(2)
+            await control.wake_up(["weights"])
+            await control.update_from_disk(other)
+            await control.wake_up()
+        else:
+            await control.update_from_disk(other)
+        identities += await control.call_extension(identity_of)
+        texts = await tokens_of(outputs)
+        await tokens_of(await submit_all(frontend))
+        longer = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts, strict=True)]
+        found = await tokens_of([await frontend.submit(each, GREEDY) for each in longer])
+        await control.call_extension("scale_norm", [1.5])
+        identities += await control.call_extension(identity_of)
+        assert len(set(identities)) == 3
+    assert found == await answers_of(other, longer)
+    assert await answers_of(folder, longer, **settings) == await answers_of(folder, longer)
+
+
+async def test_weights_are_known_by_what_was_loaded(folder: Path, other: Path) -> None:
+    async with launched(folder, **{"cache.host_bytes": 2**20}) as frontend:
+        control = frontend.control
+        before = await control.call_extension(identity_of)
+        file = folder / "model.safetensors"
+        content = file.read_bytes()
+        try:
+            file.write_bytes((other / "model.safetensors").read_bytes())
+            assert await control.call_extension(identity_of) == before
+        finally:
+            file.write_bytes(content)
+
+
 @pytest.mark.slow
 async def test_a_trainer_broadcasts_to_two_ranks(folder: Path, other: Path) -> None:
     new = await texts_with(other)
@@ -460,7 +522,6 @@ async def test_methods_of_an_extension(folder: Path) -> None:
                 await control.call_extension(name)
         assert await tokens_of(outputs) == old
         await control.call_extension("scale_norm", [-1.0])
-        frontend.reset_prefix_cache()
         assert await tokens_of(await submit_all(frontend)) != old
 
 

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
 if TYPE_CHECKING:
     from aioinfer.worker.worker import Worker as Base
@@ -24,6 +25,11 @@ class Extension(Base):
         name = "model.norm.weight"
         self.load_weights([(name, torch.full((32,), factor))])
 
+    def copy_weights(self, file: str) -> None:
+        """Loads the tensors of a file one by one."""
+        for name, tensor in load_file(file).items():
+            self.load_weights([(name, tensor)])
+
     def fail(self) -> None:
         raise ValueError("on purpose")
 
@@ -41,3 +47,8 @@ class Replacing:
 
 def rank_of(worker: Any, offset: int) -> int:
     return int(worker.rank) + offset
+
+
+def identity_of(worker: Any) -> str:
+    """Returns what KV blocks of a worker are known by."""
+    return str(worker._identify_kv().hex())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
@@ -378,7 +377,7 @@ class ModelControl:
         """
         self._require_weights()
         await self._stop("keep")
-        await self._call("begin_update", token=uuid.uuid4().hex)
+        await self._call("begin_update")
         self._is_updating = True
 
     @_whole
@@ -414,6 +413,7 @@ class ModelControl:
         it does not form."""
         await self.call_workers("join_update_group", rank_offset=rank_offset, options=dict(options))
 
+    @_whole
     async def call_extension(
         self,
         method: str | Callable[..., Any],
@@ -423,15 +423,17 @@ class ModelControl:
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Calls a method of `parallel.worker_extension` on all workers, or a function, which has
-        the worker as its first argument; see `call_workers`."""
+        the worker as its first argument; see `call_workers`. What was computed with weights that it
+        has replaced is forgotten."""
         given: dict[str, Any] = {"args": list(args), "kwargs": dict(kwargs or {})}
-        if callable(method):
-            return await self.call_workers(
-                "call_function", timeout_s=timeout_s, function=method, **given
-            )
-        return await self.call_workers(
-            "call_extension", timeout_s=timeout_s, method=method, **given
-        )
+        await self._stop("keep")
+        try:
+            if callable(method):
+                return await self._call("call_function", timeout_s, function=method, **given)
+            return await self._call("call_extension", timeout_s, method=method, **given)
+        finally:
+            if self._living and any(await self._call("has_new_weights")):
+                self._forget_computed()
 
     @_whole
     async def call_workers(
@@ -476,6 +478,11 @@ class ModelControl:
                 engine.weight_version = version
                 for output in engine.requests.outputs():
                     output.weight_versions.append(version)
+        self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        """Forgets what former weights have computed; requests that run keep their KV blocks."""
+        for engine in self._living:
             engine.scheduler.kv_cache.reset_prefix_cache()
             for feature in engine.features:
                 feature.forget_results()

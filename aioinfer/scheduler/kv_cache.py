@@ -79,6 +79,7 @@ class KVCacheManager:
         self._block_size = block_size
         self._max_chunk = max_chunk
         self.prefix_caching = prefix_caching and bool(groups)
+        self._era = 0  # see `Request.cache_era`
         self.store = store if self.prefix_caching else None
         for pool, stored in zip(self.pools, self.store.groups if self.store else (), strict=False):
             pool.stored = stored
@@ -253,6 +254,7 @@ class KVCacheManager:
         """Gives a request the block tables of a prefix."""
         request.blocks = [list(shared) for shared in prefix.blocks]
         request.num_blocks = prefix.num_blocks
+        request.cache_era = self._era if prefix.cache_era < 0 else prefix.cache_era
         for kind in self._kinds:
             kind.share(request)
 
@@ -327,7 +329,7 @@ class KVCacheManager:
                 if table is None:
                     return None
                 tables[number] = table
-        prefix = Prefix(num_tokens, full, tables, [])
+        prefix = Prefix(num_tokens, full, tables, [], leader.cache_era)
         if num_tokens % self._block_size:
             prefix.copied = [
                 (number, leader.blocks[number][full])
@@ -353,8 +355,9 @@ class KVCacheManager:
         return min(equal, default=0)
 
     def commit(self, request: Request) -> None:
-        """Enters a request's full blocks of known tokens into the prefix index."""
-        if not self.prefix_caching:
+        """Enters a request's full blocks of known tokens into the prefix index, unless this has
+        been emptied since the request began: its keys may then be of two kinds of weights."""
+        if not self.prefix_caching or request.cache_era != self._era:
             return
         computed = request.num_computed - request.num_lookahead  # `min_computed`, without a call
         if self._states is not None:
@@ -390,7 +393,9 @@ class KVCacheManager:
             self.store.drop(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix index, and the store."""
+        """Empties the prefix index, and the store. Requests that have blocks enter no more of
+        them."""
+        self._era += 1
         self.forget_device()
         if self.store is not None:
             self.store.clear()

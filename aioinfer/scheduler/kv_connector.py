@@ -80,7 +80,8 @@ class KVConnector:
 
     def take_deletes(self) -> list[tuple[int, bytes]]:
         """Returns (group, hash) of the blocks that workers are to delete, behind the saves. A group
-        of -1 stands for all blocks, and says that the weights may be others from now on."""
+        of -1 stands for all blocks, which are forgotten before the plan's reads begin, and says
+        that the weights may be others from now on."""
         return []
 
     def succeed(self, former: KVConnector) -> None:

@@ -41,12 +41,14 @@ class Prefix:
         num_blocks: entries of each block table that share their blocks.
         blocks: these entries, one list a group.
         copied: (group, block) of the blocks that hold the tokens after these entries, to be copied.
+        cache_era: see `Request`; -1 of blocks that the prefix index knows.
     """
 
     num_tokens: int
     num_blocks: int
     blocks: list[list[int]]
     copied: list[tuple[int, int]]
+    cache_era: int = -1
 
 
 class PrefixSearch:

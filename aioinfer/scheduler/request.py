@@ -179,6 +179,8 @@ class Request:
         num_awaited: with how many blocks the state begins that it has waited for in the queue.
         num_blocks: how many blocks its tokens have begun: the length of each block table.
         num_committed: how many of these blocks the prefix index knows.
+        cache_era: how often the prefix cache had been emptied when the first of the request's
+            blocks was computed: other weights may have computed it than compute the next.
         slot: the worker slot while it runs.
         prefill_step: the step that computed the last token of the prompt, or -1.
         num_cached, num_preemptions, num_prefill_steps: prompt tokens found in the prefix cache when
@@ -230,6 +232,7 @@ class Request:
     num_awaited: int = 0
     num_blocks: int = 0
     num_committed: int = 0
+    cache_era: int = 0
     slot: int = -1
     prefill_step: int = -1
     num_cached: int = -1

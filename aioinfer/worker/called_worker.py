@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import orjson
 import torch
@@ -45,9 +46,9 @@ class CalledWorker:
     #: Names of the methods of the extension.
     _extended: frozenset[str] = frozenset()
     _update: WeightUpdate | None = None
-    #: Stands for the weights of an update by tensors, and for those that there are.
-    _update_name = b"extension"
-    _weights_digest: bytes
+    #: Stands for the weights; empty for those of the folder, before it is asked for.
+    _weights_digest = b""
+    _has_new_weights = False
     _group: UpdateGroup | None = None
 
     @torch.inference_mode()
@@ -96,21 +97,20 @@ class CalledWorker:
             return False
         self._update = None
         update.read(Path(folder))
-        self._note_update(digest_files(Path(folder)))
+        self.note_update(digest_files(Path(folder)))
         return True
 
-    def begin_update(self, token: str) -> None:
-        """Begins an update, tensor by tensor; no other has its `token`. Raises
-        `ConfigError` if weights cannot be loaded again."""
+    def begin_update(self) -> None:
+        """Begins an update, tensor by tensor. Raises `ConfigError` if weights cannot be loaded
+        again."""
         self._update = self._make_update()
-        self._update_name = token.encode()
 
     def load_weights(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Loads tensors, whole, by the names of a checkpoint; see `WeightUpdate.take`, which says
         what is checked. Extensions may call it, also without `begin_update`."""
         update = self._update = self._update or self._make_update()
         update.take(tensors)
-        self._note_update(self._update_name)
+        self.note_update()
 
     def open_weights(
         self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]],
@@ -176,11 +176,17 @@ class CalledWorker:
             raise ConfigError("transformers' modules cannot be loaded again")
         return WeightUpdate(self.model)
 
-    def _note_update(self, digest: bytes) -> None:
-        """Notes that the weights have changed; `digest` stands for them."""
-        self._weights_digest = digest
+    def note_update(self, digest: bytes | None = None) -> None:
+        """Notes that the weights have changed; `digest` stands for them, and by default a name that
+        no other weights have. Extensions that change them without `load_weights` call it."""
+        self._weights_digest = digest or uuid4().bytes
+        self._has_new_weights = True
         if self.memory is not None:
             self.memory.note_update()
+
+    def has_new_weights(self) -> bool:
+        """Whether the last method of an extension, or function, has changed the weights."""
+        return self._has_new_weights
 
     # ---------------------------------------------------------------- extensions
 
@@ -205,6 +211,7 @@ class CalledWorker:
         self, name: str, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
     ) -> Any:  # fmt: skip
+        self._has_new_weights = False
         try:
             result = function(*args, **kwargs or {})
         except Exception as error:

@@ -148,13 +148,15 @@ class _Server:
                         raise PeerError("a request for a group that does not exist")
                     if identity != self.identity:
                         raise PeerError("it was greeted before the weights changed")
-                    answer(connection, names)
+                    answer(connection, names, identity)
         except (OSError, PeerError) as error:
             _log.info("a reader of KV blocks is cut off: %s", error)
         finally:
             self._places.release()
 
-    def _send_blocks(self, connection: socket.socket, names: Sequence[tuple[int, bytes]]) -> None:
+    def _send_blocks(
+        self, connection: socket.socket, names: Sequence[tuple[int, bytes]], identity: bytes
+    ) -> None:
         until = time.monotonic() + _MAX_WAIT_S
         for group, block_hash in names:
             found = self._index.find(group, block_hash, until)
@@ -162,16 +164,23 @@ class _Server:
             send_head(connection, is_there=found is not None, value=len(block))
             if found is not None:
                 connection.sendall(block)
-                connection.sendall(bytes([self._index.is_whole(group, *found)]))
+                connection.sendall(bytes([self._is_meant(identity, group, *found)]))
 
-    def _name_places(self, connection: socket.socket, names: Sequence[tuple[int, bytes]]) -> None:
+    def _is_meant(self, identity: bytes, group: int, place: int, version: int) -> bool:
+        """Whether a place has the block that it had, and that is one of the weights of `identity`:
+        others may have come while the block was waited for."""
+        return self._index.is_whole(group, place, version) and identity == self.identity
+
+    def _name_places(
+        self, connection: socket.socket, names: Sequence[tuple[int, bytes]], identity: bytes
+    ) -> None:
         until = time.monotonic() + _MAX_WAIT_S
         found = [self._index.find(group, block_hash, until) for group, block_hash in names]
         for each in found:
             send_head(connection, is_there=each is not None, value=each[0] if each else 0)
         receive(connection, 1)  # they are copied
         flags = [
-            each is not None and self._index.is_whole(group, *each)
+            each is not None and self._is_meant(identity, group, *each)
             for (group, _), each in zip(names, found, strict=True)
         ]
         connection.sendall(bytes(flags))

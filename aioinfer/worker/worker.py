@@ -156,7 +156,6 @@ class Worker(CalledWorker):
         """
         self._config = config
         self._folder = folder
-        self._weights_digest = b""  # of the files that have taken the place of the folder's
         self._engine, self._tally = engine, tally
         place = groups.spec
         self.rank = place.engine_rank
@@ -510,16 +509,17 @@ class Worker(CalledWorker):
     def _identify_kv(self) -> bytes:
         """Returns 16 bytes that stand for the model, its weights, and the form of its KV blocks."""
         config, place = self._config.model, self._peers.groups.spec
-        files = self._weights_digest
-        if not files and self._folder.exists():
-            files = digest_files(self._folder)
+        if not self._weights_digest and self._folder.exists():
+            # once: other weights may come there, which are not loaded
+            self._weights_digest = digest_files(self._folder)
         scales = [
             (each.table.tolist(), None if each.key_shifts is None else each.key_shifts.tolist())
             for each in self.model.kv_scales.values()
         ]
         form = (
-            files, config.load_format, config.seed, config.quantization, str(self._backend.dtype),
-            str(self._cache_dtype), self.block_size, self._own_groups, place.engine_rank, scales,
+            self._weights_digest, config.load_format, config.seed, config.quantization,
+            str(self._backend.dtype), str(self._cache_dtype), self.block_size, self._own_groups,
+            place.engine_rank, scales,
         )  # fmt: skip
         return blake2b(repr(form).encode(), digest_size=16).digest()
 

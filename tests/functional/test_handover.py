@@ -7,6 +7,7 @@ import asyncio
 import random
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from aioinfer.gateway.proxy import Gateway
 from aioinfer.gateway.replica import ReplicaServer
 from aioinfer.worker import kv_peers
 from tests.functional.test_kv_store import MODELS, SETTINGS, model_of
+from tests.tiny_models import tiny_model
 from tests.waiting import until
 
 extended = pytest.mark.extended
@@ -37,6 +39,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (tmp_path / "key").write_text(KEY)
     (tmp_path / "port").write_text(str(free_port(2)))
     return model_of(getattr(request, "param", "all tokens"), tmp_path)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The folder of a model with other weights."""
+    family, fields = MODELS["all tokens"]
+    return tiny_model(family, tmp_path / "other", vocab_size=200, seed=1, **fields)
 
 
 def free_port(count: int) -> int:
@@ -229,6 +238,32 @@ async def test_the_command(folder: Path) -> None:
         finally:
             if process.returncode is None:
                 process.kill()
+
+
+async def test_blocks_of_old_weights_are_not_read_for_new_ones(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt waits for the update, and its blocks are another server's, of the old weights."""
+    async with servers(folder) as found:
+        await found.generate(PROMPTS[1])  # the connections are there
+        before, control = found.loaded(), found.decode._frontend.control
+        connector = _works(found.decode)[0].connectors[1]
+        begin = connector.read
+
+        def read(*args: Any) -> None:  # it may be over before anything else is done
+            begin(*args)
+            time.sleep(0.2)
+
+        monkeypatch.setattr(connector, "read", read)
+        await control.pause()
+        generating = asyncio.create_task(found.generate(PROMPTS[0]))
+        await until(lambda: found.decode._frontend.engines[0].scheduler.num_waiting == 1)
+        await control.update_from_disk(other)
+        control.resume()
+        text = await generating
+        assert found.loaded() == before
+        found.decode._frontend.reset_prefix_cache()
+        assert await found.generate(PROMPTS[0]) == text
 
 
 async def test_streams_and_what_no_client_may_send(folder: Path) -> None:

@@ -26,7 +26,8 @@ class KVMoves(Section):
             block.
         reads: int32 [R, 8]: group, place, ticket, hash and connector of blocks that are read into
             the host, behind the loads. A ticket's reads are adjacent and of one connector.
-        deletes: int32 [D, 6]: connector, group and hash of blocks that it is to delete.
+        deletes: int32 [D, 6]: connector, group and hash of blocks that it is to delete, behind the
+            saves; of all blocks, before the reads, if the group is -1.
         awaited: int32 [W], tickets for the end of one of which the step's result waits, for a
             while.
         sources: int32 [N], JSON, padded with spaces: where the reads of some tickets come from.

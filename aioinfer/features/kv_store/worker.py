@@ -138,12 +138,20 @@ class Work(WorkerFeature):
         self._is_awaited = False
         if moves is not None:
             self._is_awaited = len(moves.awaited) > 0
+            self._forget_all(moves)
             copies.load(moves.loads)
             self._begin_reads(moves, copies)
             self._save(moves, copies)
         if self._reading or self._tallied:
             awaits_read = self._is_awaited and not copies.has_loads
             self._take_reads(_MAX_WAIT_S if awaits_read else 0.0)
+
+    def _forget_all(self, moves: KVMoves) -> None:
+        """Has connectors forget all blocks, where the plan says so, before they read any: those of
+        other weights have another identity."""
+        for number, group in moves.deletes[:, :2].tolist():
+            if group < 0:
+                self.connectors[number].delete(group, b"")
 
     def _begin_reads(self, moves: KVMoves, copies: BlockCopies) -> None:
         """Has connectors read the blocks of each ticket."""
@@ -168,7 +176,7 @@ class Work(WorkerFeature):
                 if row[7] >> number & 1:
                     connector.save(int(row[0]), int(row[1]), row[3:7].tobytes(), saved)
             for row in moves.deletes:
-                if row[0] == number:
+                if row[0] == number and row[1] >= 0:
                     connector.delete(int(row[1]), row[2:].tobytes())
 
     def _take_reads(self, max_wait_s: float) -> None:
