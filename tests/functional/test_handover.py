@@ -51,7 +51,7 @@ def other(tmp_path: Path) -> Path:
 def free_port(count: int) -> int:
     """Returns the first of `count` free ports."""
     while True:
-        first = RNG.randrange(20_000, 30_000)
+        first = random.SystemRandom().randrange(20_000, 30_000)  # other processes test, too
         try:
             for port in range(first, first + count):
                 with socket.create_server(("127.0.0.1", port)):
