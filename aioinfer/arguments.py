@@ -37,6 +37,7 @@ _KEYS = {
     "kv_cache_dtype": "cache.dtype",
     "mamba_ssm_cache_dtype": "cache.state_dtype",
     "num_gpu_blocks_override": "cache.num_blocks",
+    "override_generation_config": "model.sampling",
     "scheduling_policy": "scheduler.policy",
     "served_model_name": "server.served_model_names",
     "skip_tokenizer_init": "model.skip_tokenizer",

@@ -27,14 +27,12 @@ from aioinfer.config_keys import (
 from aioinfer.config_sections import (
     CacheConfig,
     ChatConfig,
-    LimitsConfig,
     LoggingConfig,
     LoraConfig,
     MediaConfig,
     ModelConfig,
     ParallelConfig,
     PoolingConfig,
-    SamplingConfig,
     SchedulerConfig,
     ServerConfig,
     SpeculationConfig,
@@ -47,14 +45,12 @@ __all__ = [
     "CacheConfig",
     "ChatConfig",
     "Config",
-    "LimitsConfig",
     "LoggingConfig",
     "LoraConfig",
     "MediaConfig",
     "ModelConfig",
     "ParallelConfig",
     "PoolingConfig",
-    "SamplingConfig",
     "SchedulerConfig",
     "ServerConfig",
     "SpeculationConfig",
@@ -74,7 +70,6 @@ class Config:
     """The whole configuration: one field for each section."""
 
     model: ModelConfig
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
@@ -84,7 +79,6 @@ class Config:
     media: MediaConfig = field(default_factory=MediaConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
@@ -140,8 +134,8 @@ def load_config(
     Args:
         file: the TOML file; None starts from an empty configuration.
         overrides: `section.key=value` strings (a value in TOML's notation, or a bare string), or a
-            mapping of `"section.key"` to values. Another `model.path` than the file's also removes
-            the file's `server.served_model_names`.
+            mapping of `"section.key"` to values; `section.key.name` is an entry of a table. Another
+            `model.path` than the file's also removes the file's `server.served_model_names`.
 
     Raises:
         ConfigError: an unknown section or key (the nearest right one is named), a wrong type or
@@ -160,9 +154,14 @@ def load_config(
                 f"{dotted!r} is not a key: write "
                 f"section.key{nearest(dotted, [k for k, *_ in describe_keys()])}"
             )
-        if not isinstance(tree.setdefault(section, {}), dict):
+        keys = tree.setdefault(section, {})
+        if not isinstance(keys, dict):
             raise ConfigError(f"[{section}] must be a section")
-        tree[section][name] = value
+        name, dot, entry = name.partition(".")
+        if dot:  # of a table
+            given = keys.get(name)
+            value = (given if isinstance(given, dict) else {}) | {entry: value}
+        keys[name] = value
     config = cast(Config, _build(Config, tree, ""))
     _check_combinations(config)
     return config
@@ -210,7 +209,7 @@ def _build(cls: type, tree: Mapping[str, Any], path: str) -> Any:
     for name, value in tree.items():
         dotted = f"{path}.{name}" if path else name
         if name not in hints:
-            known = [k for k, *_ in describe_keys()] if path else list(hints)
+            known = [*([] if path else hints), *(k for k, *_ in describe_keys())]
             raise ConfigError(
                 f"unknown {'key' if path else 'section'} {dotted!r}{nearest(dotted, known)}"
             )
@@ -230,8 +229,8 @@ def _check_combinations(config: Config) -> None:
     """Checks what involves several keys, and the default sampling. Raises `ConfigError` naming the
     key."""
     model, server, parallel = config.model, config.server, config.parallel
-    if server.tls_key is not None and server.tls_certificate is None:
-        raise ConfigError("server.tls_key needs server.tls_certificate")
+    if len(server.tls_files) > 2:
+        raise ConfigError("server.tls_files: the certificate and its key are in one file or in two")
     if parallel.executor == "inline":
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(parallel, name) > 1:
@@ -247,9 +246,11 @@ def _check_combinations(config: Config) -> None:
                 raise ConfigError(f"model.{name} has no effect with model.skip_tokenizer = true")
     _check_tracing(config.tracing)
     try:
-        SamplingParams(**config.sampling.given())
+        SamplingParams(**model.sampling)
     except RequestError as error:
-        raise ConfigError(f"sampling.{error.param}: {error}") from error
+        raise ConfigError(f"model.sampling.{error.param}: {error}") from error
+    except TypeError as error:
+        raise ConfigError(f"model.sampling: {error}") from error
 
 
 def _check_store(config: Config) -> None:

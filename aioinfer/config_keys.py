@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ def key(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
+    names: Sequence[str] = (),
     secret: bool = False,
 ) -> Any:
     """Declares a key of a section.
@@ -31,11 +32,13 @@ def key(
     Args:
         doc: its documentation, for users.
         default: its value where the file has none; without a default the key must be given.
-        minimum, above, maximum: bounds of a number; `above` excludes the bound itself.
+        minimum, above, maximum: bounds of a number, or of those in a table; `above` excludes the
+            bound itself.
+        names: those that a table may hold; empty for any.
         secret: the value appears neither in `repr` nor in error messages.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
-    metadata = {"doc": doc, "secret": secret, **bounds}
+    metadata = {"doc": doc, "secret": secret, "names": names, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata, repr=not secret)
     return field(default=default, metadata=metadata, repr=not secret)
@@ -76,6 +79,12 @@ def check_value(hint: Any, value: Any, dotted: str, metadata: Mapping[str, Any])
         if not metadata["secret"]:
             raise
         raise ConfigError(f"{dotted} must be {type_name(hint)}") from None
+    entries = value.items() if isinstance(value, dict) else ()
+    for name, entry in entries:
+        if metadata["names"] and name not in metadata["names"]:
+            known = [f"{dotted}.{each}" for each in metadata["names"]]
+            raise ConfigError(f"unknown key '{dotted}.{name}'{nearest(f'{dotted}.{name}', known)}")
+        _check_bounds(f"{dotted}.{name}", entry, metadata)
     _check_bounds(dotted, value, metadata)
     return value
 
@@ -99,8 +108,11 @@ def _typed(hint: Any, value: Any, dotted: str) -> Any:
         if isinstance(value, list):
             return [_typed(item, v, dotted) for v in value]
     elif origin is dict:
+        item = typing.get_args(hint)[1]
         if isinstance(value, Mapping):
-            return dict(value)
+            return {name: _typed(item, v, f"{dotted}.{name}") for name, v in value.items()}
+    elif hint is Any:
+        return value
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isfinite(value):
             return float(value)

@@ -5,11 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from aioinfer.config_keys import key
 from aioinfer.sampling_params import MAX_LOGPROBS
+
+#: Sampling parameters that may have a default.
+SAMPLING_DEFAULTS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens",
+)  # fmt: skip
+#: Limits of an API key.
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,15 @@ class ModelConfig:
         False,
     )
     seed: int = key("Seed of `dummy` weights, and of requests that bring none.", 0)
+    sampling: dict[str, Any] = key(
+        "Sampling parameters of requests that bring none, over the model's "
+        "`generation_config.json`, such as `{ temperature = 0.6, top_p = 0.95 }`: "
+        f"{', '.join(f'`{name}`' for name in SAMPLING_DEFAULTS)}. `max_tokens` is less where the "
+        "context has no room for it; built-in default: 16 for completions, as OpenAI has it; for "
+        "chat and offline use what the context has room for.",
+        {},
+        names=SAMPLING_DEFAULTS,
+    )
     features: list[str] = key(
         "Step features and logits processors of other installed packages, by the names of their "
         "entry points `aioinfer.features` (docs/features.md).",
@@ -81,31 +98,6 @@ class ModelConfig:
     def has_random_weights(self) -> bool:
         """Whether weights are made, and not read."""
         return self.load_format in ("dummy", "dummy_skewed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """Default sampling of requests that bring none, over the model's `generation_config.json`."""
-
-    temperature: float | None = key("Temperature; 0 is greedy. Built-in default: 1.", None)
-    top_k: int | None = key(
-        "Sample among so many most probable tokens; 0 or -1: all. Built-in default: 0.", None
-    )
-    top_p: float | None = key(
-        "Sample among the most probable tokens that reach this probability. Built-in default: 1.",
-        None,
-    )
-    max_tokens: int | None = key(
-        "Output length of a request that brings no `max_tokens`; less where the context has no "
-        "room for it. Built-in default: 16 for completions, as OpenAI has it; for chat and "
-        "offline use what the context has room for.",
-        None,
-    )
-
-    def given(self) -> dict[str, Any]:
-        """Returns the keys that were given, under the names of `SamplingParams`."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +169,8 @@ class CacheConfig:
         "Data type of keys and values. `auto`: what the checkpoint is made for (its "
         "`kv_cache_scheme`), else `model`, the dtype of the arithmetic. `fp8` (e4m3) holds twice "
         "as many tokens as 16 bits, but not of latent vectors; states beside keys keep their "
-        "dtype. See `scales`.",
-        "auto",
-    )
-    scales: Literal["auto", "one", "calibrated"] = key(
-        "With `fp8`, by what keys and values are divided before they are rounded, by KV head. "
-        "`auto`: the checkpoint's scales if it has any, else `calibrated` at the start with a "
-        "random prompt. `one`: nothing.",
+        "dtype. They are divided by the checkpoint's scales if it has any, else by scales that are "
+        "calibrated at the start with a random prompt.",
         "auto",
     )
     state_dtype: Literal["float32", "bfloat16"] = key(
@@ -318,6 +305,8 @@ class LoraConfig:
 
     #: Memory of the host for adapters that are not on a GPU, for each worker.
     host_bytes: ClassVar[int] = 8 * 2**30
+    #: Virtual tokens of a soft prompt, at most.
+    longest_prompt: ClassVar[int] = 256
 
     adapters: dict[str, str] = key(
         "Adapters by name, each a folder as peft saves it, a hub id or `package:NAME/FOLDER`. "
@@ -334,17 +323,17 @@ class LoraConfig:
     max_rank: int = key(
         "Maximum rank of an adapter. GPU memory grows with it.", 16, minimum=1, maximum=256
     )
-    experts: bool = key(
-        "Whether adapters may change experts. Each slot then has matrices for every expert.", False
+    targets: list[Literal["experts", "embeddings", "prompts"]] = key(
+        "What adapters may change beside linear layers, for memory of each slot: `experts` (with "
+        "matrices for every expert), `embeddings` and the head (with matrices for the vocabulary), "
+        "`prompts` (soft prompts of up to 256 virtual tokens).",
+        [],
     )
-    embeddings: bool = key(
-        "Whether adapters may change the embedding and the head. Each slot then has matrices for "
-        "the vocabulary.",
-        False,
-    )
-    max_prompt_tokens: int = key(
-        "Maximum of virtual tokens of a soft prompt; 0 for none.", 0, minimum=0, maximum=4096
-    )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Maximum of virtual tokens of a soft prompt; 0 for none."""
+        return self.longest_prompt if "prompts" in self.targets else 0
 
     @property
     def num_slots(self) -> int:
@@ -378,13 +367,10 @@ class MediaConfig:
         minimum=1,
         maximum=86_400,
     )
-    allowed_folder: str | None = key(
-        "Folder below which requests may name files as pictures (`file:///...`). Default: none.",
-        None,
-    )
-    allowed_domains: list[str] = key(
-        "Hosts from which requests may have pictures fetched by http(s); other hosts, private "
-        "addresses and redirects are refused. Default: none.",
+    allowed_sources: list[str] = key(
+        "Where pictures may come from beside the request itself: hosts, for http(s), and folders, "
+        "as absolute paths, for files below them (`file:///...`). Other hosts, private addresses "
+        "and redirects are refused.",
         [],
     )
 
@@ -476,14 +462,10 @@ class ServerConfig:
 
     host: str = key("Address to listen on, or `unix:PATH`: a Unix socket.", "127.0.0.1")
     port: int = key("Port to listen on; 0 takes a free one.", 8000, minimum=0, maximum=65535)
-    tls_certificate: str | None = key(
-        "PEM file with the server's certificate and those above it: serves HTTPS, and HTTPS only.",
-        None,
-    )
-    tls_key: str | None = key(
-        "PEM file with the certificate's private key, without a passphrase. "
-        "Default: in `tls_certificate`.",
-        None,
+    tls_files: list[str] = key(
+        "PEM files with the server's certificate, those above it and its private key, without a "
+        "passphrase: one file, or the key in a second one. Serves HTTPS, and HTTPS only.",
+        [],
     )
     api_keys: list[str] = key(
         "Keys of which a request must bring one, as `Authorization: Bearer KEY`; only "
@@ -494,11 +476,23 @@ class ServerConfig:
     )
     api_key_file: str | None = key(
         "TOML file with a table `[NAME]` for each key: `key` or `sha256` (`python -m "
-        "aioinfer.api.http.keys NAME` makes both) and, if need be, the keys of `[limits]` (0 lifts "
+        "aioinfer.api.http.keys NAME` makes both) and, if need be, the names of `limits` (0 lifts "
         "a limit), `weight` (its share while requests of several keys wait; 1), `min_priority` "
         "(lowest `priority` of its requests, where lower goes first, and the one of those that "
         "name none, if above 0) and `admin`. SIGHUP has it read again.",
         None,
+    )
+    limits: dict[str, int] = key(
+        "What an API key may use unless `api_key_file` says otherwise; without keys, what all "
+        "requests together may: `requests_per_minute` (POST requests; as many may come at once "
+        "after a minute without any), `tokens_per_minute` (of prompts, cached ones included, and "
+        "outputs; a request is charged its prompt and its `max_tokens` when it is queued, and what "
+        "it has used when it ends) and `max_concurrent_requests` (POST requests that are being "
+        "answered). Requests beyond it are answered 429, with `Retry-After`.",
+        {},
+        minimum=1,
+        maximum=10**12,
+        names=LIMITS,
     )
     admin_key: str | None = key(
         "Key that opens the endpoints which act on the whole server (`/pause`, `/resume`, "
@@ -569,31 +563,6 @@ class ServerConfig:
     def unix_socket(self) -> str | None:
         """The path of the Unix socket to listen on, None for an address."""
         return self.host.removeprefix("unix:") if self.host.startswith("unix:") else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LimitsConfig:
-    """What an API key may use unless `server.api_key_file` says otherwise; without keys, what all
-    requests together may. Requests beyond it are answered 429, with `Retry-After`."""
-
-    requests_per_minute: int | None = key(
-        "POST requests a minute; as many may come at once after a minute without any. "
-        "Default: no limit.",
-        None,
-        minimum=1,
-        maximum=10**12,
-    )
-    tokens_per_minute: int | None = key(
-        "Tokens a minute, of prompts (cached ones included) and outputs. A request is charged "
-        "its prompt and its `max_tokens` when it is queued, and what it has used when it "
-        "ends. Default: no limit.",
-        None,
-        minimum=1,
-        maximum=10**12,
-    )
-    max_concurrent_requests: int | None = key(
-        "POST requests that are being answered at a time. Default: no limit.", None, minimum=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,7 +238,8 @@ class Bench:
         most = max(self._options.streams)
         settings = [
             f"model.path={self._model}", "model.load_format=dummy", f"lora.max_rank={rank}",
-            f"lora.max_adapters={min(slots, count)}", f"lora.experts={str(has_experts).lower()}",
+            f"lora.max_adapters={min(slots, count)}",
+            f"lora.targets={json.dumps(['experts'] * has_experts)}",
             "cache.enable_prefix_caching=false",
             f"model.max_model_len={self._options.input_len + self._options.output_len}",
             f"scheduler.max_num_seqs={max(most, 64)}", *self._options.settings,

@@ -164,7 +164,7 @@ def test_embeddings_and_heads_have_adapters(
         name: make_adapter(model, tmp_path / name, seed=seed, **fields)
         for seed, (name, fields) in enumerate(ENDS.items())
     }
-    settings: dict[str, Any] = {"lora.embeddings": True}
+    settings: dict[str, Any] = {"lora.targets": ["embeddings"]}
     if ranks > 1:
         settings |= {"parallel.executor": "multiprocess", "parallel.tensor_parallel_size": ranks}
     check_texts(model, adapters, **settings)
@@ -179,7 +179,7 @@ def test_tokens_of_a_prompt_are_scored_with_its_adapter(tmp_path: Path) -> None:
         SamplingParams(temperature=0, max_tokens=1, adapter=name, prompt_logprobs=scored)
         for name, scored in ((None, 0), ("one", None), ("one", 0))
     ]
-    settings = {**SETTINGS, "lora.embeddings": True, "lora.adapters": {"one": str(adapter)}}
+    settings = {**SETTINGS, "lora.targets": ["embeddings"], "lora.adapters": {"one": str(adapter)}}
     with LLM(str(model), settings=settings, progress=False) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt}] * 3, params)
     for output, folder in ((outputs[0], None), (outputs[2], adapter)):
@@ -550,7 +550,7 @@ def test_what_is_not_supported_or_does_not_fit_is_refused(llama: Adapted, tmp_pa
         ({"rank_pattern": {"(q+)+x": 4}}, {}, "repeats a group"),
         ({"task_type": "x" * 2**20}, {}, "has more than 1048576 bytes"),
         ({}, {name: torch.zeros(4, 64, dtype=torch.int8)}, "has I8, and not F16"),
-        ({}, {end: wide, end.replace("_A", "_B"): wide + 1}, r"lora\.embeddings is false"),
+        ({}, {end: wide, end.replace("_A", "_B"): wide + 1}, r"lora\.targets lacks 'embeddings'"),
         ({}, {name: torch.zeros(64)}, r"has the shape \(64,\), and is no matrix"),
         ({}, {name: wide}, "an adapter of another model"),
         ({}, {elsewhere: wide}, "of model.layers.7.self_attn.q_proj it has one matrix"),

@@ -107,7 +107,7 @@ def test_derived_values() -> None:
 
 def test_fields_cannot_be_assigned() -> None:
     config = load_config(overrides=[MODEL])
-    for section in (config, config.model, config.sampling, config.server):
+    for section in (config, config.model, config.chat, config.server):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(section, dataclasses.fields(section)[0].name, "other")
 
@@ -139,6 +139,10 @@ def test_every_example_loads_with_a_served_name_and_the_default_block_size(file:
         ("model.max_num_seqs=1", r"did you mean 'scheduler\.max_num_seqs'"),
         ("cache.gpu_memory_utilisation=0.5", r"did you mean 'cache\.gpu_memory_utilization'"),
         ("schduler.policy=fcfs", r"unknown section 'schduler' \(did you mean 'scheduler'\?\)"),
+        ("sampling.top_p=1", r"unknown section 'sampling' \(did you mean 'model\.sampling'\?\)"),
+        ("model.sampling.topp=1", r"did you mean 'model\.sampling\.top_p'"),
+        ("server.limits.tokens_per_minute=x", r"tokens_per_minute must be integer, not 'x'"),
+        ("server.tls_key=key.pem", r"did you mean 'server\.tls_files'"),
         ("port=80", r"write section\.key \(did you mean 'server\.port'\?\)"),
         ("server.port", r"'server\.port' is not an override"),
         ("server.port=high", r"server\.port must be integer, not 'high'"),
@@ -188,11 +192,11 @@ def test_wrong_keys_and_types_name_the_right_ones(override: str, message: str) -
         ("scheduler.max_waiting_requests=-1", "at least 0"),
         ("parallel.data_parallel_size=0", "at least 1"),
         ("cache.cpu_memory_gib=nan", "finite"),
-        ("sampling.temperature=-0.1", "temperature must be"),
-        ("sampling.temperature=nan", "finite"),
-        ("sampling.top_k=-2", "top_k must be"),
-        ("sampling.top_p=0", "top_p must be"),
-        ("sampling.max_tokens=0", "max_tokens must be"),
+        ("model.sampling.temperature=-0.1", "temperature must be"),
+        ("model.sampling.temperature=nan", "temperature must be"),
+        ("model.sampling.top_k=-2", "top_k must be"),
+        ("model.sampling.top_p=0", "top_p must be"),
+        ("model.sampling.max_tokens=0", "max_tokens must be"),
     ],
 )
 def test_values_out_of_range_name_their_key(override: str, message: str) -> None:
@@ -208,9 +212,8 @@ def test_the_smallest_and_largest_values_that_are_allowed() -> None:
         "scheduler.max_num_seqs": 1,
         "server.port": 65535,
         "server.shutdown_timeout_s": 0,
-        "sampling.temperature": 0,
-        "sampling.top_k": -1,
-        "sampling.top_p": 1,
+        "server.limits": {"requests_per_minute": 1},
+        "model.sampling": {"temperature": 0, "top_k": -1, "top_p": 1},
     }
     config = load_config(overrides={"model.path": "x", **allowed})
     for dotted, value in allowed.items():
@@ -219,10 +222,10 @@ def test_the_smallest_and_largest_values_that_are_allowed() -> None:
 
 
 def test_default_sampling_holds_what_is_given_and_no_more(tmp_path: Path) -> None:
-    assert load_config(overrides=[MODEL]).sampling.given() == {}
-    file = write(tmp_path, "[model]\npath = 'x'\n[sampling]\ntemperature = 0\ntop_k = 40")
-    config = load_config(file, ["sampling.max_tokens=100"])
-    assert config.sampling.given() == {"temperature": 0.0, "top_k": 40, "max_tokens": 100}
+    assert load_config(overrides=[MODEL]).model.sampling == {}
+    file = write(tmp_path, "[model]\npath = 'x'\n[model.sampling]\ntemperature = 0\ntop_k = 40")
+    config = load_config(file, ["model.sampling.max_tokens=100"])
+    assert config.model.sampling == {"temperature": 0, "top_k": 40, "max_tokens": 100}
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "chat_template"])

@@ -27,7 +27,7 @@ PROMPT = [random.Random(3).randrange(3, 500) for _ in range(45)]
 def texts_of(model: Path, adapters: dict[str, Path], **settings: Any) -> list[list[int]]:
     """Texts without an adapter and with each, in the same steps."""
     paths = {name: str(path) for name, path in adapters.items()}
-    given = {**SETTINGS, "lora.experts": True, "lora.adapters": paths, **settings}
+    given = {**SETTINGS, "lora.targets": ["experts"], "lora.adapters": paths, **settings}
     params = [
         SamplingParams(temperature=0, max_tokens=OUTPUT, adapter=name) for name in (None, *adapters)
     ]
@@ -113,7 +113,7 @@ def test_modules_of_each_expert_have_matrices_of_their_own(tmp_path: Path) -> No
     expected = [adapted_text(folder, None, PROMPT, OUTPUT) for folder in (model, merged)]
     assert expected[0] != expected[1]
     assert texts_of(model, {"separate": adapter}) == expected
-    with pytest.raises(ConfigError, match=r"experts\.0\.\w+ of this model: lora\.experts is false"):
-        texts_of(model, {"separate": adapter}, **{"lora.experts": False})
+    with pytest.raises(ConfigError, match=r"experts\.0\.\w+ of this model: lora\.targets lacks"):
+        texts_of(model, {"separate": adapter}, **{"lora.targets": []})
     with pytest.raises(ConfigError, match="has rank 5, and the server's"):
         texts_of(model, {"separate": adapter}, **{"lora.max_rank": 4})

@@ -340,8 +340,6 @@ def test_twice_as_many_blocks_fit_and_more(folder: Path) -> None:
     [
         ({}, True, "float8 (e4m3; scales: the checkpoint's)"),
         ({}, False, "float8 (e4m3; scales: calibrated)"),
-        ({"scales": "one"}, True, "float8 (e4m3; scales: 1)"),
-        ({"scales": "calibrated"}, True, "float8 (e4m3; scales: calibrated)"),
         ({"dtype": "model"}, True, "float32"),
     ],
 )

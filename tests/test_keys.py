@@ -12,7 +12,7 @@ import pytest
 
 from aioinfer.__main__ import main
 from aioinfer.api.http.keys import ANONYMOUS, ApiKey, ApiKeys
-from aioinfer.config import LimitsConfig, load_config
+from aioinfer.config import load_config
 from aioinfer.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def load(file: Path | None, text: str = "", **settings: Any) -> ApiKeys:
         file.write_text(text)
         settings["server.api_key_file"] = str(file)
     config = load_config(None, {"model.path": "x"} | settings)
-    return ApiKeys.load(config.server, config.limits)
+    return ApiKeys.load(config.server)
 
 
 def found(keys: ApiKeys, key: str) -> str | None:
@@ -73,9 +73,9 @@ tokens_per_minute = 0
 max_concurrent_requests = 0
 """
     defaults = {
-        "limits.requests_per_minute": 7,
-        "limits.tokens_per_minute": 8,
-        "limits.max_concurrent_requests": 9,
+        "server.limits.requests_per_minute": 7,
+        "server.limits.tokens_per_minute": 8,
+        "server.limits.max_concurrent_requests": 9,
         "server.api_keys": ["plain"],
     }
     assert load(tmp_path / "keys", text, **defaults).all == [
@@ -86,7 +86,7 @@ max_concurrent_requests = 0
 
 
 def test_without_keys_there_is_one_name_for_all_requests() -> None:
-    keys = load(None, **{"limits.requests_per_minute": 7})
+    keys = load(None, **{"server.limits.requests_per_minute": 7})
     assert keys.all == [ApiKey(ANONYMOUS, 7)]
     assert found(keys, "anything") == ANONYMOUS
     assert keys.find(None) is keys.all[0]
@@ -162,7 +162,6 @@ def test_the_command_makes_a_key_that_the_file_takes(tmp_path: Path) -> None:
 def test_the_digests_are_all_that_is_kept() -> None:
     keys = load(None, **{"server.api_keys": ["sk-secret"]})
     assert "sk-secret" not in f"{vars(keys)} {keys.all}"
-    assert LimitsConfig().requests_per_minute is None
 
 
 @pytest.mark.parametrize(

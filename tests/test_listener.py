@@ -27,7 +27,7 @@ from tests.test_server import make_server
 from tests.waiting import until
 
 TLS = Path(__file__).parent / "tls"
-CERTIFIED = {"tls_certificate": str(TLS / "certificate.pem"), "tls_key": str(TLS / "key.pem")}
+CERTIFIED = {"tls_files": [str(TLS / "certificate.pem"), str(TLS / "key.pem")]}
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -218,7 +218,7 @@ def test_the_limit_of_descriptors_is_raised(
 
 
 def trusting() -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=CERTIFIED["tls_certificate"])
+    return ssl.create_default_context(cafile=CERTIFIED["tls_files"][0])
 
 
 async def test_https() -> None:
@@ -270,10 +270,9 @@ async def test_handshakes_under_way_count(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_certificate_that_cannot_be_used(certificate: str, key: str | None) -> None:
     settings = {
-        "server.tls_certificate": str(TLS / certificate),
-        "server.tls_key": None if key is None else str(TLS / key),
+        "server.tls_files": [str(TLS / name) for name in (certificate, key) if name is not None],
     }
-    with pytest.raises(ConfigError, match=r"server\.tls_certificate = .*, server\.tls_key = "):
+    with pytest.raises(ConfigError, match=r"server\.tls_files = "):
         tls_context(load_config(None, {"model.path": "x"} | settings).server)
 
 

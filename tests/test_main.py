@@ -122,7 +122,7 @@ def test_mistakes_are_answered_before_torch_is_imported(tmp_path: Path):
             (["serve", model, "--set", "model.chat_template=none"], "model.chat_template = 'none'"),
             (["serve", model, "--port", str(port)], f"port = {port}: [Errno 98] Address already"),
             (["serve", model, "--set", "server.api_key_file=none"], "server.api_key_file = 'none'"),
-            (["serve", model, "--set", "server.tls_certificate=none"], "server.tls_certificate"),
+            (["serve", model, "--set", 'server.tls_files=["none"]'], "server.tls_files"),
             (["serve", model, "--set", "server.prt=1"], "did you mean 'server.port'?"),
         ]
         code = (

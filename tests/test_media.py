@@ -78,9 +78,9 @@ def test_a_data_url_without_base64_and_base64_without_a_url() -> None:
         (data_url(bytes(2**20 + 1)), "has more than 1048576 bytes"),
         ("data:image/png," + "a" * (2**20 + 1), "has more than 1048576 bytes"),
         ("data:image/png," + "a" * (3 * 2**20 + 1), "has more than 1048576 bytes"),
-        ("file:///etc/passwd", "media.allowed_folder is not set"),
-        ("http://example.com/a.png", "media.allowed_domains"),
-        ("http://127.0.0.1/a.png", "media.allowed_domains"),
+        ("file:///etc/passwd", "media.allowed_sources has no folder"),
+        ("http://example.com/a.png", "media.allowed_sources"),
+        ("http://127.0.0.1/a.png", "media.allowed_sources"),
         ("https://[::1", "valid URL"),
         ("ftp://example.com/a.png", "must be a data URL"),
         ("javascript:alert(1)", "must be a data URL"),
@@ -108,7 +108,7 @@ def test_files_below_the_allowed_folder_alone(tmp_path: Path) -> None:
     (allowed / "link.png").symlink_to(outside)
     (allowed / "large.png").write_bytes(bytes(2**20 + 1))
     os.mkfifo(allowed / "pipe.png")
-    config = MediaConfig(max_bytes=2**20, allowed_folder=str(allowed))
+    config = MediaConfig(max_bytes=2**20, allowed_sources=[str(allowed)])
     assert read(f"file://{allowed}/below/a%20b.png", config) == PNG
     assert read(f"file://localhost{allowed}/below/a%20b.png", config) == PNG
     for path in (
@@ -116,9 +116,9 @@ def test_files_below_the_allowed_folder_alone(tmp_path: Path) -> None:
         f"{allowed}/link.png", f"{allowed}/missing.png", allowed, f"{allowed}/pipe.png",
         f"{allowed}/a%00.png", f"{allowed}2/a.png",
     ):  # fmt: skip
-        with pytest.raises(FieldError, match="is no file below the folder"):
+        with pytest.raises(FieldError, match="is no file below a folder"):
             read(f"file://{path}", config)
-    with pytest.raises(FieldError, match="is no file below the folder"):
+    with pytest.raises(FieldError, match="is no file below a folder"):
         read(f"file://elsewhere{allowed}/below/a%20b.png", config)
     with pytest.raises(FieldError, match="has more than"):
         read(f"file://{allowed}/large.png", config)
@@ -163,7 +163,7 @@ async def host() -> AsyncIterator[int]:
 
 def test_pictures_from_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.media.source.FETCH_TIMEOUT_S", 1.0)
-    config = MediaConfig(max_bytes=2**20, allowed_domains=["LocalHost."])
+    config = MediaConfig(max_bytes=2**20, allowed_sources=["LocalHost."])
 
     async def run() -> None:
         async with host() as port:
@@ -180,7 +180,7 @@ def test_pictures_from_allowed_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
                 f"http://127.0.0.1:{port}/a.png", f"http://a@localhost:{port}/a.png",
                 f"http://localhost.evil:{port}/a.png", f"http://evil@localhost:{port}/a.png",
             ):  # fmt: skip
-                with pytest.raises(FieldError, match="allowed_domains"):
+                with pytest.raises(FieldError, match="allowed_sources"):
                     await reader.read(MediaSource("x", other))
             with pytest.raises(FieldError, match="could not be fetched"):  # a private address
                 await MediaReader(config).read(MediaSource("x", f"{url}/a.png"))
@@ -359,7 +359,7 @@ def test_an_allowed_address_that_is_not_public_is_not_connected_to(host: str) ->
         server = await asyncio.start_server(count, host.strip("[]"), 0)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            reader = MediaReader(MediaConfig(allowed_domains=[host.strip("[]")]))
+            reader = MediaReader(MediaConfig(allowed_sources=[host.strip("[]")]))
             with pytest.raises(FieldError, match="could not be fetched"):
                 await reader.read(MediaSource("url", f"http://{host}:{port}/a.png"))
         return connections

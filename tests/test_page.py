@@ -263,7 +263,7 @@ async def test_info(chats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_info_has_the_default_sampling_of_the_configuration() -> None:
     settings = {"temperature": 0.5, "top_k": 7, "max_tokens": 99}
-    configured = {f"sampling__{name}": value for name, value in settings.items()}
+    configured = {f"model__sampling__{name}": value for name, value in settings.items()}
     async with serve(**configured) as (_, _, url), aiohttp.ClientSession(url) as http:
         async with http.get("/page/info") as response:
             defaults = (await response.json())["defaults"]
@@ -284,7 +284,7 @@ async def check_default_length(http: aiohttp.ClientSession, expected: int) -> No
 
 async def test_a_default_length_is_capped_by_the_room_in_the_context() -> None:
     async with (
-        serve(sampling__max_tokens=5000, model__max_model_len=200) as (_, _, url),
+        serve(model__sampling__max_tokens=5000, model__max_model_len=200) as (_, _, url),
         aiohttp.ClientSession(url) as http,
     ):
         body: dict[str, Any] = {"prompt": list(range(5, 105)), "ignore_eos": True}

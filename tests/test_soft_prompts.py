@@ -17,6 +17,7 @@ from peft import (
     get_peft_model,
 )
 
+from aioinfer.config import LoraConfig
 from aioinfer.errors import ConfigError, RequestError
 from aioinfer.llm import LLM
 from aioinfer.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ def test_virtual_tokens_are_a_prefix(family: str, tmp_path: Path) -> None:
     }
     assert len({tuple(text) for texts in expected.values() for text in texts}) == 8
     settings = {
-        **SETTINGS, "lora.max_prompt_tokens": 40, "lora.max_adapters": 2,
+        **SETTINGS, "lora.targets": ["prompts"], "lora.max_adapters": 2,
         "lora.adapters": {name: str(path) for name, path in adapters.items()},
     }  # fmt: skip
     asked = [(name, number) for name in expected for number in (0, 1)] * 2
@@ -106,7 +107,7 @@ def test_virtual_tokens_are_a_prefix(family: str, tmp_path: Path) -> None:
             )
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", tmp_path / "model")
     config = PromptTuningConfig(num_virtual_tokens=9, task_type="CAUSAL_LM")
     prompt = str(make_prompt(model, tmp_path / "prompt", config))
@@ -115,10 +116,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     settings = {**SETTINGS, "lora.max_adapters": 1}
     with (
         LLM(str(model), settings=settings, progress=False) as llm,
-        pytest.raises(ConfigError, match=r"lora\.max_prompt_tokens is 0"),
+        pytest.raises(ConfigError, match=r"lora\.targets lacks 'prompts'"),
     ):
         llm.load_adapter("prompt", prompt)
-    settings["lora.max_prompt_tokens"] = 8
+    settings["lora.targets"] = ["prompts"]
+    monkeypatch.setattr(LoraConfig, "longest_prompt", 8)
     with LLM(str(model), settings=settings, progress=False) as llm:
         with pytest.raises(ConfigError, match="has 9 virtual tokens"):
             llm.load_adapter("prompt", prompt)

@@ -223,7 +223,7 @@ def _ready_text(url: str, frontend: Frontend) -> str:
     if not frontend.generates:
         path, body = "/v1/embeddings", {"input": prompt.get("prompt", "The capital of France")}
     server = frontend.config.server
-    scheme = "https" if server.tls_certificate else "http"
+    scheme = "https" if server.tls_files else "http"
     base = (
         url
         if server.unix_socket is None

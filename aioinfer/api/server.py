@@ -239,7 +239,7 @@ class HttpServer:
 
     async def open_files(self) -> None:
         """Reads the API keys, and takes the folder of files. Raises `ConfigError`."""
-        keys = await asyncio.to_thread(ApiKeys.load, self._config, self._whole_config.limits)
+        keys = await asyncio.to_thread(ApiKeys.load, self._config)
         self._accounts = Accounts(keys)
         self._files = await asyncio.to_thread(FileStore.open, self._config)
 
@@ -268,7 +268,7 @@ class HttpServer:
 
     async def reload_keys(self) -> None:
         """Reads the file of API keys again; one that cannot be used leaves the keys as they are."""
-        await self._accounts.reload(self._whole_config)
+        await self._accounts.reload(self._config)
 
     async def drain(self) -> None:
         """Stops listening, and returns when the requests that have come are answered.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
-from aioinfer.config import Config, LimitsConfig
+from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _offline(config: Config) -> Config:
         config.server,
         api_keys=[],
         api_key_file=None,
+        limits={},
         files_folder=None,
         request_timeout_s=None,
     )
@@ -96,9 +97,7 @@ def _offline(config: Config) -> Config:
         target_itl_ms=None,
     )
     logging = replace(config.logging, requests=False)
-    return replace(
-        config, server=server, scheduler=scheduler, limits=LimitsConfig(), logging=logging
-    )
+    return replace(config, server=server, scheduler=scheduler, logging=logging)
 
 
 async def _answer(

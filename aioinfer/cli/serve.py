@@ -65,6 +65,6 @@ def _check_server(config: Config) -> None:
     from aioinfer.api.http.keys import ApiKeys
     from aioinfer.api.http.listener import check_address, tls_context
 
-    ApiKeys.load(config.server, config.limits)
+    ApiKeys.load(config.server)
     tls_context(config.server)
     check_address(config.server)

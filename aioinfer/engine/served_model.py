@@ -279,12 +279,11 @@ class ServedModel:
             config.chat.tool_format,
             config.chat.reasoning_format,
         )
-        given = config.sampling.given()
         return cls(
             tokenizer=tokenizer,
             message_format=form,
             defaults=GenerationDefaults.load(
-                folder, tokenizer, given, form.end_ids, config.model.hf_overrides
+                folder, tokenizer, config.model.sampling, form.end_ids, config.model.hf_overrides
             ),
             vocab_size=model.vocab_size,
             hidden_size=model.hidden_size,

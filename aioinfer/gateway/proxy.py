@@ -161,7 +161,7 @@ class Gateway:
     async def start(self) -> str:
         """Loads the tokenizer, and listens. Returns the URL. Raises `ConfigError`."""
         await self._reader.load()
-        self._keys = await asyncio.to_thread(ApiKeys.load, self._settings, self._config.limits)
+        self._keys = await asyncio.to_thread(ApiKeys.load, self._settings)
         self._http = aiohttp.ClientSession(
             auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15),

@@ -98,8 +98,7 @@ def replica_config(config: Config, host: str) -> Config:
         config.server,
         host=host,
         port=0,
-        tls_certificate=None,
-        tls_key=None,
+        tls_files=[],
         allowed_hosts=[],
         root_path="",
     )

@@ -184,7 +184,8 @@ def _adapt_experts(
         return None
     if make.backend.expert_group is not None:
         raise ConfigError(
-            "lora.experts is not supported with parallel.expert_parallel between engines"
+            "'experts' in lora.targets is not supported with parallel.expert_parallel between "
+            "engines"
         )
     order, is_gated = None, in_turns or len(here[0]) > 2
     if takes_stacked and is_gated:

@@ -67,7 +67,9 @@ class MediaReader:
     ):
         self._config = config
         self._is_allowed_address = is_allowed_address
-        self._domains = frozenset(name.lower().rstrip(".") for name in config.allowed_domains)
+        allowed = config.allowed_sources
+        self._folders = [Path(name) for name in allowed if name.startswith("/")]
+        self._hosts = {name.lower().rstrip(".") for name in allowed if not name.startswith("/")}
 
     async def read(self, source: MediaSource) -> bytes:
         """Returns the bytes of a picture. Raises `FieldError`."""
@@ -121,18 +123,18 @@ class MediaReader:
         return self._checked(unquote_to_bytes(text), source.place)
 
     def _read_file(self, source: MediaSource) -> bytes:
-        """Reads a file below the allowed folder. One error stands for all files that are not read:
+        """Reads a file below an allowed folder. One error stands for all files that are not read:
         it does not tell which exist."""
-        place, folder = source.place, self._config.allowed_folder
-        if folder is None:
-            raise FieldError(place, "may not be a file: media.allowed_folder is not set")
-        refused = FieldError(place, "is no file below the folder that media.allowed_folder names")
+        place = source.place
+        if not self._folders:
+            raise FieldError(place, "may not be a file: media.allowed_sources has no folder")
+        refused = FieldError(place, "is no file below a folder that media.allowed_sources names")
         parts = urlsplit(source.url)
         if parts.netloc not in ("", "localhost"):
             raise refused
         try:
             path = Path(os.fsdecode(unquote_to_bytes(parts.path))).resolve(strict=True)
-            if not path.is_relative_to(Path(folder).resolve()):
+            if not any(path.is_relative_to(folder.resolve()) for folder in self._folders):
                 raise refused
             # a pipe must not be waited for
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
@@ -153,8 +155,8 @@ class MediaReader:
             has_login = parts.username is not None or parts.password is not None
         except ValueError as error:
             raise FieldError(place, "is not a valid URL") from error
-        if host not in self._domains or has_login:
-            raise FieldError(place, "names a host that media.allowed_domains does not")
+        if host not in self._hosts or has_login:
+            raise FieldError(place, "names a host that media.allowed_sources does not")
         # aiohttp connects to an address without asking the resolver
         is_address = ":" in host or host.replace(".", "").isdigit()
         if is_address and not self._is_allowed_address(host):

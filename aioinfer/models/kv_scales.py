@@ -77,7 +77,7 @@ def load_kv_scales(folder: Path, layers: Collection[KVScales]) -> bool:
     if len(named) < len(layers):
         raise ConfigError(
             f"{folder} holds scales of the KV cache for {len(named)} of {len(layers)} layers: set "
-            "cache.scales to 'calibrated' or 'one'"
+            "cache.dtype to 'model'"
         )
     tensors = read_tensors(folder, [name for names in named for name in names])
     for scales, (keys, values) in zip(layers, named, strict=True):

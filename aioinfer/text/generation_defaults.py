@@ -1,10 +1,10 @@
 """Defaults of requests: end tokens and sampling parameters, from the model's files and the
 configuration.
 
-Where a request leaves a sampling parameter out, the section `[sampling]` of the configuration
-counts, then the model's `generation_config.json`, then the built-in default of `SamplingParams`.
-Like vLLM, and unlike transformers' `generate`, this reads `generation_config.json` whether or not
-it sets `do_sample`: a request is greedy when its temperature is 0.
+Where a request leaves a sampling parameter out, `model.sampling` of the configuration counts, then
+the model's `generation_config.json`, then the built-in default of `SamplingParams`. Like vLLM, and
+unlike transformers' `generate`, this reads `generation_config.json` whether or not it sets
+`do_sample`: a request is greedy when its temperature is 0.
 """
 
 from __future__ import annotations

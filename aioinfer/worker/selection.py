@@ -128,7 +128,7 @@ def select_cache_dtype(
     Raises:
         ConfigError: a cache in float8 is configured, and the model has none that can be.
     """
-    wanted, scales = config.cache.dtype, config.cache.scales
+    wanted = config.cache.dtype
     if wanted == "auto":
         found = read_config(folder, config.model.hf_overrides)
         wanted = "fp8" if has_float8_cache(found) else "model"
@@ -140,10 +140,8 @@ def select_cache_dtype(
             "a KV cache in float8 is not supported for latent vectors, and for models that keep "
             "states or nothing alone: set cache.dtype to 'model'"
         )
-    if scales == "one":
-        return CacheDtype(FLOAT8, "float8 (e4m3; scales: 1)")
     is_stored = not config.model.has_random_weights
-    if scales == "auto" and is_stored and load_kv_scales(folder, model.kv_scales.values()):
+    if is_stored and load_kv_scales(folder, model.kv_scales.values()):
         return CacheDtype(FLOAT8, "float8 (e4m3; scales: the checkpoint's)")
     for number, layer in model.kv_scales.items():
         for spec in model.kv_specs[model.layer_numbers.start + number]:

@@ -294,8 +294,8 @@ class Worker(CalledWorker):
         return AdapterSlots(
             lora.num_slots, lora.max_rank, dtype, self.device,
             uses_kernels=backend.has_kernels, pdl=backend.pdl, choices=backend.choices,
-            has_experts=lora.experts,
-            has_embeddings=lora.embeddings, max_prompt_tokens=lora.max_prompt_tokens,
+            has_experts="experts" in lora.targets, has_embeddings="embeddings" in lora.targets,
+            max_prompt_tokens=lora.max_prompt_tokens,
         )  # fmt: skip
 
     @property

@@ -57,7 +57,9 @@ def test_parameters_that_are_given_go_before_the_configured_ones(llm: LLM) -> No
 
 @pytest.mark.extended
 async def test_http_has_the_same_defaults() -> None:
-    async with serve(**{f"sampling__{name}": value for name, value in SAMPLING.items()}) as served:
+    async with serve(
+        **{f"model__sampling__{name}": value for name, value in SAMPLING.items()}
+    ) as served:
         for path, prompt in (
             ("/v1/completions", {"prompt": PROMPT}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),

@@ -101,8 +101,7 @@ def test_texts_are_the_same_with_the_store(kind: str, tmp_path: Path) -> None:
 
 @extended
 def test_a_cache_in_float8(tmp_path: Path) -> None:
-    settings = {"cache.dtype": "fp8", "cache.scales": "calibrated"}
-    check(model_of("windows", tmp_path), params_of(0.0), **settings)
+    check(model_of("windows", tmp_path), params_of(0.0), **{"cache.dtype": "fp8"})
 
 
 @extended
@@ -197,7 +196,6 @@ def test_files_outlive_the_server_and_broken_ones_are_misses(
                 file.write_bytes(content if number % 3 else content[: 100 * (number % 2)])
         if phase == "other dtype":
             settings["cache.dtype"] = "fp8"
-            settings["cache.scales"] = "one"
         with LLM(str(folder), settings=settings, progress=False) as llm:
             outputs = llm.generate(PROMPTS, params_of(0.0))
             stats = llm.frontend.engines[0].scheduler.stats

@@ -177,11 +177,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT, chat_of(image_url(URL), role="assistant"), AT, "must be of type"
     ),
     "a file": (
-        CHAT, chat_of(image_url("file:///etc/passwd")), f"{AT}.image_url", "allowed_folder"
+        CHAT, chat_of(image_url("file:///etc/passwd")), f"{AT}.image_url", "allowed_sources"
     ),
     "a host": (
         RESPONSES, response_of(image_url="http://127.0.0.1/"), "input[0].content[0].image_url",
-        "allowed_domains",
+        "allowed_sources",
     ),
     "a stored file": (
         RESPONSES, response_of(file_id="file-1"), "input[0].content[0].image_url", "must be a URL"

@@ -146,7 +146,7 @@ def test_texts_are_those_of_merged_weights(
     with inline_llm(
         model, model__skip_tokenizer=True, model__max_model_len=128, scheduler__max_num_seqs=4,
         scheduler__max_num_batched_tokens=128, cache__num_blocks=40, lora__max_adapters=2,
-        lora__embeddings=True,
+        lora__targets=["embeddings"],
         lora__adapters={name: path for name, (path, _) in adapters.items() if name},
     ) as llm:  # fmt: skip
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

@@ -21,7 +21,7 @@ SHARED = 600
     [
         ("qwen3", {"parallel__cuda_graphs": False}),
         ("qwen3", {"parallel__cuda_graphs": True}),
-        ("qwen3", {"cache__dtype": "fp8", "cache__scales": "one"}),
+        ("qwen3", {"cache__dtype": "fp8"}),
         ("gemma3", {"parallel__cuda_graphs": True}),  # two groups, one with windows
     ],
     ids=["qwen3", "graphs", "fp8", "gemma3"],

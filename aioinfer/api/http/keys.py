@@ -20,7 +20,7 @@ import re
 import secrets
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from aioinfer.config import LimitsConfig, ServerConfig
+from aioinfer.config import ServerConfig
+from aioinfer.config_sections import LIMITS
 from aioinfer.errors import ConfigError
 
 #: The name of all requests where the server has no keys.
@@ -60,13 +61,13 @@ class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
     min_priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     admin: bool = False
 
-    def limited_by(self, defaults: LimitsConfig) -> ApiKey:
+    def limited_by(self, defaults: Mapping[str, int]) -> ApiKey:
         """Returns the key with the configuration's limits where it has none. A limit of 0 lifts
         the configuration's."""
         limits = {}
-        for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"):
+        for name in LIMITS:
             own = getattr(self, name)
-            limits[name] = getattr(defaults, name) if own is None else own or None
+            limits[name] = defaults.get(name) if own is None else own or None
         own_fields = {name: getattr(self, name) for name in ApiKey.__struct_fields__}
         return ApiKey(**own_fields | limits)
 
@@ -98,7 +99,7 @@ class ApiKeys:
     def __init__(
         self,
         keys: Sequence[tuple[bytes, ApiKey]],
-        defaults: LimitsConfig,
+        defaults: Mapping[str, int],
         admin_key: str | None = None,
     ):
         """`keys` are (SHA-256 digest, key) pairs; `admin_key` opens the admin endpoints beside
@@ -116,9 +117,9 @@ class ApiKeys:
         self.all = list(by_name.values()) or [ApiKey(ANONYMOUS).limited_by(defaults)]
 
     @classmethod
-    def load(cls, config: ServerConfig, defaults: LimitsConfig | None = None) -> ApiKeys:
-        """Returns the keys of `server.api_keys` and of `server.api_key_file`; `defaults` are the
-        limits of keys that have none.
+    def load(cls, config: ServerConfig) -> ApiKeys:
+        """Returns the keys of `server.api_keys` and of `server.api_key_file`, with the limits of
+        `server.limits` where they have none.
 
         Raises `ConfigError`, which shows none of them.
         """
@@ -132,7 +133,7 @@ class ApiKeys:
                     found += [(value, entry) for value in entry.digests()]
         with _errors_of("server.admin_key"):
             admin_key = None if config.admin_key is None else _checked(config.admin_key)
-        return cls(found, defaults or LimitsConfig(), admin_key)
+        return cls(found, config.limits, admin_key)
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """Returns the key that an `Authorization` header holds, None if it is none of these.

@@ -40,7 +40,7 @@ from aiohttp import web
 
 from aioinfer.api.errors import Handler, local_path
 from aioinfer.api.http.keys import ApiKey, ApiKeys
-from aioinfer.config import Config
+from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, RateLimitError, RequestError
 from aioinfer.scheduler.request import Flow
 
@@ -310,10 +310,10 @@ class Accounts:
             else:
                 self._known[key.name] = Account(key)
 
-    async def reload(self, config: Config) -> None:
+    async def reload(self, config: ServerConfig) -> None:
         """Reads the key file again, and logs a line. A file that cannot be used changes nothing."""
         try:
-            keys = await asyncio.to_thread(ApiKeys.load, config.server, config.limits)
+            keys = await asyncio.to_thread(ApiKeys.load, config)
         except ConfigError as error:
             _log.error("the API keys stay as they were: %s", error)
         else:

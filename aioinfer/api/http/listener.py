@@ -206,21 +206,19 @@ def check_address(config: ServerConfig) -> None:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """Returns the TLS settings of `server.tls_certificate`, None without one.
+    """Returns the TLS settings of `server.tls_files`, None without one.
 
     Raises `ConfigError`.
     """
-    if config.tls_certificate is None:
+    if not config.tls_files:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # a key under a passphrase fails to load: OpenSSL would ask for it at the terminal
-        context.load_cert_chain(config.tls_certificate, config.tls_key, password=lambda: "")
+        certificate, *key = config.tls_files
+        context.load_cert_chain(certificate, key[0] if key else None, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"server.tls_certificate = {config.tls_certificate!r}, server.tls_key = "
-            f"{config.tls_key!r}: {error}"
-        ) from error
+        raise ConfigError(f"server.tls_files = {config.tls_files}: {error}") from error
     return context
 
 

@@ -196,7 +196,7 @@ class AdapterRegistry:
         """Raises `ConfigError` for a soft prompt that does not go with the model."""
         known = self._modules.get(PROMPT)
         if known is None:
-            raise ConfigError(f"{folder} is a soft prompt, and lora.max_prompt_tokens is 0")
+            raise ConfigError(f"{folder} is a soft prompt, and lora.targets lacks 'prompts'")
         if vectors.shape != (tokens, known.inputs):
             raise ConfigError(
                 f"{folder}: the soft prompt has the shape {tuple(vectors.shape)}, and not "
@@ -204,18 +204,17 @@ class AdapterRegistry:
             )
         if tokens > known.out:
             raise ConfigError(
-                f"{folder} has {tokens} virtual tokens, and the server's lora.max_prompt_tokens is "
-                f"{known.out}"
+                f"{folder} has {tokens} virtual tokens, and a soft prompt may have {known.out}"
             )
 
     def _refusal(self, module: str) -> str:
         """Returns why adapters cannot change a module."""
         text = f"adapters cannot change {module} of this model"
-        lora, is_in_layer = self._config.lora, any(map(str.isdigit, module.split(".")))
-        if ".experts." in module and not lora.experts:
-            text += ": lora.experts is false"
-        elif not is_in_layer and not lora.embeddings:
-            text += ": lora.embeddings is false"
+        targets, is_in_layer = self._config.lora.targets, any(map(str.isdigit, module.split(".")))
+        if ".experts." in module and "experts" not in targets:
+            text += ": lora.targets lacks 'experts'"
+        elif not is_in_layer and "embeddings" not in targets:
+            text += ": lora.targets lacks 'embeddings'"
         return text
 
 
@@ -229,9 +228,10 @@ def adaptable_modules(folder: Path, config: Config) -> Modules:
     """Returns the checkpoint's modules that adapters may change, of the model in a folder; empty if
     it is not built from our layers. Raises `ConfigError` for a model with an encoder."""
     device, group = torch.device("meta"), ParallelGroup(0, 1)
+    targets = config.lora.targets
     slots = AdapterSlots(
-        1, 1, torch.float32, device, uses_kernels=False, has_experts=config.lora.experts,
-        has_embeddings=config.lora.embeddings, max_prompt_tokens=config.lora.max_prompt_tokens,
+        1, 1, torch.float32, device, uses_kernels=False, has_experts="experts" in targets,
+        has_embeddings="embeddings" in targets, max_prompt_tokens=config.lora.max_prompt_tokens,
     )  # fmt: skip
     backend = Backend(device, torch.float32, group, adapters=slots)
     model = build_model(folder, backend, config.model)
