@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from aioinfer.api.http.logs import LimitedLog
+from aioinfer.process_log import LimitedLog
 from tests.waiting import until
 
 LOGGER = logging.getLogger("tests.limited_log")

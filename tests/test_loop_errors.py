@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from aioinfer.api.http.logs import LoopErrors
+from aioinfer.process_log import LoopErrors
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from aiohttp import web
@@ -26,14 +26,12 @@ from aioinfer.api.messages import (
 from aioinfer.api.protocol import RETAIN_S, Count, GenerationBody, Int32
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.engine.chat_turn import call_input, encode_turn, join_thoughts, new_call_id
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
 
 _HOUR_S = 3600.0
 #: What Anthropic calls the ways in which tools may be called.

@@ -19,13 +19,13 @@ from typing import Any
 import uvloop
 
 from aioinfer.api.event_stream import GatewayAccess
-from aioinfer.api.http.logs import FieldsMessage, LogWriter, LoopErrors
 from aioinfer.api.server import HttpServer
 from aioinfer.config import Config
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.served_model import find_model
 from aioinfer.executor.base import WorkerReport
 from aioinfer.executor.torchrun import follow
+from aioinfer.process_log import FieldsMessage, LogWriter, LoopErrors
 from aioinfer.startup import StartupDisplay, describe_workers, longest_phases
 
 _log = logging.getLogger(__name__)

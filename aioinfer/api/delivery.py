@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -32,10 +32,8 @@ from aioinfer.api.generation import ChoiceWriter, Dialect, Generation, ProgressR
 from aioinfer.api.http.limits import ACCOUNT, TokenCharge
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.logprobs import formatted
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput
 
 T = TypeVar("T")
 #: Prompts of a request that are submitted before other work of the event loop gets its turn.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
@@ -26,13 +26,10 @@ from aioinfer.api.errors import error_event, json_response, local_path
 from aioinfer.api.http.logs import request_id
 from aioinfer.api.protocol import GenerationBody, PromptsBody
 from aioinfer.engine.chat_turn import Turn, make_turn
-from aioinfer.engine.output import Delta
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
 
 DONE = b"data: [DONE]\n\n"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from aiohttp import web
@@ -40,17 +40,19 @@ from aioinfer.api.protocol import (
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
 from aioinfer.engine.chat_turn import conversation_input
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pictures import for_template
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.features.logprobs.planning import TokenLogprob
 from aioinfer.ipc.sections import F32
-from aioinfer.sampling_params import MAX_LOGIT_BIAS_VALUE, MAX_SORTED_LOGPROBS, GrammarSpec
+from aioinfer.sampling_params import (
+    MAX_LOGIT_BIAS_VALUE,
+    MAX_SORTED_LOGPROBS,
+    GrammarSpec,
+    SamplingParams,
+)
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import Delta, RequestOutput
-    from aioinfer.features.logprobs.planning import TokenLogprob
-    from aioinfer.sampling_params import SamplingParams
 
 #: Parameters that have llama.cpp's names here, too.
 _SAME_NAMES = "temperature top_k top_p min_p presence_penalty frequency_penalty stop ignore_eos"

@@ -13,18 +13,16 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from aioinfer.api.context import encode, encode_list
 from aioinfer.features.logprobs.planning import TokenLogprob
+from aioinfer.features.prompt_logprobs.planning import PromptScores
 from aioinfer.sampling_params import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from aioinfer.features.prompt_logprobs.planning import PromptScores
-    from aioinfer.text.tokenizer import Tokenizer
+from aioinfer.text.tokenizer import Tokenizer
 
 #: The least log-probability that is reported, as in vLLM: JSON has no infinity.
 LOWEST = -9999.0

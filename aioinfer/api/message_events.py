@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
 
 from aioinfer.api.generation import B, ChoiceWriter, TextDialect
 from aioinfer.api.logprobs import ScoredToken, are_many, scored_token
 from aioinfer.engine.chat_turn import SHORT_TEXT, make_parser
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.text.message_parser import MessageDelta
-
-if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput
 
 BlockKind = Literal["reasoning", "text", "call"]
 #: A change of a block: it begins, gets text, or ends.

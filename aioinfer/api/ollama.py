@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
@@ -32,17 +32,15 @@ from aioinfer.api.messages import (
 from aioinfer.api.protocol import GenerationBody, Ignored, Int32, Int64, Parameters
 from aioinfer.api.structured_output import schema_grammar
 from aioinfer.checkpoint.source import WeightFiles, weight_files
+from aioinfer.config import ParallelConfig
 from aioinfer.engine.chat_turn import Turn, call_input, encode_turn, new_call_id
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.tools import NO_TOOLS, read_tools
 from aioinfer.errors import FieldError
+from aioinfer.executor.base import WorkerReport
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.config import ParallelConfig
-    from aioinfer.engine.frontend import Frontend
-    from aioinfer.executor.base import WorkerReport
 
 #: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.
 _FOREVER_S = 292 * 365 * 24 * 3600

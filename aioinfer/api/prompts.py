@@ -8,7 +8,7 @@ other list holds a prompt in each place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.messages import template_messages
@@ -20,12 +20,10 @@ from aioinfer.api.protocol import (
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
 
 #: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
 _JOINT = "☺"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer.api.http.logs import FieldsMessage
+from aioinfer.process_log import FieldsMessage
 from tests.functional.test_fair_use import complete, serve
 
 KEYS = '[alice]\nkey = "sk-alice"\nrequests_per_minute = 1000\n'

@@ -24,8 +24,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from aioinfer.api.http.logs import FieldsMessage
 from aioinfer.api.server import HttpServer
+from aioinfer.process_log import FieldsMessage
 from bench_loop import make_frontend
 from tests.functional.test_lifecycle import ROOT, Process
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer import __version__
 from aioinfer.api.context import FRONTEND, STARTED, check_model
+from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.recovery import EngineState
 from aioinfer.errors import EngineDeadError, NotReadyError
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class Readiness:
 
 #: Sections of the configuration that a text may depend on: how rows are batched decides how sums
 #: are rounded.
-_SETTINGS_OF_TEXT = ("model", "sampling", "chat", "cache", "scheduler", "parallel")
+_SETTINGS_OF_TEXT = ("model", "chat", "cache", "scheduler", "parallel")
 
 READINESS = web.AppKey("readiness", Readiness)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -31,12 +31,10 @@ from aioinfer.api.admin.control import expert_load
 from aioinfer.api.context import FRONTEND
 from aioinfer.api.http.connections import CONNECTIONS
 from aioinfer.api.http.limits import ACCOUNTS
+from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import Histogram
 from aioinfer.features.expert_load.planning import ExpertLoad, imbalance
 from aioinfer.features.speculation.planning import ACCEPTED, ACCEPTED_AT, DRAFT_TOKENS, DRAFTS
-
-if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
 
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 

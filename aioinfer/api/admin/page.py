@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
 import numpy as np
 from aiohttp import web
@@ -28,15 +27,12 @@ from msgspec import Struct
 from aioinfer.api.admin.control import expert_load
 from aioinfer.api.admission import deadline_of
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
+from aioinfer.engine.engine import Engine
 from aioinfer.engine.metrics import StepRecord
 from aioinfer.engine.recovery import EngineState
 from aioinfer.executor.base import StageTime
-from aioinfer.features.expert_load.planning import imbalance
+from aioinfer.features.expert_load.planning import ExpertLoad, imbalance
 from aioinfer.features.speculation.planning import ACCEPTED, DRAFT_TOKENS
-
-if TYPE_CHECKING:
-    from aioinfer.engine.engine import Engine
-    from aioinfer.features.expert_load.planning import ExpertLoad
 
 _FOLDER = Path(__file__).parents[2] / "page"
 _TYPES = {

@@ -33,7 +33,7 @@ from aioinfer.api.errors import (
     error_response,
     raw_response,
 )
-from aioinfer.api.http.logs import LimitedLog
+from aioinfer.process_log import LimitedLog
 
 #: A connection that has waited for less than this is not closed to make room for another.
 MIN_WAIT_S = 1.0

@@ -28,8 +28,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from aioinfer import __version__
 from aioinfer.api.http.limits import ACCOUNT
-from aioinfer.api.http.logs import MAX_PATH, LimitedLog, RequestRecord, request_id
+from aioinfer.api.http.logs import MAX_PATH, RequestRecord, request_id
 from aioinfer.config import Config
+from aioinfer.process_log import LimitedLog
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
@@ -38,13 +38,9 @@ from aioinfer.engine.chat_turn import (
     num_thought_tokens,
     parse_message,
 )
-from aioinfer.engine.output import Delta
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.text.message_parser import MessageDelta, ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
-
 
 #: Characters of a predicted text that count.
 _MAX_PREDICTION = 32 * 1024

@@ -8,7 +8,7 @@ the constant bytes around it once, so that a token costs the JSON escape of its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 from aiohttp import web
@@ -27,10 +27,7 @@ from aioinfer.api.generation import (
     timings,
 )
 from aioinfer.api.protocol import SamplingBody
-from aioinfer.engine.output import FIRST_VERSION, Delta
-
-if TYPE_CHECKING:
-    from aioinfer.engine.output import RequestOutput
+from aioinfer.engine.output import FIRST_VERSION, Delta, RequestOutput
 
 #: Returns how many of a choice's tokens are thoughts.
 ThoughtCount = Callable[[Sequence[int]], int]

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
@@ -32,14 +32,11 @@ from aioinfer.api.openai.chunks import (
 )
 from aioinfer.api.prompts import completion_prompts, ends_of_middle
 from aioinfer.api.protocol import CompletionRequest
-from aioinfer.engine.output import Delta
+from aioinfer.engine.frontend import Frontend
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_parser import ToolUse
-
-if TYPE_CHECKING:
-    from aioinfer.engine.frontend import Frontend
-    from aioinfer.engine.output import RequestOutput
-    from aioinfer.text.tokenizer import Tokenizer
+from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.

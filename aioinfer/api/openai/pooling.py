@@ -10,7 +10,7 @@ import base64
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,14 +26,12 @@ from aioinfer.api.http.logs import RECORD
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai import pooling_bodies as bodies
 from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
+from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooled_prompts import join_texts, max_kept
 from aioinfer.engine.served_model import cosine_similarity
 from aioinfer.errors import FieldError, GenerationError, RequestError
 from aioinfer.ipc.sections import F32
 from aioinfer.sampling_params import ALL_TOKENS, SamplingParams
-
-if TYPE_CHECKING:
-    from aioinfer.engine.output import Delta, RequestOutput
 
 #: Numbers that are made into JSON on the event loop, in a millisecond; more are in a thread.
 _FEW_NUMBERS = 16_384

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -14,9 +14,6 @@ from aioinfer.api.messages import template_messages
 from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import DetokenizeRequest, TokenizeRequest, template_options
 from aioinfer.errors import RequestError
-
-if TYPE_CHECKING:
-    pass
 
 #: Longer texts are rejected, unless the model can hold them: a million tokens take a second.
 MAX_TOKENS = 2**20

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.api.http import logs
-from aioinfer.api.http.logs import FieldsMessage, JsonFormatter, LogWriter, TextFormatter
+from aioinfer import process_log
+from aioinfer.process_log import FieldsMessage, JsonFormatter, LogWriter, TextFormatter
 
 
 def record(message: object, *args: object) -> logging.LogRecord:
@@ -72,7 +72,7 @@ def test_a_json_line_has_the_traceback_in_it() -> None:
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_records_are_written_while_the_block_runs(form: str, tmp_path: Path) -> None:
-    log, file = logging.getLogger("aioinfer.test_logs"), tmp_path / "log"
+    log, file = logging.getLogger("aioinfer.test_process_log"), tmp_path / "log"
     with file.open("wb") as stream:
         with LogWriter(form, stream.fileno()) as writer:
             log.info("one of %d", 2)
@@ -91,9 +91,9 @@ def test_records_are_written_while_the_block_runs(form: str, tmp_path: Path) -> 
 
 def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pipe takes 64 KiB; then the thread waits, the queue fills, and lines are dropped."""
-    monkeypatch.setattr(logs, "_MAX_QUEUED", 50)
-    monkeypatch.setattr(logs, "_LAST_LINES_S", 0.05)
-    log = logging.getLogger("aioinfer.test_logs")
+    monkeypatch.setattr(process_log, "_MAX_QUEUED", 50)
+    monkeypatch.setattr(process_log, "_LAST_LINES_S", 0.05)
+    log = logging.getLogger("aioinfer.test_process_log")
     out, into = os.pipe()
     with LogWriter("text", into) as writer:
         for _ in range(500):
@@ -119,12 +119,12 @@ def test_a_pipe_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
 def test_dropped_lines_are_counted_in_the_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(logs, "_MAX_QUEUED", 0)
-    log, file = logging.getLogger("aioinfer.test_logs"), tmp_path / "log"
+    monkeypatch.setattr(process_log, "_MAX_QUEUED", 0)
+    log, file = logging.getLogger("aioinfer.test_process_log"), tmp_path / "log"
     with file.open("wb") as stream, LogWriter("text", stream.fileno()):
         log.info("dropped")
         log.info("dropped")
-        monkeypatch.setattr(logs, "_MAX_QUEUED", 10)
+        monkeypatch.setattr(process_log, "_MAX_QUEUED", 10)
         log.info("written")
     first, second = file.read_text().splitlines()
     assert first.endswith("2 lines were dropped: stderr is not read fast enough")
@@ -133,7 +133,7 @@ def test_dropped_lines_are_counted_in_the_log(
 
 def test_a_process_ends_although_nobody_reads_its_log() -> None:
     program = (
-        "import logging\nfrom aioinfer.api.http.logs import LogWriter\n"
+        "import logging\nfrom aioinfer.process_log import LogWriter\n"
         "with LogWriter('text'):\n"
         "    for _ in range(100): logging.getLogger('aioinfer').info('x' * 5000)\n"
     )
