@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    configured = {f"sampling.{name}": value for name, value in SAMPLING.items()}
+    configured = {f"model.sampling.{name}": value for name, value in SAMPLING.items()}
     with LLM(settings=SETTINGS | configured, progress=False) as llm:
         yield llm
 
