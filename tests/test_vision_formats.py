@@ -7,14 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import Idefics3Processor
+from transformers import Gemma4Processor, Idefics3Processor, InternVLProcessor
 from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from aioinfer.features.pictures.prompt import place_pictures
-from aioinfer.models.vision.format import PictureError
+from aioinfer.models.vision.format import PictureError, PictureFormat, ProcessedPicture
 from aioinfer.models.vision.gemma4 import Gemma4Format
 from aioinfer.models.vision.idefics3 import Idefics3Format
+from aioinfer.models.vision.internvl import InternVLFormat
 from aioinfer.models.vision.qwen_format import QwenFormat
 from tests.vision_models import picture
 
@@ -31,18 +33,59 @@ GEMMA4 = Gemma4Format(
 )
 
 
-@pytest.mark.parametrize("size", [(200, 100), (31, 90), (64, 64)])
-def test_the_text_of_tiles(size: tuple[int, int]) -> None:
-    processed = IDEFICS3.process(picture(*size))
-    names: Any = SimpleNamespace(
-        fake_image_token="<fake_token_around_image>", global_image_tag="<global-img>",
-        image_token="<image>", image_seq_len=1,
-    )  # fmt: skip
-    rows, columns = processed.grid
-    grid = {"rows": [[rows]], "cols": [[columns]]}
-    expected = Idefics3Processor.replace_image_token(names, grid, 0)
-    assert IDEFICS3.text(processed, lambda token: "<image>") == expected
-    assert expected.count("<image>") == len(processed.runs) == len(processed.pixels) > 1
+INTERNVL = InternVLFormat(
+    marker_id=7, placeholder_id=7, mean=HALF, std=HALF, tile=32, tokens=4, max_tiles=6
+)
+
+
+def expanded(format: PictureFormat, processed: ProcessedPicture) -> str:
+    """Returns the text of a picture, with "<image>" for each embedding."""
+    first, *others = format.text(processed, "<{}>".format).split("<7>")
+    runs = [f"{'<image>' * run}{text}" for run, text in zip(processed.runs, others, strict=True)]
+    return first + "".join(runs)
+
+
+@pytest.mark.parametrize(
+    ("format", "processor", "names", "inputs"),
+    [
+        (
+            IDEFICS3,
+            Idefics3Processor,
+            {
+                "fake_image_token": "<fake_token_around_image>", "image_seq_len": 4,
+                "global_image_tag": "<global-img>",
+            },
+            lambda width, height, found: {"rows": [[found.grid[0]]], "cols": [[found.grid[1]]]},
+        ),
+        (
+            GEMMA4,
+            Gemma4Processor,
+            {"boi_token": "<5>", "eoi_token": "<6>"},
+            lambda width, height, found: {"num_soft_tokens_per_image": [found.num_embeddings]},
+        ),
+        (
+            INTERNVL,
+            InternVLProcessor,
+            {"start_image_token": "<img>", "end_image_token": "</img>", "image_seq_length": 4},
+            lambda width, height, found: {
+                "num_patches": [
+                    GotOcr2ImageProcessorPil(
+                        size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=6
+                    ).get_number_of_image_patches(height, width)
+                ]
+            },
+        ),
+    ],
+    ids=lambda each: type(each).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("size", [(200, 100), (31, 90), (64, 64), (5000, 40), (64, 129)])
+def test_texts_of_pictures(
+    format: PictureFormat, processor: Any, names: dict[str, Any], inputs: Any, size: tuple[int, int]
+) -> None:
+    processed = format.process(picture(*size))
+    named: Any = SimpleNamespace(image_token="<image>", **names)
+    expected = processor.replace_image_token(named, inputs(*size, processed), 0)
+    assert expanded(format, processed) == expected
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 500), (5000, 40), (640, 480), (281, 1999)])

@@ -21,6 +21,7 @@ _BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
     "[IMG_BREAK]", "[IMG_END]", "<fake_token_around_image>", "<global-img>",
+    "<img>", "</img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 ]  # fmt: skip
 VOCAB = 320
@@ -28,6 +29,9 @@ IMAGE = 256 + _SPECIAL.index("<|image_pad|>")
 BEGIN = 256 + _SPECIAL.index("<|vision_start|>")
 END = 256 + _SPECIAL.index("<|im_end|>")
 _MARKERS = "<|vision_start|><|image_pad|><|vision_end|>"
+_MARKERS_OF = {
+    "gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>", "internvl": "<|image_pad|>\n",
+}  # fmt: skip
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -136,6 +140,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
             "image_processor_type": "Gemma4ImageProcessor",
         },
     ),
+    "internvl": (
+        "InternVLForConditionalGeneration",
+        {"model_type": "qwen3"},
+        {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": [32, 32], "patch_size": [8, 8],
+            "norm_type": "rms_norm", "use_qk_norm": True, "initializer_range": 0.2,
+        },
+        {"image_token_id": IMAGE, "tie_word_embeddings": False},
+        {
+            "size": {"height": 32, "width": 32}, "crop_to_patches": True, "max_patches": 6,
+            "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+            "image_processor_type": "GotOcr2ImageProcessor",
+        },
+    ),
     "mistral3": (
         "Mistral3ForConditionalGeneration",
         {"model_type": "mistral", "sliding_window": None},
@@ -188,16 +207,23 @@ def save_model(name: str, folder: Path, *, head_dim: int = TEXT["head_dim"]) -> 
     randomize(model, offset=1.0 if name in _UNIT_OFFSET else 0.0)
     _randomize_tower(model)
     model.save_pretrained(folder)
-    marker = {"gemma3": "<|vision_start|>", "gemma4": "<|image_pad|>"}.get(name, _MARKERS)
+    marker = _MARKERS_OF.get(name, _MARKERS)
     save_tokenizer(folder, _TEMPLATE.replace(_MARKERS, marker))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor), "utf-8")
     return model
 
 
+#: Parameters of towers that transformers makes zero, one, or small.
+_RANDOM = (
+    "mm_input_projection_weight", "position_embedding_table", "position_embeddings", "cls_token",
+    "lambda_1", "lambda_2",
+)  # fmt: skip
+
+
 def _randomize_tower(model: torch.nn.Module) -> None:
-    """Makes random what transformers makes zero or one, and ranges that change something."""
+    """Makes parameters random that would hide that they are left out."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("mm_input_projection_weight", "position_embedding_table")):
+        if name.endswith(_RANDOM):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("std_bias", "std_scale")):
@@ -257,7 +283,7 @@ def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, An
     fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
     class_name = MODELS[name][4]["image_processor_type"] + "Pil"
     found = getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt")
-    counts = ("num_crops", "num_soft_tokens_per_image")
+    counts = ("num_crops", "num_soft_tokens_per_image", "num_patches")
     return {key: value for key, value in found.items() if key not in counts}
 
 

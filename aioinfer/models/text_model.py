@@ -23,6 +23,7 @@ _ARCHITECTURES = {
     "glm4v": "Glm4ForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",

@@ -109,6 +109,16 @@ def resized(picture: Image.Image, width: int, height: int, resample: int) -> Ima
     return picture.resize((width, height), Image.Resampling(resample))
 
 
+def tiles_of(picture: Image.Image, side: int) -> list[Image.Image]:
+    """Returns the square tiles of a picture, row by row; its sides are multiples of `side`."""
+    width, height = picture.size
+    return [
+        picture.crop((x, y, x + side, y + side))
+        for y in range(0, height, side)
+        for x in range(0, width, side)
+    ]
+
+
 def as_pixels(picture: Image.Image) -> U8:
     """Returns the pixels of an RGB picture: uint8 [height, width, 3]."""
     return np.asarray(picture, np.uint8)

@@ -22,9 +22,10 @@ from aioinfer.models.vision.format import (
     as_pixels,
     read_channels,
     resized,
+    tiles_of,
 )
 from aioinfer.models.vision.siglip import SiglipTransformer
-from aioinfer.models.vision.tower import Tower
+from aioinfer.models.vision.tower import Tower, merged_squares
 
 _LANCZOS = 1
 _HALF = (0.5, 0.5, 0.5)
@@ -85,12 +86,8 @@ class Idefics3Format(PictureFormat):
         rows, columns, tile = height // self.tile, width // self.tile, self.tile
         if rows == columns == 1:
             return self._of([picture], (0, 0))
-        tiles = [
-            picture.crop((x, y, x + tile, y + tile))
-            for y in range(0, height, tile)
-            for x in range(0, width, tile)
-        ]
-        return self._of([*tiles, self._resized(picture, tile, tile)], (rows, columns))
+        whole = self._resized(picture, tile, tile)
+        return self._of([*tiles_of(picture, tile), whole], (rows, columns))
 
     def text(self, picture: ProcessedPicture, text_of: TextOf) -> str:
         """See `PictureFormat.text`."""
@@ -165,9 +162,7 @@ class _Connector(nn.Module):
         self.modality_projection = _Projection(size * side**2, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        width, side = math.isqrt(x.shape[1]), self._side
-        squares = x.unflatten(1, (width // side, side, width // side, side)).transpose(2, 3)
-        return self.modality_projection.proj(squares.flatten(3).flatten(1, 2))
+        return self.modality_projection.proj(merged_squares(x, self._side))
 
 
 class Idefics3Tower(Tower):

@@ -29,6 +29,7 @@ _FAMILIES = {
     "qwen3_5_moe": ("qwen_format", "QwenFormat", "qwen3", "Qwen3Tower"),
     "gemma3": ("gemma3", "Gemma3Format", "gemma3", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Format", "gemma4", "Gemma4Tower"),
+    "internvl": ("internvl", "InternVLFormat", "internvl", "InternVLTower"),
     "mistral3": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
     "idefics3": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
     "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),

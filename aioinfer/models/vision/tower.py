@@ -143,6 +143,14 @@ def block_patches(pixels: torch.Tensor, patch: int, merge: int) -> torch.Tensor:
     return pixels.view(shape).permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
 
 
+def merged_squares(x: torch.Tensor, side: int) -> torch.Tensor:
+    """Returns the patches x [N, patches, size] of square grids as squares of `side` x `side`
+    patches, one behind the other: [N, squares, side * side * size]."""
+    width = math.isqrt(x.shape[1])
+    squares = x.unflatten(1, (width // side, side, width // side, side)).transpose(2, 3)
+    return squares.flatten(3).flatten(1, 2)
+
+
 def bilinear(
     table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, height: int, width: int
 ) -> torch.Tensor:
