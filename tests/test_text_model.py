@@ -79,6 +79,19 @@ def newer(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_fields_that_are_left_out(kind: str) -> None:
+    """As in the published `config.json` of LLaVA 1.5 and Pixtral."""
+    text = {"model_type": kind, "rms_norm_eps": 1e-5}
+    found = read_text_config(
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+    )
+    default = transformers.AutoConfig.for_model(kind)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        assert found[name] == getattr(default, name)
+    assert found.get("num_key_value_heads", 32) == default.num_key_value_heads
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("gemma3", newer), ("mistral3", newer), ("qwen2_vl", newer), ("qwen3_vl", older)],

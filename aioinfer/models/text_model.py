@@ -41,11 +41,20 @@ _ARCHITECTURES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
-#: Fields of text models whose defaults differ from the family's own.
+#: Fields of text models that configurations leave out, and whose defaults differ from the family's
+#: own; those of LLaVA and Pixtral leave out what is transformers' default.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"attention_bias": True},
+    "llama": {
+        "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
-}
+}  # fmt: skip
 #: Text models whose heads are always as wide as the hidden size over their number.
 _DIVIDED_HEADS = ("glm4v", "glm4v_text")
 #: Prefixes of tensors that stand for others: of wrappers' text models, in older and newer
