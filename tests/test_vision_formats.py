@@ -6,8 +6,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import Gemma4Processor, Idefics3Processor, InternVLProcessor
+from transformers import (
+    Gemma4Processor,
+    Idefics3Processor,
+    InternVLProcessor,
+    LlavaOnevisionImageProcessorPil,
+    LlavaOnevisionProcessor,
+)
 from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -17,6 +24,8 @@ from aioinfer.models.vision.format import PictureError, PictureFormat, Processed
 from aioinfer.models.vision.gemma4 import Gemma4Format
 from aioinfer.models.vision.idefics3 import Idefics3Format
 from aioinfer.models.vision.internvl import InternVLFormat
+from aioinfer.models.vision.llava import LlavaFormat, padded_to_square
+from aioinfer.models.vision.llava_onevision import OneVisionFormat
 from aioinfer.models.vision.qwen_format import QwenFormat
 from tests.vision_models import picture
 
@@ -36,6 +45,23 @@ GEMMA4 = Gemma4Format(
 INTERNVL = InternVLFormat(
     marker_id=7, placeholder_id=7, mean=HALF, std=HALF, tile=32, tokens=4, max_tiles=6
 )
+
+
+LLAVA = LlavaFormat(marker_id=7, placeholder_id=7, mean=HALF, std=HALF, side=24, tokens=9)
+ONE_VISION = OneVisionFormat(
+    marker_id=7, placeholder_id=7, mean=HALF, std=HALF, tile=24, patches=3, max_tiles=4,
+    resolutions=tuple((24 * row, 24 * column) for row in range(1, 4) for column in range(1, 5)),
+)  # fmt: skip
+
+
+class OneVisionTexts(LlavaOnevisionProcessor):
+    """transformers' processor, of which texts alone are asked for."""
+
+    def __init__(self) -> None:
+        self.image_token, self.num_image_tokens = "<image>", 9
+        self.vision_feature_select_strategy, self.vision_aspect_ratio = "full", "anyres_max_4"
+        resolutions = [list(each) for each in ONE_VISION.resolutions]
+        self.image_processor = LlavaOnevisionImageProcessorPil(image_grid_pinpoints=resolutions)
 
 
 def expanded(format: PictureFormat, processed: ProcessedPicture) -> str:
@@ -99,9 +125,27 @@ def test_sizes_of_pictures(size: tuple[int, int]) -> None:
     assert processed.pixels.shape[1:3] == expected
 
 
-def test_a_ribbon_is_refused() -> None:
+@pytest.mark.parametrize("size", [(20, 10), (96, 24), (97, 55), (200, 120), (7, 90), (1, 300)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_embeddings_of_one_picture_and_of_several(size: tuple[int, int], count: int) -> None:
+    processed = ONE_VISION.among(count).process(picture(*size))
+    inputs = {
+        "batch_num_images": [count], "image_sizes": [size[::-1]],
+        "pixel_values": np.zeros((1, 1, 3, 24, 24)),
+    }  # fmt: skip
+    expected = OneVisionTexts().replace_image_token(inputs, 0)
+    assert "<image>" * processed.num_embeddings == expected
+    assert (len(processed.pixels) == 1) == (count > 1)
+
+
+@pytest.mark.parametrize("format", [QWEN, LLAVA])
+def test_a_ribbon_is_refused(format: PictureFormat) -> None:
     with pytest.raises(PictureError, match="200 times"):
-        QWEN.process(picture(5000, 20))
+        format.process(picture(5000, 20))
+
+
+def test_a_padded_ribbon_takes_little_memory() -> None:
+    assert padded_to_square(picture(20_000, 5), HALF).size == (4096, 4096)
 
 
 def test_equal_pixels_have_equal_keys() -> None:

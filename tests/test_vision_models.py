@@ -118,7 +118,8 @@ def test_all_together(saved: Saved) -> None:
     with opened(saved) as llm:
         outputs = chat(llm, TURNS)
         check(saved, TURNS, outputs)
-        assert len(features_of(llm).cache) == 3  # equal pictures are encoded once
+        # equal pictures are encoded once; LLaVA-OneVision's tiles of one, and it among others
+        assert len(features_of(llm).cache) == (4 if saved.name == "llava_onevision" else 3)
         assert len({tuple(output.token_ids) for output in outputs}) == len(TURNS)
 
 

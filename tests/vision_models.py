@@ -57,6 +57,7 @@ _QWEN_PROCESSOR = {
     "size": {"shortest_edge": 4096, "longest_edge": 65536}, "temporal_patch_size": 2,
     "merge_size": 2, "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
 }  # fmt: skip
+_RESOLUTIONS = [[24 * row, 24 * column] for row in range(1, 4) for column in range(1, 5)]
 #: Of each: the name of its class; the fields of its text model, tower and own; its processor.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
@@ -167,6 +168,57 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dic
         {
             "size": {"longest_edge": 96}, "patch_size": 16, "image_mean": [0.5, 0.4, 0.6],
             "image_std": [0.5, 0.6, 0.4], "image_processor_type": "PixtralImageProcessor",
+        },
+    ),
+    "pixtral": (
+        "LlavaForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None},
+        {
+            "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16, "image_size": 96,
+            "patch_size": 16, "initializer_range": 0.2,
+        },
+        {
+            "image_token_index": IMAGE, "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+        {
+            "size": {"longest_edge": 96}, "patch_size": {"height": 16, "width": 16},
+            "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+            "image_processor_type": "PixtralImageProcessor",
+        },
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        {"model_type": "llama"},
+        {
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 24, "patch_size": 8,
+            "initializer_range": 0.2,
+        },
+        {"image_token_index": IMAGE},
+        {
+            "size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24},
+            "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+            "image_processor_type": "CLIPImageProcessor",
+        },
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionForConditionalGeneration",
+        {"model_type": "qwen2"},
+        {
+            "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 24, "patch_size": 8,
+            "initializer_range": 0.2, "vision_use_head": False,
+        },
+        {
+            "image_token_index": IMAGE, "vision_aspect_ratio": "anyres_max_4",
+            "image_grid_pinpoints": _RESOLUTIONS,
+        },
+        {
+            "size": {"height": 24, "width": 24}, "image_grid_pinpoints": _RESOLUTIONS,
+            "image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.6, 0.4],
+            "image_processor_type": "LlavaOnevisionImageProcessor",
         },
     ),
     "smolvlm": (
@@ -282,7 +334,9 @@ def reference_inputs(name: str, pictures: Sequence[Image.Image]) -> dict[str, An
     """Returns what transformers' processor makes of pictures."""
     fields = {key: value for key, value in MODELS[name][4].items() if key != "image_processor_type"}
     class_name = MODELS[name][4]["image_processor_type"] + "Pil"
-    found = getattr(transformers, class_name)(**fields)(list(pictures), return_tensors="pt")
+    # LLaVA-OneVision's reads pictures of one conversation and of several unlike
+    given = [list(pictures)] if name == "llava_onevision" else list(pictures)
+    found = getattr(transformers, class_name)(**fields)(given, return_tensors="pt")
     counts = ("num_crops", "num_soft_tokens_per_image", "num_patches")
     return {key: value for key, value in found.items() if key not in counts}
 

@@ -134,17 +134,17 @@ class PictureReader:
                 f"is one picture too many: {self._config.max_pictures} are allowed in a request "
                 "(media.max_pictures)",
             )
-        found = []
+        found, format = [], self._format.among(len(sources))
         for source in sources:  # one after the other: a request does not fill memory by itself
             data = await self._reader.read(source)
             run = asyncio.get_running_loop().run_in_executor
-            found.append(await run(self._threads, self._process, data, source.place))
+            found.append(await run(self._threads, self._process, format, data, source.place))
         return found
 
-    def _process(self, data: bytes, place: str) -> ProcessedPicture:
+    def _process(self, format: PictureFormat, data: bytes, place: str) -> ProcessedPicture:
         picture = decode_picture(data, self._config, place)
         try:
-            found = self._format.process(picture)
+            found = format.process(picture)
         except PictureError as error:
             raise FieldError(place, f"cannot be read by this model: {error}") from error
         if found.num_embeddings > self._config.cache_embeddings:

@@ -86,6 +86,10 @@ class PictureFormat:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
+    def among(self, count: int) -> PictureFormat:
+        """Returns the format of the pictures of a conversation that has `count` of them."""
+        return self
+
     def process(self, picture: Image.Image) -> ProcessedPicture:
         """Returns an RGB picture as the tower takes it.
 

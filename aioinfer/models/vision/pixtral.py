@@ -1,6 +1,7 @@
-"""Pictures of Mistral Small 3.1 and later (Mistral AI 2025): of any size up to a length, a line of
-tokens for each row of patches with a token behind it. Pixtral's tower (Agrawal et al. 2024), with
-axial RoPE; squares of its patches are merged to one embedding."""
+"""Pictures of Pixtral (Agrawal et al. 2024), in LLaVA's layout, and of Mistral Small 3.1 and later
+(Mistral AI 2025): of any size up to a length, a line of tokens for each row of patches with a token
+behind it. Pixtral's tower, with axial RoPE; Mistral Small merges squares of its patches to one
+embedding."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ from aioinfer.models.vision.format import (
     read_channels,
     resized,
 )
+from aioinfer.models.vision.llava import LlavaProjector
 from aioinfer.models.vision.tower import Tower, activation, attend, rotated
 
 _BICUBIC = 3
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _EPS = 1e-5
+_TOWER: Mapping[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
@@ -50,7 +56,7 @@ class PixtralFormat(PictureFormat):
     def read(cls, config: Mapping[str, Any], processor: Mapping[str, Any], max_pixels: int) -> Self:
         """Reads the decoded `config.json` of the model and the configuration of its processor;
         `max_pixels` bounds the longer side. Raises `ConfigError` if a size is wrong."""
-        vision = config["vision_config"]
+        vision = {**_TOWER, **config["vision_config"]}
         longest = (processor.get("size") or {}).get("longest_edge", vision["image_size"])
         numbers = (longest, vision["patch_size"], config.get("spatial_merge_size", 1))
         if not all(isinstance(each, int) and each > 0 for each in numbers):
@@ -119,7 +125,7 @@ class _MLP(nn.Module):
         size, inner = config["hidden_size"], config["intermediate_size"]
         self.gate_proj, self.up_proj = (nn.Linear(size, inner, bias=False) for _ in range(2))
         self.down_proj = nn.Linear(inner, size, bias=False)
-        self._activation = activation(config.get("hidden_act") or "gelu")
+        self._activation = activation(config["hidden_act"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
@@ -200,23 +206,24 @@ class _PatchMerger(nn.Module):
         return self.merging_layer(squares.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1))
 
 
-class _Projector(nn.Module):
-    def __init__(self, config: Mapping[str, Any], hidden_size: int):
-        super().__init__()
-        size, bias = (
-            config["vision_config"]["hidden_size"],
-            bool(config.get("multimodal_projector_bias", False)),
-        )
-        eps = config.get("text_config", {}).get("rms_norm_eps", _EPS)
-        self.norm = nn.RMSNorm(size, eps)
-        self.patch_merger = _PatchMerger(size, config.get("spatial_merge_size", 1))
-        self.linear_1 = nn.Linear(size, hidden_size, bias=bias)
-        self.linear_2 = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self._activation = activation(config.get("projector_hidden_act") or "gelu")
+class _Projector(LlavaProjector):
+    """LLaVA's projector, in Mistral Small behind a norm and the merger of patches."""
 
-    def forward(self, grids: Sequence[torch.Tensor]) -> torch.Tensor:
-        merged = torch.cat([self.patch_merger(self.norm(grid)) for grid in grids])
-        return self.linear_2(self._activation(self.linear_1(merged)))
+    def __init__(self, config: Mapping[str, Any], hidden_size: int):
+        merges = config["model_type"] != "llava"
+        super().__init__(config, hidden_size, has_bias=not merges)
+        self._merges = merges
+        if merges:
+            size = config["vision_config"]["hidden_size"]
+            eps = config.get("text_config", {}).get("rms_norm_eps", _EPS)
+            self.norm = nn.RMSNorm(size, eps)
+            self.patch_merger = _PatchMerger(size, config.get("spatial_merge_size", 1))
+
+    def of_grids(self, grids: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the embeddings of states [rows, columns, size] of each picture."""
+        if self._merges:
+            return self(torch.cat([self.patch_merger(self.norm(grid)) for grid in grids]))
+        return self(torch.cat([grid.flatten(0, 1) for grid in grids]))
 
 
 class PixtralTower(Tower):
@@ -235,6 +242,7 @@ class PixtralTower(Tower):
         super().__init__(format, hidden_size)
         if config.get("vision_feature_layer", -1) != -1:
             raise ConfigError("vision_feature_layer must be -1")
+        config = {**config, "vision_config": {**_TOWER, **config["vision_config"]}}
         self.vision_tower = _VisionTower(config["vision_config"])
         self.multi_modal_projector = _Projector(config, hidden_size)
 
@@ -243,4 +251,4 @@ class PixtralTower(Tower):
     ) -> torch.Tensor:
         """See `Tower.encode`."""
         pictures = [self.normalised(each[0]).permute(2, 0, 1).contiguous() for each in pixels]
-        return self.multi_modal_projector(self.vision_tower(pictures))
+        return self.multi_modal_projector.of_grids(self.vision_tower(pictures))

@@ -31,9 +31,18 @@ _FAMILIES = {
     "gemma4": ("gemma4", "Gemma4Format", "gemma4", "Gemma4Tower"),
     "internvl": ("internvl", "InternVLFormat", "internvl", "InternVLTower"),
     "mistral3": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
+    "pixtral": ("pixtral", "PixtralFormat", "pixtral", "PixtralTower"),
+    "llava": ("llava", "LlavaFormat", "llava", "LlavaTower"),
+    "llava_onevision": (
+        "llava_onevision", "OneVisionFormat", "llava_onevision", "OneVisionTower",
+    ),
     "idefics3": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
     "smolvlm": ("idefics3", "Idefics3Format", "idefics3", "Idefics3Tower"),
-}
+}  # fmt: skip
+#: Families of the layout that `model_type` calls "llava", by the `model_type` of their tower.
+_LLAVA_TOWERS: Mapping[Any, str] = {
+    "clip_vision_model": "llava", "siglip_vision_model": "llava", "pixtral": "pixtral",
+}  # fmt: skip
 
 #: Pixels to which a larger picture is scaled down for models that read pictures of any size, where
 #: the model's own maximum is higher.
@@ -120,8 +129,13 @@ def read_vision(folder: Path, options: ModelConfig, media: MediaConfig) -> Visio
     if not media.max_pictures:
         return None
     config = lay_over(read_json(folder), options.hf_overrides)
-    family = find_vision_family(config.get("model_type"))
-    if family is None or not isinstance(config.get("vision_config"), Mapping):
+    vision, kind = config.get("vision_config"), config.get("model_type")
+    if not isinstance(vision, Mapping):
+        return None
+    if kind == "llava":
+        kind = _LLAVA_TOWERS.get(vision.get("model_type"))
+    family = find_vision_family(kind)
+    if family is None:
         return None
     try:
         format = family.read_format(config, read_processor(folder), _MAX_READ_PIXELS)

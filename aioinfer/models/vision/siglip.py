@@ -12,6 +12,13 @@ from torch import nn
 from aioinfer.models.vision.tower import activation, attend
 
 _EPS = 1e-6
+#: CLIP's defaults, where they are not SigLIP's.
+_CLIP: Mapping[str, Any] = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+
+
+def has_class_token(config: Mapping[str, Any]) -> bool:
+    """Whether the tower of a `vision_config` has a state before those of the patches, as CLIP's."""
+    return config.get("model_type") == "clip_vision_model"
 
 
 class _Attention(nn.Module):
@@ -66,21 +73,28 @@ class _Encoder(nn.Module):
 
 
 class _Embeddings(nn.Module):
-    """Patches and their positions. A picture of another size than the table's has for each patch
-    the position at the same fraction of a side."""
+    """Patches and their positions, behind a class token in CLIP. A picture of another size than the
+    table's has for each patch the position at the same fraction of a side."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
         size, patch = config["hidden_size"], config["patch_size"]
         self._side = config["image_size"] // patch
-        self.patch_embedding = nn.Conv2d(3, size, patch, patch)
-        self.position_embedding = nn.Embedding(self._side**2, size)
+        self._has_class = has_class_token(config)
+        self.patch_embedding = nn.Conv2d(3, size, patch, patch, bias=not self._has_class)
+        self.position_embedding = nn.Embedding(self._has_class + self._side**2, size)
+        if self._has_class:
+            self.class_embedding = nn.Parameter(torch.empty(size))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         patches = self.patch_embedding(pixels)
         rows, columns = (self._places(size, pixels.device) for size in patches.shape[2:])
-        places = (rows[:, None] * self._side + columns).flatten()
-        return patches.flatten(2).transpose(1, 2) + self.position_embedding(places)
+        places = (rows[:, None] * self._side + columns).flatten() + int(self._has_class)
+        x = patches.flatten(2).transpose(1, 2) + self.position_embedding(places)
+        if not self._has_class:
+            return x
+        first = self.class_embedding + self.position_embedding.weight[0]
+        return torch.cat((first.expand(len(x), 1, -1), x), dim=1)
 
     def _places(self, size: int, device: torch.device) -> torch.Tensor:
         at = torch.arange(size, dtype=torch.float32, device=device) * (1.0 / size)
@@ -94,15 +108,26 @@ class SiglipTransformer(nn.Module):
 
     Args:
         config: `vision_config`.
+        layer: the number of the layer before which states are read, and not normed; -1 for those
+            behind the last. None: they are read behind the last norm.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], layer: int | None = None):
         super().__init__()
+        if has_class_token(config):
+            config = {**_CLIP, **config}
+        if layer is not None:
+            counts = range(config["num_hidden_layers"] + 1)
+            config = {**config, "num_hidden_layers": counts[layer]}
         self.embeddings = _Embeddings(config)
         self.encoder = _Encoder(config)
-        eps = config.get("layer_norm_eps", _EPS)
-        self.post_layernorm = nn.LayerNorm(config["hidden_size"], eps)
+        size, eps = config["hidden_size"], config.get("layer_norm_eps", _EPS)
+        self.pre_layrnorm = nn.LayerNorm(size, eps) if has_class_token(config) else None
+        self.post_layernorm = nn.LayerNorm(size, eps) if layer is None else None
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Returns the states [N, patches, hidden_size] of pictures [N, 3, height, width]."""
-        return self.post_layernorm(self.encoder(self.embeddings(pixels)))
+        """Returns the states [N, patches, hidden_size] of pictures [N, 3, height, width], behind
+        the class token's if there is one."""
+        x = self.embeddings(pixels)
+        x = self.encoder(x if self.pre_layrnorm is None else self.pre_layrnorm(x))
+        return x if self.post_layernorm is None else self.post_layernorm(x)
