@@ -74,7 +74,7 @@ def _collect(blocks: Iterator[F32], given: int, rate: int, config: MediaConfig, 
     samples = np.empty(longest, np.float32)  # whose memory is the system's until it is written
     for block in blocks:
         if not (np.abs(block) <= _MAX_SAMPLE).all():  # NaN is not, either
-            raise FieldError(place, "has samples that are not finite, or beyond all measure")
+            raise FieldError(place, "has samples that are not finite, or too large")
         made = resampler.push(block)
         if count + len(made) > longest:
             raise FieldError(
