@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ from aioinfer.api.context import FRONTEND
 from aioinfer.api.delivery import DirectSink
 from aioinfer.api.openai.chunks import Chunk
 from aioinfer.api.openai.completions import CompletionWriter
+from aioinfer.api.protocol import CompletionRequest
 from aioinfer.api.server import HttpServer
 from aioinfer.checkpoint.source import resolve_model
 from aioinfer.config import Config, load_config
@@ -344,10 +346,12 @@ async def measure_without_sockets(streams: int, tokens: int, delay_s: float) -> 
         created=int(time.time()),
         model="m",
     )
+    body = CompletionRequest(prompt="", stream=True)
+    dialect: Any = SimpleNamespace(body=body, chunk=chunk, names=None, with_ids=False)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop=(STOP,))
     for number in range(streams):
-        writer = CompletionWriter(chunk, 0)
         output = await frontend.submit([number + 5] * PROMPT_LEN, params)
+        writer = CompletionWriter(dialect, output, 0, [], "")
         output.attach(DirectSink(NoTransport(), [writer]))  # type: ignore[arg-type]
     gc.collect()
     gc.freeze()

@@ -4,27 +4,21 @@ import json
 from typing import Any
 
 import pytest
-from msgspec import UNSET
 
-from aioinfer.api.generation import DONE, data_event
-from aioinfer.api.openai.chunks import Chunk
-from aioinfer.api.openai.completions import CompletionWriter
+from aioinfer.api.generation import DONE, ChoiceWriter, data_event
+from aioinfer.api.protocol import StreamOptions
 from aioinfer.engine.output import Delta
 from aioinfer.features.logprobs.planning import TokenLogprob
-from tests.test_generation import chat_writer, chunks
+from tests.test_generation import SHARED, chat_writer, chunks, text_writer
 
-SHARED: dict[str, Any] = {
-    "id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000,
-    "model": 'a "quoted" name', "system_fingerprint": "fp_1",
-}  # fmt: skip
 TEXTS = [
     "", "plain", 'quotes " and \\ slashes', "line\nbreaks\r\n\ttabs", "\0\x1f\x7f", "ünï ✓ 🎉",
     "\u2028\u2029", "data: [DONE]\n\n", "</script>",
 ]  # fmt: skip
 
 
-def completion_writer(index: int = 0, *, with_usage: bool = False) -> CompletionWriter:
-    return CompletionWriter(Chunk(**SHARED, usage=None if with_usage else UNSET), index)
+def completion_writer(index: int = 0, **fields: Any) -> ChoiceWriter:
+    return text_writer("", index, **fields)
 
 
 def parse(event: bytes) -> dict[str, Any]:
@@ -84,13 +78,13 @@ def test_the_last_event_of_a_choice(stop_reason: int | str | None) -> None:
 
 
 def test_a_chat_opens_with_the_role() -> None:
-    role, _ = chunks(chat_writer(with_ids=True).events(Delta(1, "", [1])))
+    role, _ = chunks(chat_writer(return_token_ids=True).events(Delta(1, "", [1])))
     assert role["choices"] == [choice(1, delta={"role": "assistant", "content": ""})]
     assert role["prompt_token_ids"] == [7, 8]
 
 
 def test_with_usage_every_chunk_has_the_field() -> None:
-    writer = completion_writer(with_usage=True)
+    writer = completion_writer(stream_options=StreamOptions(include_usage=True))
     events = writer.events(Delta(0, "x", [1])) + unframed(writer.frame("y", 2, None, None))
     events += writer.events(Delta(0, "z", [3], None, "stop"))
     assert [event["usage"] for event in chunks(events)] == [None] * 4

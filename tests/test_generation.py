@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from aioinfer.api.anthropic import AnthropicDialect, MessagesRequest
 from aioinfer.api.decoding import decode
@@ -17,8 +19,8 @@ from aioinfer.api.message_events import Blocks
 from aioinfer.api.openai import chat
 from aioinfer.api.openai.chat import ChatDialect, ChatWriter
 from aioinfer.api.openai.chunks import Chunk
-from aioinfer.api.openai.completions import CompletionWriter
-from aioinfer.api.protocol import ChatRequest
+from aioinfer.api.openai.completions import CompletionDialect, CompletionWriter
+from aioinfer.api.protocol import ChatRequest, CompletionRequest, StreamOptions
 from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
@@ -33,6 +35,11 @@ TOKENS = [
     "<think>", "so", "</think>", "\n\nLet ", "", "me <", "b. ", "<tool_call>",
     '\n{"name": "add", "arguments": {"a": ', "1}}\n", "</tool_call>",
 ]  # fmt: skip
+SHARED: dict[str, Any] = {
+    "id": "cmpl-1", "object": "text_completion", "created": 1_700_000_000,
+    "model": 'a "quoted" name', "system_fingerprint": "fp_1",
+}  # fmt: skip
+USAGE = StreamOptions(include_usage=True, continuous_usage_stats=True)
 OUTPUT = cast(
     RequestOutput,
     SimpleNamespace(
@@ -44,20 +51,23 @@ OUTPUT = cast(
 )
 
 
-def text_writer(**options: Any) -> CompletionWriter:
-    chunk = Chunk(id="cmpl-1", object="text_completion", created=1, model="m", usage=None)
-    return CompletionWriter(chunk, 0, echo="2 + 2", **options)
+def text_writer(echo: str = "2 + 2", index: int = 0, **fields: Any) -> ChoiceWriter:
+    dialect = CompletionDialect.__new__(CompletionDialect)
+    dialect.frontend = cast(Any, SimpleNamespace(tokenizer=object()))
+    dialect.body = CompletionRequest(prompt="2 + 2", stream=True, **fields)
+    usage = None if dialect.body.include_usage else UNSET
+    dialect.chunk, dialect.names = Chunk(**SHARED, usage=usage), None
+    return CompletionWriter(dialect, OUTPUT, index, [7, 8], echo)
 
 
-def chat_writer(*, with_ids: bool = False, parses: bool = True) -> ChatWriter:
+def chat_writer(*, parses: bool = True, **fields: Any) -> ChatWriter:
     dialect = ChatDialect.__new__(ChatDialect)
     dialect.frontend = cast(Any, SimpleNamespace(tokenizer=None, message_format=FORMAT))
-    dialect.body = decode(MESSAGES, ChatRequest)
-    dialect.body.return_token_ids = with_ids
+    dialect.body = replace(decode(MESSAGES, ChatRequest), **fields)
     dialect.chunk = Chunk(id="chatcmpl-1", object="chat.completion.chunk", created=1, model="m")
     dialect.names = None
     dialect.turn = Turn([7, 8], SamplingParams(), USE, parses=parses)
-    return ChatWriter(dialect, 1)
+    return ChatWriter(dialect, OUTPUT, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -84,11 +94,11 @@ def anthropic_writer() -> ChoiceWriter:
     "make",
     [
         text_writer,
-        lambda: text_writer(prompt_token_ids=[7, 8]),
-        lambda: text_writer(usage_of=OUTPUT),
-        lambda: text_writer(record=Delta(0)),
+        lambda: text_writer(return_token_ids=True),
+        lambda: text_writer(stream_options=USAGE),
+        lambda: chat_writer(store=True),
         chat_writer,
-        lambda: chat_writer(with_ids=True),
+        lambda: chat_writer(return_token_ids=True),
         lambda: chat_writer(parses=False),
         anthropic_writer,
     ],
@@ -108,7 +118,7 @@ def chunks(events: bytes) -> list[dict[str, Any]]:
 
 
 def test_each_token_has_its_id_and_the_usage_so_far() -> None:
-    writer = text_writer(usage_of=OUTPUT, prompt_token_ids=[7, 8])
+    writer = text_writer(stream_options=USAGE, return_token_ids=True)
     writer.events(Delta(0, "a", [5]))
     frame = writer.frame("b", 6, "length", None)
     of_token, end = chunks(frame.partition(b"\r\n")[2].removesuffix(b"\r\n"))
@@ -118,8 +128,9 @@ def test_each_token_has_its_id_and_the_usage_so_far() -> None:
 
 
 def test_a_record_has_all_that_was_written() -> None:
-    record = Delta(0)
-    writer = text_writer(record=record)
+    writer = chat_writer(parses=False, store=True)
+    record = writer.record
+    assert record is not None
     writer.events(Delta(0, "a", [5]))
     writer.frame("b", 6, None, None)
     writer.frame("c", 7, "stop", "x")

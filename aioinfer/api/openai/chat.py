@@ -16,9 +16,7 @@ from aioinfer.api.generation import ChoiceWriter, Generation
 from aioinfer.api.logprobs import ChatLogprobs, chat_logprobs, formatted, prompt_logprobs
 from aioinfer.api.messages import (
     ContentPart,
-    FunctionCall,
     Message,
-    ToolCall,
     converted,
     count_parts,
 )
@@ -109,19 +107,10 @@ class ChatCompletion(Envelope, kw_only=True):
     metadata: dict[str, str] | UnsetType = UNSET
 
 
-class StoredMessage(Struct, kw_only=True):
+class StoredMessage(Message, kw_only=True, omit_defaults=True):
     """A message as OpenAI lists it: its content as text, and its parts beside that."""
 
     id: str
-    role: str
-    content: str | None
-    name: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-    tool_call_id: str | UnsetType = UNSET
-    function_call: FunctionCall | UnsetType = UNSET
-    refusal: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
     content_parts: list[ContentPart] | None = None
 
 
@@ -140,7 +129,6 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     def __init__(self, request: web.Request, body: ChatRequest):
         super().__init__(request, body)
         self._with_timings = bool(body.timings_per_token)
-        self._recorded: list[Delta] = []
 
     @property
     def thought_budget(self) -> int | None:
@@ -168,22 +156,15 @@ class ChatDialect(ChunkDialect[ChatRequest]):
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
-        body = self.body
-        if body.store:
-            self._recorded.append(Delta(index))
-        writer = ChatWriter(
-            self,
-            index,
-            usage_of=output if body.include_usage and body.continuous_usage else None,
-            record=self._recorded[-1] if body.store else None,
-        )
-        self._writers.append(writer)
+        writer = ChatWriter(self, output, index)
+        self.writers.append(writer)
         return writer
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Dialect.end`."""
-        if self._recorded:
-            await self.whole(outputs, [delta.join() for delta in self._recorded])
+        recorded = [each.record for each in self.writers if isinstance(each, ChatWriter)]
+        if self.body.store:
+            await self.whole(outputs, [delta.join() for delta in recorded if delta is not None])
         return await super().end(outputs)
 
     async def whole(
@@ -202,7 +183,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             ],
             usage=usage(outputs, num_tokens, self._count_thought),
             prompt_logprobs=of_prompt,
-            prompt_token_ids=self.turn.prompt if body.return_token_ids else UNSET,
+            prompt_token_ids=self.turn.prompt if self.with_ids else UNSET,
         )
         if body.store:
             stored = replace(reply, metadata=checked_metadata(body.metadata))
@@ -235,7 +216,7 @@ class ChatDialect(ChunkDialect[ChatRequest]):
             logprobs=logprobs if tokens else None,
             finish_reason=reason,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self.body.return_token_ids else UNSET,
+            token_ids=delta.token_ids if self.with_ids else UNSET,
             features=output.features(delta.index) or UNSET,
         )
 
@@ -247,20 +228,29 @@ def _finish_reason(reason: str, num_calls: int) -> str:
 
 class ChatWriter(ChunkWriter):
     """Writes a choice of a chat. Where its text goes through a parser, a token whose text is held
-    back has no chunk."""
+    back has no chunk.
 
-    def __init__(self, dialect: ChatDialect, index: int, **options: Any):
-        """`dialect` has the turn; `options` are those of `ChunkWriter`."""
-        prompt = dialect.turn.prompt if dialect.body.return_token_ids else None
-        super().__init__(dialect.chunk, prompt_token_ids=prompt, **options)
+    Attributes:
+        record: all that has come, where the reply is to be stored.
+    """
+
+    def __init__(self, dialect: ChatDialect, output: RequestOutput, index: int):
+        super().__init__(dialect, output, dialect.turn.prompt)
         self.empty = ChunkChoice(index=index, delta=ChatDelta())
-        self._dialect = dialect
+        self.record = Delta(index) if dialect.body.store else None
+        self._frontend, self._parses = dialect.frontend, dialect.turn.parses
         self._parser = make_parser(dialect.frontend, dialect.turn)
 
     @property
     def can_be_plain(self) -> bool:
         """See `ChunkWriter.can_be_plain`."""
-        return super().can_be_plain and not self._dialect.turn.parses
+        return super().can_be_plain and self.record is None and not self._parses
+
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        if self.record is not None:
+            self.record.merge(delta)
+        return super().events(delta)
 
     def opening(self) -> Iterator[bytes]:
         """See `ChunkWriter.opening`: the first chunk names the role, and has the prompt's ids."""
@@ -271,7 +261,7 @@ class ChatWriter(ChunkWriter):
     def choices(self, delta: Delta) -> Iterator[ChunkChoice]:
         """See `ChunkWriter.choices`."""
         reason, fields, new = delta.finish_reason, self.fields(delta), self._parser.feed(delta.text)
-        if not self._dialect.turn.parses:
+        if not self._parses:
             if fields or delta.text or reason is None:
                 yield replace(self.shown(delta.text), **fields)
         elif fields or new:
@@ -289,7 +279,7 @@ class ChatWriter(ChunkWriter):
 
     def logprobs(self, delta: Delta) -> ChatLogprobs:
         """See `ChunkWriter.logprobs`."""
-        return chat_logprobs(self._dialect.names, delta.logprobs or ())
+        return chat_logprobs(self._names, delta.logprobs or ())
 
     def _delta(self, delta: MessageDelta) -> ChatDelta:
         found = ChatDelta()
@@ -301,9 +291,7 @@ class ChatWriter(ChunkWriter):
             found.tool_calls = [
                 ChatCall(index=call.index, function=CalledFunction(arguments=call.arguments))
                 if call.name is None
-                else _call(
-                    new_call_id(self._dialect.frontend), call.name, call.arguments, call.index
-                )
+                else _call(new_call_id(self._frontend), call.name, call.arguments, call.index)
                 for call in delta.calls
             ]
         return found
@@ -320,8 +308,7 @@ def _stored(id: str, body: ChatRequest) -> list[StoredMessage]:
 
 
 def _stored_message(id: str, message: Message) -> StoredMessage:
-    fields = asdict(message)
-    given = {name: value for name, value in fields.items() if value is not None}
-    given["content"] = None if message.content is None else message.for_template()["content"]
-    parts = message.content if isinstance(message.content, list) else None
-    return StoredMessage(id=id, content_parts=parts, **given)
+    stored = StoredMessage(id=id, **asdict(message))
+    if isinstance(message.content, list):
+        stored.content, stored.content_parts = message.for_template()["content"], message.content
+    return stored

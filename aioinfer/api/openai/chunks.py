@@ -110,6 +110,7 @@ class ChunkDialect(TextDialect[S]):
         envelope: the fields that the reply has whatever it is.
         chunk: a chunk without choices.
         names: gives the tokens' texts in log-probabilities; None where they name ids.
+        writers: of the choices, in their order.
     """
 
     chunk_object: ClassVar[str]
@@ -125,20 +126,25 @@ class ChunkDialect(TextDialect[S]):
         usage = None if body.include_usage else UNSET
         self.chunk = Chunk(object=self.chunk_object, usage=usage, **self.envelope)
         self.names = None if body.return_tokens_as_token_ids else self.frontend.tokenizer
-        self._writers: list[ChunkWriter] = []
+        self.writers: list[ChunkWriter] = []
         self._count_thought: ThoughtCount | None = None
         self._with_timings = False
 
+    @property
+    def with_ids(self) -> bool:
+        """Whether events have the ids of their tokens, and the first one those of the prompt."""
+        return bool(self.body.return_token_ids)
+
     def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
         """See `Dialect.progress`."""
-        choice = self._writers[index].empty
+        choice = self.writers[index].empty
         return data_event(replace(self.chunk, choices=[choice], prompt_progress=news))
 
     async def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Returns the usage, if the client wants it, and `[DONE]`."""
         if not self.body.include_usage:
             return DONE
-        num_tokens = sum(writer.num_tokens for writer in self._writers)
+        num_tokens = sum(writer.num_tokens for writer in self.writers)
         whole = usage(outputs, num_tokens, self._count_thought)
         times = timings(outputs[0], 0, num_tokens) if self._with_timings else UNSET
         return data_event(replace(self.chunk, usage=whole, timings=times)) + DONE
@@ -153,27 +159,13 @@ class ChunkWriter(ChoiceWriter):
 
     empty: ChunkChoice
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        *,
-        prompt_token_ids: Sequence[int] | None = None,
-        usage_of: RequestOutput | None = None,
-        record: Delta | None = None,
-    ):
-        """Makes the writer of one choice.
-
-        Args:
-            chunk: one without choices.
-            prompt_token_ids: of the prompt, which the first event returns, as each event returns
-                the ids of its tokens; None where no event has ids.
-            usage_of: the output whose usage so far each event has; None where none has.
-            record: is merged with all that comes, where the reply is to be stored.
-        """
-        self._chunk = chunk
-        self._prompt_token_ids = prompt_token_ids
-        self._usage_of = usage_of
-        self._record = record
+    def __init__(self, dialect: ChunkDialect[Any], output: RequestOutput, prompt: Sequence[int]):
+        """Makes the writer of a choice of an output, whose prompt has these token ids."""
+        body = dialect.body
+        self._names, self._chunk = dialect.names, dialect.chunk
+        self._prompt_token_ids = prompt if dialect.with_ids else None
+        has_usage = body.include_usage and body.continuous_usage
+        self._usage_of = output if has_usage else None
         self._is_open = False
         #: The bytes around the text of a chunk that has a text alone, and their number, once all
         #: tokens have such chunks.
@@ -182,7 +174,7 @@ class ChunkWriter(ChoiceWriter):
     @property
     def can_be_plain(self) -> bool:
         """Whether the chunks of all tokens without log-probabilities have a text alone."""
-        return self._prompt_token_ids is None and self._usage_of is None and self._record is None
+        return self._prompt_token_ids is None and self._usage_of is None
 
     def frame(
         self, text: str, token: int, reason: str | None, stop_reason: int | str | None
@@ -198,8 +190,6 @@ class ChunkWriter(ChoiceWriter):
     def events(self, delta: Delta) -> bytes:
         """See `ChoiceWriter.events`."""
         self.num_tokens += len(delta.token_ids)
-        if self._record is not None:
-            self._record.merge(delta)
         parts: list[bytes] = []
         if not self._is_open:
             self._is_open = True

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
@@ -22,7 +21,6 @@ from aioinfer.api.logprobs import (
     prompt_logprobs,
 )
 from aioinfer.api.openai.chunks import (
-    Chunk,
     ChunkChoice,
     ChunkDialect,
     ChunkWriter,
@@ -36,7 +34,6 @@ from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.message_parser import ToolUse
-from aioinfer.text.tokenizer import Tokenizer
 
 #: OpenAI's default of `max_tokens` for completions, where neither the configuration nor the model
 #: has one.
@@ -124,9 +121,10 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
 
-    def __init__(self, request: web.Request, body: CompletionRequest):
-        super().__init__(request, body)
-        self._with_ids = body.return_token_ids or self.frontend.tokenizer is None
+    @property
+    def with_ids(self) -> bool:
+        """See `ChunkDialect.with_ids`; without a tokenizer there is nothing else."""
+        return super().with_ids or self.frontend.tokenizer is None
 
     @classmethod
     async def encode(
@@ -153,19 +151,9 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
 
     def choice(self, output: RequestOutput, sequence: int, index: int) -> ChoiceWriter:
         """See `Dialect.choice`."""
-        number, body = index // self._params.n, self.body
-        with_usage = body.include_usage and body.continuous_usage
-        writer = CompletionWriter(
-            self.chunk,
-            index,
-            self.names,
-            echo=self._echoes[number],
-            echo_logprobs_of=output if body.echo and body.logprobs is not None else None,
-            num_top=body.logprobs or 0,
-            prompt_token_ids=self._prompts[number] if self._with_ids else None,
-            usage_of=output if with_usage else None,
-        )
-        self._writers.append(writer)
+        number = index // self._params.n
+        writer = CompletionWriter(self, output, index, self._prompts[number], self._echoes[number])
+        self.writers.append(writer)
         return writer
 
     async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Completion:
@@ -183,8 +171,8 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
                     logprobs=await self._logprobs(outputs[index // n], delta),
                     finish_reason=delta.finish_reason,
                     stop_reason=delta.stop_reason,
-                    token_ids=delta.token_ids if self._with_ids else UNSET,
-                    prompt_token_ids=self._prompts[index // n] if self._with_ids else UNSET,
+                    token_ids=delta.token_ids if self.with_ids else UNSET,
+                    prompt_token_ids=self._prompts[index // n] if self.with_ids else UNSET,
                     prompt_logprobs=of_prompts[index // n],
                     features=outputs[index // n].features(delta.index) or UNSET,
                 )
@@ -218,29 +206,19 @@ class CompletionWriter(ChunkWriter):
 
     def __init__(
         self,
-        chunk: Chunk,
+        dialect: CompletionDialect,
+        output: RequestOutput,
         index: int,
-        names: Tokenizer | None = None,
-        *,
-        echo: str = "",
-        echo_logprobs_of: RequestOutput | None = None,
-        num_top: int = 0,
-        **options: Any,
+        prompt: Sequence[int],
+        echo: str,
     ):
-        """Makes the writer of a choice.
-
-        Args:
-            chunk, options: see `ChunkWriter`.
-            index: the number of the choice.
-            names: gives the tokens' texts in log-probabilities; without it they name ids.
-            echo: the text of the prompt, with which the choice begins.
-            echo_logprobs_of: has the log-probabilities of the prompt, if they are shown.
-            num_top: how many of the likeliest tokens are shown with those.
-        """
-        super().__init__(chunk, **options)
+        """Makes the writer of choice `index`, which begins with `echo`."""
+        super().__init__(dialect, output, prompt)
         self.empty = ChunkChoice(index=index, text="")
-        self._names, self._echo, self._num_top = names, echo, num_top
-        self._echo_logprobs_of = echo_logprobs_of
+        self._echo, self._num_top = echo, dialect.body.logprobs
+        # has the log-probabilities of the prompt, if they are shown
+        is_scored = dialect.body.echo and self._num_top is not None
+        self._echo_logprobs_of = output if is_scored else None
         self._echo_logprobs: CompletionLogprobs | None = None
         self._text_offset = 0  # in the choice's text, of the next delta
 
@@ -249,7 +227,7 @@ class CompletionWriter(ChunkWriter):
         output, self._echo_logprobs_of = self._echo_logprobs_of, None
         if output is not None and output.prompt_scores is not None:
             self._echo_logprobs = await echoed_logprobs(
-                self._names, output.prompt_scores, self._num_top, ()
+                self._names, output.prompt_scores, self._num_top or 0, ()
             )
             self._text_offset = len(self._echo)
 
