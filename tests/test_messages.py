@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
-from aioinfer.api.messages import ROLES, Message
+from aioinfer.api.messages import Message, Role
 from aioinfer.errors import RequestError
 
 
@@ -19,7 +19,7 @@ def tool_call(arguments: Any) -> dict[str, Any]:
     return {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", get_args(Role))
 def test_roles(role: str) -> None:
     # templates do not know the newer name of the system's role, and the older one of the tool's
     assert message(role=role).for_template() == {

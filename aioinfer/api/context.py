@@ -261,9 +261,7 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
     config = request.app[FRONTEND].config
     _check_content_type(request)
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError(
-            "compressed bodies are not understood", status=415, code="unsupported_media_type"
-        )
+        raise RequestError("compressed bodies are not understood", status=415)
     with request.app[REQUEST_BODIES].hold() as held:
         parts = request.get(RECEIVED) or await held.receive(request)
         parts[0] = parts[0].removeprefix(_BYTE_ORDER_MARK)
@@ -312,9 +310,7 @@ def _check_content_type(request: web.Request) -> None:
         return
     is_page = "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
     if is_page or request.content_type.startswith("multipart/"):
-        raise RequestError(
-            "the Content-Type must be application/json", status=415, code="unsupported_media_type"
-        )
+        raise RequestError("the Content-Type must be application/json", status=415)
 
 
 def check_model(frontend: Frontend, model: str | None) -> None:

@@ -10,10 +10,6 @@ The decoder does not let other threads run while it works, nor does Python while
 decoded values. That takes 20 ms for the longest text that a body may hold, and up to a second for
 millions of small values: for so long the event loop would stand still. So the values of a large
 body are counted before it is decoded, and only token ids may be many.
-
-`count_values` counts the values of a JSON text without decoding it: in slices, with numpy, between
-which (and mostly within which) other threads run, in about 5 ms a megabyte. Finding quoted text by
-the parity of quotes is simdjson's method (Langdale and Lemire 2019).
 """
 
 from __future__ import annotations
@@ -21,15 +17,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from aioinfer.api.fields import check_undeclared
 from aioinfer.errors import FieldError, RequestError
+from aioinfer.text.json_values import count_values
 
 #: Prompts in one request; each is a request of its own to the scheduler.
 MAX_PROMPTS = 1024
@@ -168,7 +164,7 @@ def convert_texts(given: Mapping[str, Any], kind: type[S]) -> S:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise as_request_error(error) from error
+        raise as_request_error(error, b"", kind) from error
 
 
 def _decode_again(
@@ -181,15 +177,13 @@ def _decode_again(
     """
     if not isinstance(error, msgspec.ValidationError):
         raise as_request_error(error, raw) from error
-    try:
-        given: dict[str, msgspec.Raw] = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    if (given := _members(raw)) is None:
         raise as_request_error(error, raw) from error
     repaired = msgspec.json.encode(_repaired(given, kind, "", ignores_unknown))
     try:
         return msgspec.json.decode(repaired, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as again:
-        raise as_request_error(again, repaired) from again
+        raise as_request_error(again, repaired, kind) from again
 
 
 def _repaired(
@@ -208,14 +202,19 @@ def _repaired(
             continue
         kept[name] = _without_fraction(value)
         inner = _strict_type(declared[name])
-        if inner is not None and bytes(value).lstrip()[:1] == b"{":
-            try:
-                members = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue  # the decoder will say what is wrong
+        # where it is no object, the decoder will say what is wrong
+        if inner is not None and (members := _members(value)) is not None:
             members = _repaired(members, inner, f"{place}{name}.", ignores_unknown)
             kept[name] = msgspec.Raw(msgspec.json.encode(members))
     return kept
+
+
+def _members(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw] | None:
+    """Returns the members of an object, None for other JSON."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _strict_type(annotation: Any) -> type[Struct] | None:
@@ -244,10 +243,11 @@ def _without_fraction(value: msgspec.Raw) -> msgspec.Raw:
     return value
 
 
-def as_request_error(error: Exception, raw: bytes = b"") -> RequestError:
-    """Returns the error that answers a body which the decoder rejects with `error`."""
+def as_request_error(error: Exception, raw: bytes = b"", kind: Any = None) -> RequestError:
+    """Returns the error that answers a body, of type `kind`, which the decoder rejects with
+    `error`."""
     if isinstance(error, msgspec.ValidationError):
-        return _wrong_field(str(error), raw)
+        return _wrong_field(str(error), raw, kind)
     if isinstance(error, RecursionError):
         return RequestError("the body is nested too deeply", code="invalid_json")
     if "truncated" in str(error) and raw.rstrip()[-1:] == b"}" and _HALF_PAIR.search(raw):
@@ -255,7 +255,7 @@ def as_request_error(error: Exception, raw: bytes = b"") -> RequestError:
     return RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
-def _wrong_field(message: str, raw: bytes) -> RequestError:
+def _wrong_field(message: str, raw: bytes, kind: Any) -> RequestError:
     """Makes of msgspec's "Expected `int`, got `str` - at `$.n`" an error that names the parameter
     and quotes its value."""
     found = _PLACE.fullmatch(message)
@@ -276,10 +276,37 @@ def _wrong_field(message: str, raw: bytes) -> RequestError:
     elif wrong := _WRONG_VALUE.fullmatch(what):
         text = f"{place} must be {_expected(wrong[1])} {wrong[2]}"
         quoted, code = f", not {value}" if value else "", "invalid_value"
+    elif values := _values_at(kind, full_path):
+        text = f"{place} must be one of {', '.join(map(repr, values))}"
+        quoted, code = f", not {value}" if value else "", "invalid_value"
     else:
         text = f"{place}: {what[:1].lower()}{what[1:]}"
         quoted, code = "", "invalid_value"
     return RequestError(text + quoted, param=path or None, code=code, logged=text)
+
+
+def _values_at(kind: Any, path: str) -> list[Any]:
+    """Returns the values that a type has at a path, where these are listed."""
+    kinds = _alternatives(kind)
+    for name, _, _ in _STEP.findall(path):
+        inner: list[Any] = []
+        for each in kinds:
+            if name and isinstance(each, type) and issubclass(each, Struct):
+                found = msgspec.structs.fields(each)
+                inner += [field.type for field in found if field.encode_name == name]
+            elif not name and get_origin(each) is list:
+                inner += get_args(each)
+        kinds = [each for type in inner for each in _alternatives(type)]
+    return [value for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """Returns the types of a union, without their bounds."""
+    if get_origin(kind) is Annotated:
+        return _alternatives(get_args(kind)[0])
+    if get_origin(kind) not in (Union, UnionType):
+        return [kind]
+    return [each for inner in get_args(kind) for each in _alternatives(inner)]
 
 
 def _expected(types: str) -> str:
@@ -304,40 +331,3 @@ def _quoted_at(raw: bytes, path: str) -> str:
         return ""
     half = _MAX_QUOTED // 2
     return text if len(text) <= _MAX_QUOTED else f"{text[:half]} … {text[-half:]}"
-
-
-#: Bytes that are looked at at a time, in about a millisecond.
-_SLICE = 128 * 1024
-
-
-def count_values(raw: bytes) -> int:
-    """Returns how many values a JSON text holds in lists and objects, at all depths, give or take
-    one for each empty list: the commas and opening brackets outside of texts."""
-    total = 0
-    in_text = first_is_escaped = False
-    for start in range(0, len(raw), _SLICE):
-        data = np.frombuffer(raw, np.uint8, min(_SLICE, len(raw) - start), start)
-        quotes = data == ord('"')
-        escaped = _escaped(data, first_is_escaped)
-        first_is_escaped = len(escaped) > 0 and escaped[-1] == len(data)
-        quotes[escaped[: len(escaped) - first_is_escaped]] = False
-        texts = np.logical_xor.accumulate(quotes) ^ in_text
-        in_text = bool(texts[-1])
-        marks = (data == ord(",")) | (data == ord("[")) | (data == ord("{"))
-        total += int(np.count_nonzero(marks & ~texts))
-    return total
-
-
-def _escaped(data: npt.NDArray[np.uint8], first_is_escaped: bool) -> npt.NDArray[np.int64]:
-    """Returns the places of the bytes that a backslash escapes: the last may lie behind the
-    slice."""
-    slashes = np.flatnonzero(data == ord("\\"))
-    if first_is_escaped and len(slashes) and slashes[0] == 0:
-        slashes = slashes[1:]
-    # a backslash escapes the next byte if an even number of them stands right before it
-    begins = np.ones(len(slashes), bool)
-    begins[1:] = np.diff(slashes) != 1
-    order = np.arange(len(slashes))
-    in_run = order - np.maximum.accumulate(np.where(begins, order, 0))
-    escaped = slashes[in_run % 2 == 0] + 1
-    return np.insert(escaped, 0, 0) if first_is_escaped else escaped

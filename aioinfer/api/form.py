@@ -35,7 +35,6 @@ async def receive_form(
         raise RequestError(
             "the Content-Type must be multipart/form-data",
             status=415,
-            code="unsupported_media_type",
         )
     _check_origin(request)
     if "boundary" not in request.headers.get("Content-Type", ""):

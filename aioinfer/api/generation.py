@@ -273,22 +273,18 @@ def timings(output: RequestOutput, sequence: int, num_tokens: int) -> Timings:
     if times is not None and times.first_token:
         prompt_ms = (times.first_token - times.scheduled) * 1e3
         predicted_ms = max(0.0, times.last_token - times.first_token) * 1e3
-    num_prompt = len(output.prompt_token_ids) - cached
-    return Timings(
-        cache_n=cached,
-        prompt_n=num_prompt,
-        prompt_ms=prompt_ms,
-        prompt_per_token_ms=_ratio(prompt_ms, num_prompt),
-        prompt_per_second=_ratio(num_prompt * 1e3, prompt_ms),
-        predicted_n=num_tokens,
-        predicted_ms=predicted_ms,
-        predicted_per_token_ms=_ratio(predicted_ms, num_tokens),
-        predicted_per_second=_ratio(num_tokens * 1e3, predicted_ms),
-    )
+    prompt = _speed("prompt", len(output.prompt_token_ids) - cached, prompt_ms)
+    return Timings(cache_n=cached, **prompt, **_speed("predicted", num_tokens, predicted_ms))
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _speed(of: str, count: int, ms: float) -> dict[str, Any]:
+    """Returns the fields of `Timings` of so many tokens, which took so many milliseconds."""
+    return {
+        f"{of}_n": count,
+        f"{of}_ms": ms,
+        f"{of}_per_token_ms": ms / count if count else 0.0,
+        f"{of}_per_second": count * 1e3 / ms if ms else 0.0,
+    }
 
 
 class ProgressReader:

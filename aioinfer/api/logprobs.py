@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -131,13 +131,9 @@ def completion_logprobs(
         tokens: the tokens of this chunk, or all of them.
         offset: where the text of the first one begins in the choice's text, in characters.
     """
-    texts = [_token_text(tokenizer, token.token_id)[0] for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    texts = [token_name(tokenizer, token.token_id) for token in tokens]
     return CompletionLogprobs(
-        text_offset=offsets,
+        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset))[: len(texts)],
         token_logprobs=[max(token.logprob, LOWEST) for token in tokens],
         tokens=texts,
         top_logprobs=[
@@ -149,7 +145,7 @@ def completion_logprobs(
 def _by_text(tokenizer: Tokenizer | None, token: TokenLogprob, text: str) -> Any:
     """Returns the likeliest tokens' log-probabilities by text, the sampled one's always among
     them; many as in `_likely_tokens`."""
-    likely = [(_token_text(tokenizer, token_id)[0], logprob) for token_id, logprob in token.top]
+    likely = [(token_name(tokenizer, token_id), logprob) for token_id, logprob in token.top]
     found: dict[str, float] = {}
     for name, logprob in [*likely, (text, token.logprob)]:
         # tokens of the same text: the likeliest counts

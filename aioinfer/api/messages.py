@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
-from aioinfer.api.decoding import count_values
 from aioinfer.engine.chat_turn import call_input
 from aioinfer.errors import FieldError
 from aioinfer.media.source import MediaSource
+from aioinfer.text.json_values import count_values
 
 T = TypeVar("T")
 #: Shorter texts are not searched for JSON values: they cannot hold many.
@@ -27,11 +27,10 @@ _FEW_PARTS = 16
 #: us a message.
 _FEW_MESSAGES = 256
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 #: Roles under the names that chat templates know: "developer" is newer, "function" is older.
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
-#: Described by their values in `/openapi.json`; `Message.check` tests them, with its own messages.
-Role = Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+#: Described by its values in `/openapi.json`; `Message.check` tests it, with its own message.
 PartType = Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
 
 
@@ -98,10 +97,6 @@ class Message(Struct, kw_only=True):
     def check(self, where: str) -> None:
         """Raises `RequestError`; `where` is the message's place in the body, such as
         `messages[0]`."""
-        if self.role not in ROLES:
-            raise FieldError(
-                f"{where}.role", f"must be one of {', '.join(ROLES)}, not {self.role!r}"
-            )
         if self.content is None and self.role not in ("assistant", "function"):
             raise FieldError(f"{where}.content", "is missing")
         for index, part in enumerate(self.content if isinstance(self.content, list) else ()):
@@ -116,23 +111,20 @@ class Message(Struct, kw_only=True):
     @property
     def is_short(self) -> bool:
         """Whether `for_template` takes microseconds: it has to parse the arguments of calls."""
-        return not self._functions and (
+        return not self._calls and (
             not isinstance(self.content, list) or len(self.content) <= _FEW_PARTS
         )
 
     def count_argument_values(self) -> int:
         """Returns how many values, or a few more, the JSON texts of tool calls' arguments hold."""
-        return sum(
-            _max_values(function.arguments)
-            for function in self._functions
-            if isinstance(function.arguments, str)
-        )
+        arguments = [call.function.arguments for call in self._calls]
+        return sum(_max_values(text) for text in arguments if isinstance(text, str))
 
     @property
-    def _functions(self) -> list[FunctionCall]:
-        """The function calls of the message: `function_call` is the older form of a single call."""
-        older = [] if self.function_call is None else [self.function_call]
-        return older + [call.function for call in self.tool_calls or ()]
+    def _calls(self) -> list[ToolCall]:
+        """The calls of the message: `function_call` is the older form of a single one."""
+        older = [] if self.function_call is None else [ToolCall(function=self.function_call)]
+        return older + (self.tool_calls or [])
 
     def for_template(self, where: str = "messages") -> dict[str, Any]:
         """Returns the message as chat templates read it; `where` is its place in the body.
@@ -143,20 +135,17 @@ class Message(Struct, kw_only=True):
         whose older name it is: templates do not know them, and some drop roles that they do not
         know. Arguments of tool calls are objects, as transformers requires in messages.
         """
-        message: dict[str, Any] = {
+        message = {
             "role": _TEMPLATE_ROLES.get(self.role, self.role),
             "content": self._content(where) or self.refusal or "",
         }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if (thought := self.reasoning_content or self.reasoning) is not None:
-            message["reasoning_content"] = thought
-        older = [] if self.function_call is None else [ToolCall(function=self.function_call)]
-        if calls := [*older, *(self.tool_calls or ())]:
-            message["tool_calls"] = [_call_for_template(call) for call in calls]
-        return message
+        fields = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [_call_for_template(call) for call in self._calls] or None,
+        }
+        return message | {name: value for name, value in fields.items() if value is not None}
 
     def _content(self, where: str) -> TemplateContent:
         if isinstance(self.content, str):

@@ -22,10 +22,7 @@ from aioinfer.api.generation import Generation, timings
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import (
-    FunctionCall,
-    Message,
     TemplateContent,
-    ToolCall,
     converted,
     template_content,
 )
@@ -79,10 +76,10 @@ class OllamaCall(Struct, kw_only=True):
     id: str | None = None
     function: OllamaFunction
 
-    def as_tool_call(self) -> ToolCall:
-        """Returns the call as OpenAI's chat has it."""
-        function = FunctionCall(name=self.function.name, arguments=dict(self.function.arguments))
-        return ToolCall(function=function, id=self.id or "")
+    def for_template(self) -> dict[str, Any]:
+        """Returns the call as chat templates read it."""
+        function = {"name": self.function.name, "arguments": dict(self.function.arguments)}
+        return {"type": "function", "function": function, "id": self.id or ""}
 
 
 class OllamaMessage(Struct, kw_only=True):
@@ -98,15 +95,15 @@ class OllamaMessage(Struct, kw_only=True):
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Returns the message as chat templates read it; `where` is its place in the body."""
-        message = Message(
-            role=self.role,
-            content="",
-            name=self.tool_name,
-            tool_calls=[call.as_tool_call() for call in self.tool_calls or ()],
-            tool_call_id=self.tool_call_id,
-            reasoning_content=self.thinking,
-        ).for_template(where.rstrip("."))
-        return message | {"content": _with_pictures(self.content, self.images, where)}
+        fields = {
+            "name": self.tool_name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.thinking,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        content = _with_pictures(self.content, self.images, where)
+        return {"role": self.role, "content": content, **given}
 
 
 def _with_pictures(text: str, images: Sequence[str] | None, where: str) -> TemplateContent:
@@ -129,7 +126,7 @@ class Tagged:
 class OllamaBody(Tagged, GenerationBody, kw_only=True):
     """Base class of the bodies of chats and generations."""
 
-    format: str | dict[str, Any] | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
     options: Options | None = None
     think: bool | str | None = None
 
@@ -145,8 +142,6 @@ class OllamaBody(Tagged, GenerationBody, kw_only=True):
 
     def check(self) -> None:
         """See `Body.check`."""
-        if isinstance(self.format, str) and self.format not in ("", "json"):
-            raise FieldError("format", "must be 'json' or a JSON schema")
         options = self.options or Options()
         if (options.repeat_last_n or -1) != -1 and options.repeat_penalty not in (None, 1):
             raise FieldError(
@@ -277,14 +272,15 @@ class ModelDetails(Struct, kw_only=True):
 
 
 class ListedModel(Struct, kw_only=True):
-    """A model that can be used, with the bytes of its files."""
+    """A model that can be used, with the bytes of its files, or for `/api/ps` with the bytes that
+    it takes."""
 
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     details: ModelDetails
+    modified_at: str | UnsetType = UNSET
 
 
 class ModelTags(Struct, kw_only=True):
@@ -293,14 +289,9 @@ class ModelTags(Struct, kw_only=True):
     models: list[ListedModel]
 
 
-class RunningModel(Struct, kw_only=True):
-    """A model that is loaded, with the bytes that it takes."""
+class RunningModel(ListedModel, kw_only=True):
+    """A model that is loaded."""
 
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: ModelDetails
     expires_at: str
     size_vram: int
     context_length: int

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = 
     "too many bytes": ({}, bytes(2**20 + 1), 413, None, ""),
     "too long": ({}, wav(np.zeros(13 * 8000), 8000), 400, "file", "max_seconds"),
     "another model": ({"model": "other"}, FILE[1], 404, "model", "does not exist"),
-    "a format": ({"response_format": "xml"}, FILE[1], 400, "response_format", "invalid enum value"),
+    "a format": ({"response_format": "xml"}, FILE[1], 400, "response_format", "one of 'json'"),
     "a temperature": ({"temperature": "hot"}, FILE[1], 400, "temperature", "must be a number"),
     "a high one": ({"temperature": "1.5"}, FILE[1], 400, "temperature", "<= 1"),
     "a language": ({"language": "xx"}, FILE[1], 400, "language", "ISO-639-1"),

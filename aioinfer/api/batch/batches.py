@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from aiohttp import web
 
 from aioinfer.api.batch import objects
 from aioinfer.api.batch.lines import (
-    BATCH_PATHS,
     BatchFault,
+    BatchPath,
     BatchResult,
     BatchServer,
     check_input,
@@ -45,7 +45,7 @@ from aioinfer.api.context import REQUEST_BODIES
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNTS, Account
-from aioinfer.errors import EngineDeadError, FieldError, RequestError
+from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)
 
@@ -61,23 +61,9 @@ class CreateBatch(Body, kw_only=True):
     """`POST /v1/batches`."""
 
     input_file_id: str
-    endpoint: str
-    completion_window: str
+    endpoint: BatchPath
+    completion_window: Literal["24h"]
     metadata: Metadata | None = None
-    output_expires_after: dict[str, Any] | None = None
-
-    def check(self) -> None:
-        if self.endpoint not in BATCH_PATHS:
-            raise FieldError(
-                "endpoint",
-                f"must be one of {', '.join(BATCH_PATHS)}, not {shorten(self.endpoint)!r}",
-            )
-        if self.completion_window != "24h":
-            raise FieldError("completion_window", "must be '24h'")
-        if self.output_expires_after is not None:
-            raise FieldError(
-                "output_expires_after", "is not supported: results stay until they are deleted"
-            )
 
 
 class Batches:

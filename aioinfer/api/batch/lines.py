@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 import msgspec
 from aiohttp import HttpVersion11, StreamReader, web
@@ -32,7 +32,8 @@ from aioinfer.errors import ConfigError, EngineDeadError
 _log = logging.getLogger(__name__)
 
 #: Paths that the requests of a batch may name.
-BATCH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+BatchPath = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+BATCH_PATHS: tuple[BatchPath, ...] = get_args(BatchPath)
 #: Faults of an input that are reported; there may be as many as it has lines.
 _MAX_FAULTS = 20
 #: Lines that `read_requests` yields at most at a time, and about how many bytes.

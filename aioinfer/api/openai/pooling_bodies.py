@@ -244,7 +244,7 @@ class RerankRequest(ScoringBody, kw_only=True):
     query: str
     documents: _Documents | None = None
     texts: _Documents | None = None
-    top_n: Int32 | None = None
+    top_n: Count | None = None
     return_documents: bool | None = None
     return_text: bool | None = None
 
@@ -255,8 +255,6 @@ class RerankRequest(ScoringBody, kw_only=True):
         for name, goes_with in (("return_documents", "documents"), ("return_text", "texts")):
             if getattr(self, name) and getattr(self, goes_with) is None:
                 raise FieldError(name, f"goes with {goes_with}")
-        if self.top_n is not None and self.top_n < 1:
-            raise FieldError("top_n", f"must be at least 1, not {self.top_n}")
 
     @property
     def num_prompts(self) -> int:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioinfer.api import decoding
-from aioinfer.api.decoding import count_values
+from aioinfer.text import json_values
+from aioinfer.text.json_values import count_values
 
 TEXTS = st.text('a"\\\\,:[]{}\n é', max_size=12)
 VALUES = st.recursive(
@@ -32,12 +32,12 @@ def count(value: Any) -> int:
 def test_all_values_are_counted(value: Any, size: int, indent: int | None, ascii: bool) -> None:
     raw = json.dumps(value, indent=indent, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_SLICE", size)
+        patch.setattr(json_values, "_SLICE", size)
         assert count_values(raw) == count(value)
 
 
 @given(st.binary(max_size=40) | TEXTS.map(str.encode), st.sampled_from([1, 2, 1000]))
 def test_any_bytes_are_scanned(raw: bytes, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_SLICE", size)
+        patch.setattr(json_values, "_SLICE", size)
         assert 0 <= count_values(raw) <= len(raw)
