@@ -31,11 +31,16 @@ from aioinfer.api.logprobs import LOWEST, formatted
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import PoolingDialect, numbers_json
 from aioinfer.api.openai.pooling_bodies import PoolingBody
-from aioinfer.api.prompts import Prompt, Prompts, encode_prompt, is_single, split_prompts
+from aioinfer.api.prompts import encode_prompt
 from aioinfer.api.protocol import (
     ChatRequest,
     CommonSampling,
     Int32,
+    Prompt,
+    Prompts,
+    check_prompts,
+    is_single,
+    split_prompts,
     template_options,
 )
 from aioinfer.api.structured_output import NOT_GIVEN, is_given, json_grammar
@@ -93,7 +98,7 @@ class LlamaCompletion(CommonSampling, kw_only=True):
             raise FieldError(
                 "repeat_last_n", "must be -1 or 0: penalties count all of the text, or are off"
             )
-        self.prompts()
+        check_prompts(self.prompt, "prompt")
 
     @property
     def num_prompts(self) -> int:
@@ -107,7 +112,7 @@ class LlamaCompletion(CommonSampling, kw_only=True):
 
     def prompts(self) -> list[Prompt]:
         """Returns the prompts one by one."""
-        return split_prompts(self.prompt, "prompt")
+        return split_prompts(self.prompt)
 
     def grammars(self) -> list[GrammarSpec]:
         """See `GenerationBody.grammars`."""
@@ -161,7 +166,7 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
         super().check()
         if (self.content is None) == (self.input is None):
             raise RequestError("either content or input must be given", param="content")
-        self.inputs()
+        check_prompts(getattr(self, self.field), self.field)
 
     @property
     def field(self) -> str:
@@ -175,7 +180,7 @@ class LlamaEmbedding(PoolingBody, kw_only=True):
 
     def inputs(self) -> list[Prompt]:
         """Returns the inputs one by one."""
-        return split_prompts(getattr(self, self.field), self.field)
+        return split_prompts(getattr(self, self.field))
 
 
 class LlamaBias(Struct, kw_only=True):

@@ -1,69 +1,25 @@
-"""Prompts of all forms as token ids; `Frontend` encodes.
-
-The forms are llama.cpp's, of which OpenAI's are a part: a text, token ids, texts and token ids
-mixed in one prompt, or a list of several of these. A list with a number in it is one prompt; any
-other list holds a prompt in each place.
-"""
+"""Prompts of all forms (`protocol.Prompts`) as token ids; `Frontend` encodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
-from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.messages import template_messages
 from aioinfer.api.protocol import (
     ChatRequest,
     CompletionRequest,
+    Prompt,
     SamplingBody,
-    TokenId,
     template_options,
 )
 from aioinfer.engine.chat_turn import encode_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.pooled_prompts import MAX_UNCUT_TOKENS, cut_prompt, max_kept
-from aioinfer.errors import FieldError, RequestError
+from aioinfer.errors import FieldError
 from aioinfer.text.message_parser import ToolUse
 
 #: Stands before CodeLlama's suffix while that is encoded, so that no space is put there.
 _JOINT = "☺"
-
-
-Mixed = list[str | TokenId]
-Prompts = str | list[str | TokenId | Mixed]
-#: One prompt: a text, token ids, or both in turn.
-Prompt = str | Sequence[str | int]
-
-
-def is_single(given: Any) -> bool:
-    """Whether a field of the type `Prompts` holds one prompt."""
-    return not isinstance(given, list) or int in _kinds(given)
-
-
-def _kinds(given: Iterable[Any]) -> set[type]:
-    """Returns the types of a prompt's parts, of which there may be half a million."""
-    return set(map(type, given))
-
-
-def split_prompts(given: Any, param: str) -> list[Prompt]:
-    """Returns the prompts of a field of the type `Prompts`, one by one.
-
-    Raises `RequestError` naming `param` for none, and for too many.
-    """
-    prompts = [given] if is_single(given) else given
-    if not prompts:
-        raise RequestError(f"the {param} is empty", param=param)
-    if len(prompts) > MAX_PROMPTS:
-        raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
-    found: list[Prompt] = []
-    for each in prompts:
-        if isinstance(each, list) and list in _kinds(each):
-            raise RequestError(
-                f"a list with token ids in {param} may hold texts besides, and nothing else",
-                param=param,
-            )
-        found.append(each)
-    return found
 
 
 async def encode_prompt(
@@ -77,7 +33,7 @@ async def encode_prompt(
     BOS. Raises `RequestError`, as `Frontend.encode` does."""
     if isinstance(prompt, str):
         return await frontend.encode(prompt, add_special_tokens, max_tokens=max_tokens)
-    if str not in _kinds(prompt):
+    if str not in set(map(type, prompt)):
         return list(prompt)  # type: ignore[arg-type]
     ids: list[int] = []
     for index, part in enumerate(prompt):
@@ -96,9 +52,7 @@ async def completion_prompts(frontend: Frontend, body: CompletionRequest) -> lis
     limit = max_uncut(body)
     specials = body.add_special_tokens is not False
     ids = [
-        await frontend.encode(prompt, specials, max_tokens=limit)
-        if isinstance(prompt, str)
-        else prompt
+        await encode_prompt(frontend, prompt, specials, max_tokens=limit)
         for prompt in body.prompts()
     ]
     if limit is None:
@@ -156,12 +110,8 @@ async def _with_suffix(frontend: Frontend, body: CompletionRequest, suffix: str)
         after = (await frontend.encode(_JOINT + suffix, False))[len(joint) :]
     else:
         after = await frontend.encode(suffix, False)
-    return [
-        marks.arrange(
-            await frontend.encode(prompt, False) if isinstance(prompt, str) else prompt, after
-        )
-        for prompt in body.prompts()
-    ]
+    prompts = [await encode_prompt(frontend, prompt, False) for prompt in body.prompts()]
+    return [marks.arrange(prompt, after) for prompt in prompts]
 
 
 def ends_of_middle(frontend: Frontend, body: CompletionRequest) -> tuple[int, ...]:

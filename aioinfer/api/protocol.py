@@ -11,7 +11,7 @@ bodies from `read_body`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,15 +33,42 @@ from aioinfer.errors import FieldError, RequestError
 from aioinfer.sampling_params import MAX_N, BeamSearch, GrammarSpec, SamplingParams
 from aioinfer.text.message_parser import ToolUse
 
-#: Entries of a prompt whose types are looked at before other threads may run.
-_TYPES_PER_PIECE = 16_384
-
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+#: Prompts in llama.cpp's forms, of which OpenAI's are a part: a text, token ids, texts and token
+#: ids mixed in one prompt, or a list of several of these. A list with a number in it is one prompt;
+#: any other list holds a prompt in each place.
+Prompts = str | list[str | TokenId | list[str | TokenId]]
+#: One prompt: a text, token ids, or both in turn.
+Prompt = str | Sequence[str | int]
+
+
+def is_single(given: Any) -> bool:
+    """Whether a field of the type `Prompts` holds one prompt."""
+    return not isinstance(given, list) or any(isinstance(each, int) for each in given)
+
+
+def split_prompts(given: Any) -> list[Prompt]:
+    """Returns the prompts of a field of the type `Prompts`, one by one."""
+    return [given] if is_single(given) else given
+
+
+def check_prompts(given: Any, param: str) -> None:
+    """Raises `RequestError` naming `param` for no prompts, for too many, and for a list with token
+    ids that holds lists, too."""
+    prompts = split_prompts(given)
+    if not prompts:
+        raise RequestError(f"the {param} is empty", param=param)
+    if len(prompts) > MAX_PROMPTS:
+        raise FieldError(param, f"may hold at most {MAX_PROMPTS} prompts, not {len(prompts)}")
+    if any(isinstance(each, list) and list in set(map(type, each)) for each in prompts):
+        raise FieldError(param, "with token ids may hold texts besides, and nothing else")
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -313,7 +340,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     token_field: ClassVar[str] = "prompt"
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: Prompts
     add_special_tokens: bool | None = None
     best_of: Int32 | None = None
     echo: bool | None = None
@@ -322,8 +349,7 @@ class CompletionRequest(SamplingBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if isinstance(self.prompt, list):
-            _check_prompts(self.prompt)
+        check_prompts(self.prompt, "prompt")
         if self.best_of is not None:
             self._check_best_of(self.best_of, self.n or 1)
         if self.suffix:
@@ -365,29 +391,9 @@ class CompletionRequest(SamplingBody, kw_only=True):
             fields["prompt_only"] = True
         return fields
 
-    def prompts(self) -> list[Any]:
-        """Returns the prompts one by one: texts, or lists of token ids."""
-        return (
-            [self.prompt]
-            if isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-            else self.prompt
-        )
-
-
-def _check_prompts(prompt: list[Any]) -> None:
-    kinds: set[type] = set()
-    # in pieces: the interpreter switches threads between them, not within
-    for start in range(0, len(prompt), _TYPES_PER_PIECE):
-        kinds.update(map(type, prompt[start : start + _TYPES_PER_PIECE]))
-    if not kinds:
-        raise RequestError("the prompt is empty", param="prompt")
-    if len(kinds) > 1:
-        raise FieldError(
-            "prompt",
-            "must be a text, a list of token ids, a list of texts or a list of lists of token ids",
-        )
-    if int not in kinds and len(prompt) > MAX_PROMPTS:
-        raise FieldError("prompt", f"may hold at most {MAX_PROMPTS} prompts, not {len(prompt)}")
+    def prompts(self) -> list[Prompt]:
+        """Returns the prompts one by one."""
+        return split_prompts(self.prompt)
 
 
 class Prediction(Struct, kw_only=True):

@@ -59,7 +59,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"max_completion_tokens": 4000}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 4000}, "max_tokens"),
-    (CHAT, {"response_format": {"type": "json"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json"}}, "response_format.type"),
     (COMPLETIONS, {"guided_json": {"not": {}}}, "guided_json"),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     (COMPLETIONS, {"guided_regex": "a", "grammar": 'start: "a"'}, "grammar"),

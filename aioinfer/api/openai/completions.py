@@ -29,7 +29,7 @@ from aioinfer.api.openai.chunks import (
     usage,
 )
 from aioinfer.api.prompts import completion_prompts, ends_of_middle
-from aioinfer.api.protocol import CompletionRequest
+from aioinfer.api.protocol import CompletionRequest, Prompt
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
@@ -106,10 +106,11 @@ def _mean_logprob(delta: Delta) -> float:
     return sum(found) / len(found) if found else -math.inf
 
 
-async def _text_of(frontend: Frontend, prompt: str | Sequence[int]) -> str:
+async def _text_of(frontend: Frontend, prompt: Prompt, ids: Sequence[int]) -> str:
+    """Returns the text of a prompt that was given as one text, or else of its token ids."""
     if isinstance(prompt, str):
         return prompt
-    return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, prompt, False)
+    return await asyncio.to_thread(frontend.require_tokenizer("echo").decode, ids, False)
 
 
 class CompletionDialect(ChunkDialect[CompletionRequest]):
@@ -139,11 +140,12 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
         # all are encoded before the first is queued: a wrong one leaves nothing to be aborted
         self._prompts = ids = await completion_prompts(frontend, body)
         self._params = params = _sampling_params(frontend, body, max(map(len, ids)))
-        shown = body.prompts() if body.truncate_prompt_tokens is None else ids
         #: The texts that the choices of each prompt begin with.
-        self._echoes = (
-            [await _text_of(frontend, prompt) for prompt in shown] if body.echo else [""] * len(ids)
-        )
+        self._echoes = [""] * len(ids)
+        if body.echo:
+            given = body.prompts() if body.truncate_prompt_tokens is None else ids
+            pairs = zip(given, ids, strict=True)
+            self._echoes = [await _text_of(frontend, *pair) for pair in pairs]
         # of a beam search `best_of` is the width: it returns the n best itself
         best_of = None if body.use_beam_search else body.best_of
         self._num_candidates = best_of or params.n

@@ -25,7 +25,8 @@ from aioinfer.api.generation import Dialect, Generation
 from aioinfer.api.http.logs import RECORD
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai import pooling_bodies as bodies
-from aioinfer.api.prompts import Prompt, cut, encode_prompt, max_uncut
+from aioinfer.api.prompts import cut, encode_prompt, max_uncut
+from aioinfer.api.protocol import Prompt
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.engine.pooled_prompts import join_texts, max_kept
 from aioinfer.engine.served_model import cosine_similarity

@@ -10,15 +10,18 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.decoding import MAX_PROMPTS
 from aioinfer.api.messages import Message
-from aioinfer.api.prompts import Prompt, Prompts, split_prompts
 from aioinfer.api.protocol import (
     Count,
     Ignored,
     Int32,
     Length,
+    Prompt,
+    Prompts,
     PromptsBody,
     check_messages,
+    check_prompts,
     check_truncation,
+    split_prompts,
 )
 from aioinfer.errors import FieldError, RequestError
 
@@ -60,7 +63,7 @@ class InputBody(PoolingBody, kw_only=True):
         elif self.input is None:
             raise FieldError("input", "is missing", "missing_required_parameter")
         else:
-            self.inputs()
+            check_prompts(self.input, "input")
 
     @property
     def num_prompts(self) -> int:
@@ -68,7 +71,7 @@ class InputBody(PoolingBody, kw_only=True):
 
     def inputs(self) -> list[Prompt]:
         """Returns the inputs one by one; none of `messages`."""
-        return [] if self.input is None else split_prompts(self.input, "input")
+        return [] if self.input is None else split_prompts(self.input)
 
     def template_options(self) -> dict[str, Any]:
         """Returns the arguments of `Frontend.encode_chat` besides the messages."""
