@@ -306,8 +306,9 @@ class SamplingParams:
         allowed_token_ids: the only tokens that the output may hold, besides end tokens; None: all.
         bad_words: words that the output may not hold, neither with a space before them nor
             without; each is avoided by its last token.
-        speech: the rules that the tokens of a transcript follow (`features.speech`), as the server
-            makes them; None for none.
+        speech: the rules that the tokens of a transcript follow (`features.speech`), or that it is
+            to be aligned with its sound (`features.alignment`), as the server makes them; None for
+            neither.
         extra_args: arguments of step features of other packages, by name (docs/features.md).
         beam_search: search for the `n` likeliest outputs instead of sampling; None: sample. The
             temperature is 0 then, or 1, which is no different.

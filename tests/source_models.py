@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from transformers.generation.utils import GenerateEncoderDecoderOutput
 
 from tests.tiny_models import randomize
 
@@ -160,3 +161,22 @@ def reference_output(
         if ids[-1] == model.config.eos_token_id:
             break
     return Reference(ids[len(prompt) :], logprobs)
+
+
+@torch.inference_mode()
+def reference_times(
+    model: Any, inputs: dict[str, torch.Tensor], num_samples: int, heads: Sequence[Sequence[int]],
+    prompt: Sequence[int], count: int,
+) -> list[float]:  # fmt: skip
+    """Returns the times of the last `count` tokens of a prompt as transformers has them, whose
+    `inputs` are of a sound."""
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([list(prompt)])
+    attentions = model(**inputs, decoder_input_ids=ids, output_attentions=True).cross_attentions
+    output = GenerateEncoderDecoderOutput(sequences=ids, cross_attentions=(attentions,))
+    times = model._extract_token_timestamps(
+        output, heads, num_frames=torch.tensor([num_samples // 160]),
+        num_input_ids=len(prompt) - count,
+    )  # fmt: skip
+    found: list[float] = times[0, -count - 1 : -1].tolist()
+    return found

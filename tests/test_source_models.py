@@ -17,6 +17,7 @@ import transformers
 from aioinfer.config import Config, MediaConfig, ModelConfig
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, SpeechTokens, Transcriber
+from aioinfer.engine.word_times import first_frames, words
 from aioinfer.errors import RequestError
 from aioinfer.executor.inline import InlineExecutor
 from aioinfer.llm import LLM, Output
@@ -32,6 +33,7 @@ from tests.source_models import (
     Reference,
     encoder_inputs,
     reference_output,
+    reference_times,
     save_model,
     save_tokenizer,
     sound,
@@ -246,6 +248,52 @@ def test_transcripts_follow_the_rules_of_timestamps(saved: Saved, ranks: int) ->
                 assert len(sequence) > 4
                 assert output.token_ids[: len(sequence)] == sequence
                 assert output.token_ids[0] >= ID["<|0.00|>"] or not has_times
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("saved", ["whisper"], indirect=True)
+def test_tokens_have_the_times_of_transformers(saved: Saved, ranks: int) -> None:
+    settings = {"parallel.tensor_parallel_size": ranks, "parallel.executor": "inline"}
+    if ranks > 1:
+        settings["parallel.executor"] = "multiprocess"
+    # the tokens of the last one fill the decoder, and a step has room for no other
+    sounds, counts = [*SOUNDS, SOUNDS[0]], [9, 30, 1, 124]
+    source = np.random.default_rng(0)
+    tokens = [source.choice([*range(200), ID["<|0.20|>"]], count).tolist() for count in counts]
+    with opened(saved, **settings, **{"scheduler.max_num_batched_tokens": 130}) as llm:
+        transcriber = llm.frontend.require_transcriber()
+        parts = [transcriber.format.source(samples) for samples in sounds]
+        recording = Recording(parts, [0.0] * 4, 6.0)
+        for _ in range(2):  # the second time the prompts are in the cache
+            prompts, params = transcriber.alignment(recording, "de", "transcribe", tokens, 128)
+            outputs = llm.run(llm._generate(list[Any](prompts), [params] * 4, [0] * 4))
+            found = [output.completions[0].features["alignment"] for output in outputs]
+    assert [len(each) for each in found] == counts
+    for samples, prompt, weights in zip(sounds, prompts, found, strict=True):
+        if len(weights) > 1:  # of one token transformers makes NaN
+            inputs = encoder_inputs("whisper", samples, saved.model)
+            heads = [(layer, head) for layer in (1, 2) for head in range(4)]
+            times = reference_times(saved.model, inputs, len(samples), heads, prompt, len(weights))
+            assert [frame / 50 for frame in first_frames(weights)] == pytest.approx(times)
+    assert first_frames(found[2]) == [0]
+
+
+def test_words_are_runs_of_tokens() -> None:
+    pieces = [" Well", "-known", ",", " \u201c", "N", "\ufffd", "\ufffd", "!", "\u201d", " is"]
+    whole = {(5, 6): "\u00e9"}
+
+    def decode(ids: Sequence[int]) -> str:
+        return whole.get(tuple(ids), "".join(pieces[each] for each in ids))
+
+    times = [each / 10 for each in range(len(pieces) + 1)]
+    found = list(words(range(len(pieces)), times, "en", decode))
+    assert found == [
+        ("Well-known,", 0.0, 0.3), ("\u201cN\u00e9!\u201d", 0.3, 0.9), ("is", 0.9, 1.0)
+    ]  # fmt: skip
+    chinese = list(
+        words(range(4), times[:5], "zh", lambda ids: "".join("你好。吗"[i] for i in ids))
+    )
+    assert chinese == [("你", 0.0, 0.1), ("好。", 0.1, 0.3), ("吗", 0.3, 0.4)]
 
 
 def test_segments_have_the_times_of_their_tokens(tmp_path: Path) -> None:

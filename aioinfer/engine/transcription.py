@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aioinfer.config import Config
 from aioinfer.engine.sources import SourcePrompt
+from aioinfer.engine.word_times import F32, Word, first_frames, words
 from aioinfer.errors import ConfigError, FieldError, OverloadedError, RequestError
+from aioinfer.features.alignment.planning import Alignment
 from aioinfer.features.speech.planning import SpeechRules
 from aioinfer.media.sound import cut_at_pauses, decode_sound
 from aioinfer.models.source import SourceData, SourceFormat
@@ -45,6 +47,8 @@ class SpeechTokens:
         tasks: "transcribe" and "translate", in models of several languages.
         before: what stands before the text that precedes the transcript.
         rules: of the tokens that follow.
+        heads: the layer and the number of each head of cross attention that tells where in the
+            sound a token is.
     """
 
     start: int
@@ -52,10 +56,12 @@ class SpeechTokens:
     tasks: Mapping[str, int]
     before: int
     rules: SpeechRules
+    heads: tuple[tuple[int, int], ...]
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> SpeechTokens:
-        """Reads a model's tokenizer and `generation_config.json`. Raises `ConfigError`."""
+        """Reads a model's tokenizer, `generation_config.json` and `config.json`. Raises
+        `ConfigError`."""
         ids = tokenizer.marker_ids
 
         def of(name: str) -> int:
@@ -78,9 +84,22 @@ class SpeechTokens:
                 of("notimestamps") + 1, of("endoftext"), suppressed, first,
                 None if latest is None else int(latest),
             )  # fmt: skip
+            heads = _alignment_heads(generation, read_json(folder / "config.json"))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"generation_config.json cannot be read: {error}") from error
-        return cls(of("startoftranscript"), languages, tasks, of("startofprev"), rules)
+        return cls(of("startoftranscript"), languages, tasks, of("startofprev"), rules, heads)
+
+
+def _alignment_heads(
+    generation: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[tuple[int, int], ...]:
+    """Returns the heads that `generation_config.json` names; if none, all of the upper half of the
+    decoder's layers."""
+    given = generation.get("alignment_heads")
+    if given:
+        return tuple((int(layer), int(head)) for layer, head in given)
+    layers, heads = config.get("decoder_layers", 0), config.get("decoder_attention_heads", 0)
+    return tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
 
 
 @cache
@@ -255,6 +274,29 @@ class Transcriber:
             speech=rules,
         )
 
+    def alignment(
+        self, recording: Recording, language: str, task: str, tokens: Sequence[Sequence[int]],
+        max_len: int,
+    ) -> tuple[list[SourcePrompt], SamplingParams]:  # fmt: skip
+        """Returns the prompts and the parameters of requests that compute transcripts once more,
+        to find where in the sound their tokens are.
+
+        Args:
+            language, task, max_len: as for `prompts`.
+            tokens: of the transcript of each part, with its timestamps.
+        """
+        prompts = self.prompts(
+            recording, language, task, text="", has_times=True, max_len=max_len
+        )  # fmt: skip
+        first, end = len(prompts[0]), self.tokens.rules.end
+        found = [
+            SourcePrompt([*prompt, *(each for each in ids if each != end)][: max_len - 1], part)
+            for prompt, ids, part in zip(prompts, tokens, recording.parts, strict=True)
+        ]
+        stride = self.format.max_values // self.format.max_tokens
+        asked = Alignment(first, stride, self.tokens.heads)
+        return found, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, speech=asked)
+
     # ---------------------------------------------------------------- transcripts
 
     def text_of(self, tokens: Sequence[int]) -> str:
@@ -286,3 +328,24 @@ class Transcriber:
             begin = latest
         add(length)
         return found
+
+    def words(
+        self, recording: Recording, part: int, tokens: Sequence[int], weights: F32, language: str
+    ) -> Iterator[Word]:
+        """Yields the words of a part's transcript.
+
+        Args:
+            tokens: of the transcript.
+            weights: float32 [n, frames] of its first n tokens; see `AlignmentUse.output`.
+            language: its code.
+        """
+        shift = recording.starts[part]
+        times = [shift + frame / _TIMES for frame in first_frames(weights)]
+        # the last token ends where it begins, as one does that the longest sequence has no room for
+        times += [times[-1] if times else shift] * (len(tokens) + 1 - len(times))
+        text_end = min(self.tokens.rules.first_time, self.tokens.rules.end)
+        own = list(zip(tokens, times, times[1:], strict=False))
+        for is_text, run in groupby(own, key=lambda each: each[0] < text_end):
+            if is_text:
+                ids, starts, ends = zip(*run, strict=True)
+                yield from words(ids, (*starts, ends[-1]), language, self._tokenizer.decode)

@@ -33,6 +33,7 @@ FEATURES = (
     "pictures",
     "sources",
     "speech",
+    "alignment",
     "kv_store",
     "masks",
 )

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: Tokens of a launch: the kernel that plans one is compiled for so many rows.
 _ROWS = 256
+#: Of `Step.memo`, if a feature wants them: a list to which each layer adds its `CrossAttention` and
+#: its queries [T, num_heads, head_size].
+KEPT_QUERIES = "queries of cross attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +156,17 @@ class CrossAttention(Mixer):
         self._cache[:, block, :count] = both.transpose(0, 1)
         self._cache[:, block, count : -(-count // SOURCE_PAGE) * SOURCE_PAGE] = 0
 
+    def keys_of(self, row: int, step: Step) -> torch.Tensor:
+        """Returns the keys [max_len, num_heads, head_size] in the block of a row of a step."""
+        block = step.inputs.groups[self._group].block_tables[row, :1]
+        return self._cache[0].index_select(0, block)[0, : self.shape.max_len]
+
     def __call__(self, stream: ResidualStream, step: Step, *, is_last: bool = False) -> None:
         """See `Mixer`."""
         queries = self.queries.of_normed(stream, self._norm)
         queries = queries.view(-1, self.shape.num_heads, self.shape.head_size)
+        if KEPT_QUERIES in step.memo:
+            step.memo[KEPT_QUERIES].append((self, queries))
         if self._plan is None:
             attended = self._attend_in_torch(queries, step)
         else:

@@ -142,6 +142,26 @@ async def test_a_long_file_is_its_parts(client: openai.AsyncOpenAI) -> None:
     assert done.text.strip() == text
 
 
+@pytest.mark.parametrize("seconds", [1.4, 5.0])
+async def test_words_have_times(client: openai.AsyncOpenAI, seconds: float) -> None:
+    create = client.audio.transcriptions.create
+    file = ("a.wav", wav(sound(seconds, 1) / 2), "audio/wav")
+    given: Any = {"model": "hearing", "file": file, "response_format": "verbose_json"}
+    found, plain = [
+        await create(**given, language="fr", prompt="Zoé", timestamp_granularities=kinds)
+        for kinds in (["word"], ["word", "segment"])
+    ]
+    assert found.segments is None
+    assert plain.segments
+    assert found.words == plain.words
+    # bytes that are no character may have fallen apart
+    text = "".join(word.word for word in found.words or ()).replace("\ufffd", "")
+    assert text == "".join(found.text.replace("\ufffd", "").split())
+    starts = [word.start for word in found.words or ()]
+    assert starts == sorted(starts)
+    assert all(0 <= word.start <= word.end <= seconds for word in found.words or ())
+
+
 async def test_a_prompt_and_a_temperature_change_the_text(
     client: openai.AsyncOpenAI, hearing: Served
 ) -> None:
@@ -187,9 +207,8 @@ REFUSED: dict[str, tuple[dict[str, str], bytes | None, int, str | None, str]] = 
     "a stream of pieces": (
         {"stream": "true", "response_format": "srt"}, FILE[1], 400, "stream", "needs"
     ),
-    "words": (
-        {"timestamp_granularities[]": "word", "response_format": "verbose_json"}, FILE[1], 400,
-        "timestamp_granularities", "not supported",
+    "words of a text": (
+        {"timestamp_granularities[]": "word"}, FILE[1], 400, "timestamp_granularities", "needs"
     ),
 }  # fmt: skip
 

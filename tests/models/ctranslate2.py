@@ -104,6 +104,7 @@ def convert_whisper(source: Path, folder: Path) -> None:
     generation = {
         "suppress_tokens": given["suppress_ids"], "max_initial_timestamp_index": 50,
         "begin_suppress_tokens": given["suppress_ids_begin"], "is_multilingual": True,
+        "alignment_heads": given["alignment_heads"],
         "decoder_start_token_id": 50258, "eos_token_id": 50257, "no_timestamps_token_id": 50363,
     }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(generation))

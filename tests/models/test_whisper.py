@@ -16,8 +16,10 @@ import transformers
 
 from aioinfer import LLM
 from aioinfer.config import MediaConfig
+from aioinfer.engine.word_times import first_frames
 from aioinfer.media.sound import decode_sound
 from tests.models.ctranslate2 import convert_whisper
+from tests.source_models import reference_times
 
 SENTENCE = "My name is Robert and I live in London. Please open the window and close the door."
 RATE = 16_000
@@ -95,6 +97,28 @@ def test_the_tokens_are_transformers_s(whisper: LLM, speech: bytes, folder: Path
     expected = [each for each in found[0].tolist() if each not in start]
     assert output.token_ids[: len(expected)] == expected
     assert len(output.token_ids) <= len(expected) + 1  # its end
+
+
+def test_words_have_transformers_s_times(whisper: LLM, speech: bytes, folder: Path) -> None:
+    recording, (output,) = transcribe(whisper, speech, has_times=True)
+    transcriber, ids = whisper.frontend.require_transcriber(), output.token_ids
+    prompts, params = transcriber.alignment(recording, "en", "transcribe", [ids], 448)
+    (found,) = whisper.run(whisper._generate(list[Any](prompts), [params], [0]))
+    weights = found.completions[0].features["alignment"]
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32
+    )
+    samples = decode_sound(speech, RATE, MediaConfig(), "file")
+    extract = transformers.WhisperFeatureExtractor(feature_size=80)
+    inputs = {
+        "input_features": extract(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    }
+    heads = transcriber.tokens.heads
+    times = reference_times(model, inputs, len(samples), heads, prompts[0], len(weights))
+    assert [frame / 50 for frame in first_frames(weights)] == pytest.approx(times)
+    timed = list(transcriber.words(recording, 0, ids, weights, "en"))
+    assert words("".join(f"{each.text} " for each in timed)) == words(SENTENCE)
+    assert all(0.05 < each.end - each.start < 1.5 for each in timed)
 
 
 def test_a_long_file_is_cut_between_sentences(whisper: LLM, speech: bytes) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from aiohttp import BodyPartReader, web
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from aioinfer.api.admission import admit
 from aioinfer.api.context import FRONTEND, RATE_LIMITER, REQUEST_BODIES, check_model, encode
@@ -29,6 +29,7 @@ from aioinfer.api.http.logs import RECORD, request_id
 from aioinfer.engine.output import Delta
 from aioinfer.engine.sources import SourcePrompt
 from aioinfer.engine.transcription import Recording, Segment, Transcriber, language_names
+from aioinfer.engine.word_times import F32
 from aioinfer.errors import FieldError
 from aioinfer.sampling_params import SamplingParams
 
@@ -68,8 +69,6 @@ class TranscriptionForm(TranslationForm, kw_only=True):
             raise FieldError("stream", "needs the response_format 'json' or 'text'")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise FieldError("timestamp_granularities", "needs the response_format 'verbose_json'")
-        if "word" in self.timestamp_granularities:
-            raise FieldError("timestamp_granularities", "of words are not supported")
 
 
 class DurationUsage(Struct, kw_only=True):
@@ -102,6 +101,14 @@ class TranscribedSegment(Struct, kw_only=True):
     no_speech_prob: float | None = None
 
 
+class TranscribedWord(Struct, kw_only=True):
+    """A word, in seconds from the beginning."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseTranscription(Struct, kw_only=True):
     """The reply in the format `verbose_json`."""
 
@@ -109,7 +116,8 @@ class VerboseTranscription(Struct, kw_only=True):
     language: str
     duration: float
     text: str
-    segments: list[TranscribedSegment]
+    segments: list[TranscribedSegment] | UnsetType = UNSET
+    words: list[TranscribedWord] | UnsetType = UNSET
     usage: DurationUsage
 
 
@@ -210,7 +218,25 @@ class Transcript:
             if isinstance(form, TranscriptionForm) and form.stream:
                 return await self._stream(outputs)
             deltas = await collect(outputs)
-        return await asyncio.to_thread(self._whole, deltas)
+        weights = await self._align(deltas) if "word" in self._granularities else None
+        return await asyncio.to_thread(self._whole, deltas, weights)
+
+    @property
+    def _granularities(self) -> Sequence[str]:
+        """Of what the reply in the format `verbose_json` has the times."""
+        form = self._form
+        given = form.timestamp_granularities if isinstance(form, TranscriptionForm) else []
+        return given or ["segment"]
+
+    async def _align(self, deltas: Sequence[Delta]) -> list[F32]:
+        """Returns how much the tokens of each part attend to its sound."""
+        prompts, params = self._transcriber.alignment(
+            self._recording, self.language or "en", self._task,
+            [delta.token_ids for delta in deltas], self._request.app[FRONTEND].max_model_len,
+        )  # fmt: skip
+        async with submitted(self._request, self._generation(prompts, params)) as outputs:
+            await collect(outputs)
+            return [output.features(0)["alignment"] for output in outputs]
 
     def _generation(self, prompts: Sequence[SourcePrompt], params: SamplingParams) -> Generation:
         streams = isinstance(self._form, TranscriptionForm) and self._form.stream
@@ -248,17 +274,18 @@ class Transcript:
 
     # ---------------------------------------------------------------- in one piece
 
-    def _whole(self, deltas: Sequence[Delta]) -> web.Response:
-        """Returns the reply in the format that the form names."""
+    def _whole(self, deltas: Sequence[Delta], weights: Sequence[F32] | None) -> web.Response:
+        """Returns the reply in the format that the form names. `weights`: of the words' times, if
+        these are wanted."""
         form = self._form
         if form.has_times:
-            return self._with_times(deltas)
+            return self._with_times(deltas, weights)
         text = _TIMESTAMP.sub("", "".join(delta.text for delta in deltas)).strip()
         if form.response_format == "text":
             return web.Response(text=f"{text}\n")
         return json_response(Transcription(text=text, usage=self._usage))
 
-    def _with_times(self, deltas: Sequence[Delta]) -> web.Response:
+    def _with_times(self, deltas: Sequence[Delta], weights: Sequence[F32] | None) -> web.Response:
         segments = [
             segment
             for part, delta in enumerate(deltas)
@@ -272,16 +299,24 @@ class Transcript:
             case "vtt":
                 return web.Response(text="".join(_vtt(segments)), content_type="text/vtt")
         language = self.language or "en"
-        return json_response(
-            VerboseTranscription(
-                task=self._task,
-                language=language_names().get(language, language),
-                duration=round(self._recording.duration, 2),
-                text="".join(segment.text for segment in segments).strip(),
-                segments=[self._described(i, each, deltas) for i, each in enumerate(segments)],
-                usage=self._usage,
-            )
+        reply = VerboseTranscription(
+            task=self._task,
+            language=language_names().get(language, language),
+            duration=round(self._recording.duration, 2),
+            text="".join(segment.text for segment in segments).strip(),
+            usage=self._usage,
         )
+        if "segment" in self._granularities:
+            reply.segments = [self._described(i, each, deltas) for i, each in enumerate(segments)]
+        if weights is not None:
+            reply.words = [
+                TranscribedWord(word=each.text, start=round(each.start, 2), end=round(each.end, 2))
+                for part, (delta, own) in enumerate(zip(deltas, weights, strict=True))
+                for each in self._transcriber.words(
+                    self._recording, part, delta.token_ids, own, language
+                )
+            ]
+        return json_response(reply)
 
     def _described(
         self, number: int, segment: Segment, deltas: Sequence[Delta]

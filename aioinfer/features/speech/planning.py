@@ -63,8 +63,8 @@ class Planning(StepFeature):
     @classmethod
     def use_of(cls, submitted: SubmittedRequest, index: int) -> Use | None:
         """See `StepFeature.use_of`."""
-        rules: SpeechRules | None = submitted.params.speech
-        return None if rules is None else SpeechUse(rules, len(submitted.tokens))
+        rules = submitted.params.speech
+        return SpeechUse(rules, len(submitted.tokens)) if isinstance(rules, SpeechRules) else None
 
     def plan(self, rows: Sequence[Row]) -> Section:
         """See `StepFeature.plan`. The rules are a model's: all rows have the same tokens."""
