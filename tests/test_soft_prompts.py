@@ -56,8 +56,18 @@ def prompted_text(model_folder: Path, folder: Path, prompt: list[int]) -> list[i
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.extended)])
-def test_virtual_tokens_are_a_prefix(family: str, tmp_path: Path) -> None:
+STAGES = {"parallel.executor": "multiprocess", "parallel.pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "executor"),
+    [
+        ("llama", {}),
+        pytest.param("llama", STAGES, marks=pytest.mark.extended),
+        pytest.param("gpt2", {}, marks=pytest.mark.extended),
+    ],
+)
+def test_virtual_tokens_are_a_prefix(family: str, executor: dict[str, Any], tmp_path: Path) -> None:
     """Beside LoRA and none, in chunks, again from the prefix cache, and evicted in between."""
     model = tiny_model(family, tmp_path / "model")
     kind = {"task_type": "CAUSAL_LM"}
@@ -83,7 +93,7 @@ def test_virtual_tokens_are_a_prefix(family: str, tmp_path: Path) -> None:
     assert len({tuple(text) for texts in expected.values() for text in texts}) == 8
     settings = {
         **SETTINGS, "lora.targets": ["prompts"], "lora.max_adapters": 2,
-        "lora.adapters": {name: str(path) for name, path in adapters.items()},
+        "lora.adapters": {name: str(path) for name, path in adapters.items()}, **executor,
     }  # fmt: skip
     asked = [(name, number) for name in expected for number in (0, 1)] * 2
     with LLM(str(model), settings=settings, progress=False) as llm:

@@ -204,6 +204,14 @@ def test_two_ranks(saved: Saved) -> None:
 
 
 @ONE
+def test_two_stages(saved: Saved) -> None:
+    """Parts of pictures, of which the first stage alone has the embeddings."""
+    settings = {"parallel.executor": "multiprocess", "parallel.pipeline_parallel_size": 2}
+    with opened(saved, **settings, **budget(saved, 24)) as llm:
+        check(saved, TURNS, chat(llm, TURNS))
+
+
+@ONE
 def test_drafts(saved: Saved) -> None:
     settings = {"speculation.method": "ngram", **budget(saved, 40)}
     with opened(saved, **settings) as llm:

@@ -295,8 +295,6 @@ class ServedModel:
 
 
 def _picture_format(folder: Path, config: Config) -> PictureFormat | None:
-    if config.parallel.pipeline_parallel_size > 1:
-        return None
     vision = read_vision(folder, config.model, config.media)
     return None if vision is None else vision.format
 

@@ -57,7 +57,8 @@ class CausalLM(Protocol):
         expert_counters: of the layers with experts, if their tokens are counted; before them the
             counters of the layers of earlier pipeline stages, to which the counts of these stages
             are added.
-        tower: what computes the embeddings of pictures; None for models that read none.
+        tower: what computes the embeddings of pictures, in the first stage of a pipeline; None for
+            models that read none.
         tapped_layers: the numbers of layers before which the stream is copied to `Step.taps`, in
             steps that have it; none, unless a drafter that reads them sets it.
     """
@@ -302,10 +303,11 @@ class DecoderModel(BuiltModel):
 
     def add_tower(self, tower: Tower) -> None:
         """Adds what computes the embeddings of pictures; before the weights are loaded. Raises
-        `ConfigError` if it goes with more layers than the model has."""
-        if tower.num_deep >= self._num_layers or self.backend.num_stages > 1:
+        `ConfigError` if its embeddings go into more layers than the first stage has."""
+        if tower.num_deep > len(self._first_layers):
             raise ConfigError(
-                "pictures need one pipeline stage, with more layers than DeepStack has"
+                f"pictures go into {tower.num_deep} layers, of which the first pipeline stage has "
+                f"{len(self._first_layers)}: it needs all of them, and the model one more"
             )
         self.tower = self._make.keep(tower)
         self.weights_bytes += sum(shard.destination.nbytes for _, shard in tower.weight_shards())

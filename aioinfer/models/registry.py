@@ -205,7 +205,7 @@ def build_model(
     config = _read_own(family, folder, json)
     config.check_tensor_parallel(backend.group.size, expert_parallel=backend.expert_parallel)
     config.check_pipeline_parallel(backend.num_stages)
-    vision = read_vision(folder, options, media) if backend.num_stages == 1 else None
+    vision = read_vision(folder, options, media)
     if vision is not None and (sections := vision.rope_sections()) is not None:
         rope = replace(config.rope, sections=sections)
         rope.check(rope.rotary_size or config.head_size)

@@ -179,8 +179,9 @@ class WorkerFeature:
     """The worker half of a feature: one object a rank. All ranks of a model call it alike.
 
     A feature overrides what it needs. Methods with a `section` are called in steps whose plan has
-    it. A pipeline calls them on its last stage alone. Arrays of a plan may be views into the ring,
-    which are valid until the step has been launched.
+    it. A pipeline calls them on its last stage alone, but those of a feature that `changes_inputs`
+    on every stage. Arrays of a plan may be views into the ring, which are valid until the step has
+    been launched.
 
     Attributes:
         section: the plan's section that it serves; None for work of every step.
@@ -453,13 +454,20 @@ class StepWorks:
         features = importlib.import_module("aioinfer.features")
         return cls(module.Work(rank) for module in features.load_halves("worker", tuple(names)))
 
-    def of(self, plan: StepPlan) -> StepCalls:
-        """Returns the calls of the features that a plan concerns. Raises ValueError if two of them
-        have late rows."""
+    def of(self, plan: StepPlan, *, samples: bool = True) -> StepCalls:
+        """Returns the calls of the features that a plan concerns, where the rank does not sample of
+        those that change inputs. Raises ValueError if two of them have late rows."""
         if not plan.sections:
             return StepCalls(plan)
         found = ((self._by_section.get(type(section)), section) for section in plan.sections)
-        return StepCalls(plan, [Active(work, part) for work, part in found if work is not None])
+        return StepCalls(
+            plan,
+            [
+                Active(work, part)
+                for work, part in found
+                if work is not None and (samples or work.changes_inputs)
+            ],
+        )
 
     def begin(self, plan: StepPlan) -> None:
         """Calls `WorkerFeature.begin` of work of every step."""

@@ -92,7 +92,7 @@ class ModelRunner:
         slots: the running requests.
         works: the worker halves of the features; by default none.
         links: to the other stages of a pipeline, if there are any.
-        samples: whether the runner samples, and calls the features of a plan: the last stage does.
+        samples: whether the runner samples, and calls all features of a plan: the last stage does.
         sampler: samples.
     """
 
@@ -121,7 +121,7 @@ class ModelRunner:
         self.works.begin(plan)
         device.begin(plan)
         plan = device.resolve(plan)
-        calls = self.works.of(plan) if self.samples else StepCalls(plan)
+        calls = self.works.of(plan, samples=self.samples)
         waited_before, received = 0, None
         if links is not None:
             waited_before, received = links.waited_ns, self._receive(plan, links)

@@ -1,7 +1,8 @@
 """Worker half of pictures: computes the embeddings of pictures, keeps them, and puts them in the
 place of tokens.
 
-Every tensor-parallel rank computes all pictures with the whole tower, and keeps all embeddings.
+Every tensor-parallel rank computes all pictures with the whole tower, and keeps all embeddings. Of
+a pipeline the first stage does; the others learn where pictures are, and where RoPE places tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Work(WorkerFeature):
     """See `WorkerFeature`.
 
     Attributes:
-        embeddings: [rows, width], of the pictures that the planning half has in its books.
+        embeddings: [rows, width], of the pictures that the planning half has in its books; without
+            rows in pipeline stages that encode none.
     """
 
     section = PictureRows
@@ -40,13 +42,17 @@ class Work(WorkerFeature):
             return
         self._tower, media = tower, rank.config.media
         self._budget = min(media.encoder_budget, media.cache_embeddings)
+        self._encodes = rank.model.backend.stage == 0
         self.embeddings = torch.zeros(
-            media.cache_embeddings, tower.width, dtype=tower.dtype, device=rank.device
+            media.cache_embeddings if self._encodes else 0,
+            tower.width,
+            dtype=rank.model.backend.dtype,
+            device=rank.device,
         )
 
     def change_inputs(self, plan: StepPlan, section: PictureRows, step: Step) -> None:
         """See `WorkerFeature.change_inputs`."""
-        if len(section.targets):
+        if len(section.targets) and self._encodes:
             targets = self.rank.upload(section.targets).long()
             pictures, grids = self._pictures(section)
             self.embeddings.index_copy_(0, targets, self._tower.encode(pictures, grids))
@@ -91,7 +97,8 @@ class Work(WorkerFeature):
         CPU the smallest picture."""
         is_gpu = self.rank.device.type == "cuda"
         picture = self._tower.format.dummy(self._budget if is_gpu else 1)
-        targets = np.arange(picture.num_embeddings, dtype=np.int32) % len(self.embeddings)
+        capacity = self.rank.config.media.cache_embeddings
+        targets = np.arange(picture.num_embeddings, dtype=np.int32) % capacity
         sources = np.full(lengths[0], -1, np.int32)
         shown = min(len(sources), len(targets))
         sources[:shown] = targets[:shown]

@@ -92,7 +92,10 @@ class VisionModel:
         return Sections(time, height, width, self.format.interleaves_sections)
 
     def tower(self, backend: Backend, hidden_size: int) -> Tower:
-        """Returns this rank's tower, its weights unset. Raises `ConfigError`."""
+        """Returns this rank's tower, its weights unset; in a pipeline stage behind the first one
+        without modules, which only says how pictures come. Raises `ConfigError`."""
+        if backend.stage > 0:
+            return Tower(self.format, hidden_size)
         try:
             with torch.device("meta"):
                 tower = self.make(self.config, self.format, hidden_size)
