@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from aioinfer.__main__ import main
-from aioinfer.api.batch.lines import check_input, read_requests, take_up
+from aioinfer.batch_file import check_input, read_requests, take_up
 from aioinfer.cli.bench import find_bench
 from aioinfer.cli.chat import ChatError, ChatServer, _Pace
 from aioinfer.cli.commands import COMMANDS

@@ -43,7 +43,7 @@ def test_every_package_of_the_tree_is_listed() -> None:
 
 
 def test_aiohttp_is_pinned_to_a_version_that_has_the_private_members_that_are_used() -> None:
-    """`api.http.connections` reads the queue of parsed heads, and `api.batch.lines` calls the
+    """`api.http.connections` reads the queue of parsed heads, and `api.batch.server` calls the
     handler of an application that may be inside another. Neither has a public name."""
     (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("aiohttp"))
     bounds = re.fullmatch(r"aiohttp>=3\.(\d+),<3\.(\d+)", requirement)

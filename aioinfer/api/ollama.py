@@ -271,16 +271,20 @@ class ModelDetails(Struct, kw_only=True):
     quantization_level: str = ""
 
 
-class ListedModel(Struct, kw_only=True):
-    """A model that can be used, with the bytes of its files, or for `/api/ps` with the bytes that
-    it takes."""
+class NamedModel(Struct, kw_only=True):
+    """A name of a model, with the bytes of its files, or of the memory that it takes."""
 
     name: str
     model: str
     size: int
     digest: str
     details: ModelDetails
-    modified_at: str | UnsetType = UNSET
+
+
+class ListedModel(NamedModel, kw_only=True):
+    """A model that can be used, with the bytes of its files."""
+
+    modified_at: str
 
 
 class ModelTags(Struct, kw_only=True):
@@ -289,8 +293,8 @@ class ModelTags(Struct, kw_only=True):
     models: list[ListedModel]
 
 
-class RunningModel(ListedModel, kw_only=True):
-    """A model that is loaded."""
+class RunningModel(NamedModel, kw_only=True):
+    """A model that is loaded, with the bytes that it takes."""
 
     expires_at: str
     size_vram: int

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from aioinfer.batch_file import BATCH_PATHS, Written, check_input, take_up, to_lines
 from aioinfer.checkpoint.source import check_files
 from aioinfer.cli.model_options import add_model_options, announce, load
 from aioinfer.config import Config
 from aioinfer.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
-    from aioinfer.api.batch.lines import BatchServer, Written
+    from aioinfer.api.batch.server import BatchServer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
     Returns the exit status: 0 if all were answered, also by an earlier run, 1 if some have an error
     for their result, 2 if the input or the configuration is wrong or the engine died.
     """
-    from aioinfer.api.batch.lines import BATCH_PATHS, check_input, take_up
     from aioinfer.api.context import MAX_BYTES
 
     config = _offline(load(options))
@@ -114,7 +114,7 @@ async def _answer(
         TimeRemainingColumn,
     )
 
-    from aioinfer.api.batch.lines import run_batch, to_lines
+    from aioinfer.api.batch.server import run_batch
 
     async with _server(config, options.concurrency) as server:
         stream = await asyncio.to_thread(options.output.open, "ab", 0)
@@ -136,7 +136,7 @@ async def _server(config: Config, concurrency: int | None) -> AsyncIterator[Batc
     """Launches the engine, and ends it with the block. Raises `ConfigError`, `EngineDeadError`."""
     from aiohttp import web
 
-    from aioinfer.api.batch.lines import BatchServer
+    from aioinfer.api.batch.server import BatchServer
     from aioinfer.api.http.keys import ANONYMOUS
     from aioinfer.api.http.limits import ACCOUNTS
     from aioinfer.api.server import create_app

@@ -4,7 +4,7 @@ shapes.
 A batch is a record in `store.FileStore`. Its results are appended to files there as they come, in
 the order of the requests; the files become objects of the API at the end. Results that were written
 before the server ended, however it ended, are not computed again after the next start. `objects`
-has the inputs and results, `lines` answers.
+has the files that clients see; `server` answers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,7 @@ from typing import Literal
 from aiohttp import web
 
 from aioinfer.api.batch import objects
-from aioinfer.api.batch.lines import (
-    BatchFault,
-    BatchPath,
-    BatchResult,
-    BatchServer,
-    check_input,
-    run_batch,
-    take_up,
-    to_lines,
-)
+from aioinfer.api.batch.server import BatchServer, run_batch
 from aioinfer.api.batch.store import (
     ENDED,
     FILES,
@@ -45,6 +36,7 @@ from aioinfer.api.context import REQUEST_BODIES
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import shorten
 from aioinfer.api.http.limits import ACCOUNTS, Account
+from aioinfer.batch_file import BatchFault, BatchPath, BatchResult, check_input, take_up, to_lines
 from aioinfer.errors import EngineDeadError, RequestError
 
 _log = logging.getLogger(__name__)

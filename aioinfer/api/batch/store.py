@@ -30,8 +30,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from aioinfer.api.batch.lines import BatchFault
 from aioinfer.api.http.limits import ACCOUNT
+from aioinfer.batch_file import BatchFault
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, FieldError, RequestError
 
