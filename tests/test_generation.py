@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from aioinfer.api.anthropic import AnthropicDialect, MessagesRequest
 from aioinfer.api.decoding import decode
 from aioinfer.api.generation import ChoiceWriter
-from aioinfer.api.message_events import Blocks
 from aioinfer.api.openai import chat
 from aioinfer.api.openai.chat import ChatDialect, ChatWriter
 from aioinfer.api.openai.chunks import Chunk
@@ -25,6 +24,7 @@ from aioinfer.engine.chat_turn import Turn
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
 from aioinfer.text.formats.registry import message_format
+from aioinfer.text.message_blocks import Blocks
 from aioinfer.text.message_parser import ToolUse
 
 USE = ToolUse([{"name": "add", "parameters": {}}], "auto")

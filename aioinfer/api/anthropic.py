@@ -15,8 +15,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from aioinfer.api.context import FRONTEND
-from aioinfer.api.generation import named_event
-from aioinfer.api.message_events import Block, BlockKind, MessageDialect
+from aioinfer.api.generation import MessageDialect, named_event
 from aioinfer.api.messages import (
     TemplateContent,
     converted,
@@ -31,6 +30,7 @@ from aioinfer.engine.tools import Choice, make_use
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
+from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
 _HOUR_S = 3600.0

@@ -13,9 +13,12 @@ msgspec struct, so that `/openapi.json` describes what is sent.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from aiohttp import web
@@ -24,11 +27,13 @@ from msgspec import Struct
 from aioinfer.api.context import FRONTEND, STREAM_HEADERS, encode
 from aioinfer.api.errors import error_event, json_response, local_path
 from aioinfer.api.http.logs import request_id
+from aioinfer.api.logprobs import are_many, scored_token
 from aioinfer.api.protocol import GenerationBody, PromptsBody
-from aioinfer.engine.chat_turn import Turn, make_turn
+from aioinfer.engine.chat_turn import SHORT_TEXT, Turn, make_parser, make_turn
 from aioinfer.engine.frontend import Frontend
 from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.sampling_params import SamplingParams
+from aioinfer.text.message_blocks import Block, BlockChange, BlockKind, Blocks
 from aioinfer.text.message_parser import ToolUse
 
 DONE = b"data: [DONE]\n\n"
@@ -221,6 +226,94 @@ class TextDialect(Dialect[B]):
         return replace(
             found, streams=body.streams, cache_salt=body.cache_salt, retain_s=body.retain_s()
         )
+
+
+class MessageDialect(TextDialect[B]):
+    """The words of an API whose reply is one message in blocks: Anthropic's, Ollama's, Responses.
+    OpenAI's chat has none: its choices have texts and calls side by side (`chat.ChatWriter`).
+
+    Attributes:
+        blocks: of the message.
+        output: of the engine, once the prompt is submitted.
+    """
+
+    output: RequestOutput
+
+    def __init__(self, request: web.Request, body: B):
+        super().__init__(request, body)
+        self.blocks = Blocks(self.new_id)
+
+    def new_id(self, kind: BlockKind) -> str:
+        """Returns the id of a new block."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        """Returns the events before the first block."""
+        raise NotImplementedError
+
+    def change(self, kind: str, block: Block, text: str) -> bytes:
+        """Returns the events of a `BlockChange`."""
+        raise NotImplementedError
+
+    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
+        """Returns the events behind the last block."""
+        raise NotImplementedError
+
+    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Any:
+        """Returns the reply in one piece, a struct, when all blocks are there."""
+        raise NotImplementedError
+
+    def choice(self, output: RequestOutput, sequence: int, index: int) -> BlockWriter:
+        """See `Dialect.choice`."""
+        self.output = output
+        return BlockWriter(self)
+
+    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
+        """See `Dialect.whole`."""
+        (self.output,), (delta,) = outputs, choices
+        writer = BlockWriter(self)
+        if len(delta.text) <= SHORT_TEXT and not are_many(delta.logprobs or ()):
+            writer.read(delta)
+        else:
+            await asyncio.to_thread(writer.read, delta)
+        return self.message(delta.finish_reason or "stop", delta.stop_reason, len(delta.token_ids))
+
+
+class BlockWriter(ChoiceWriter):
+    """Writes a message in blocks. A token whose text is held back has no event."""
+
+    def __init__(self, dialect: MessageDialect[Any]):
+        self._dialect, self._blocks = dialect, dialect.blocks
+        self._tokenizer = dialect.frontend.tokenizer
+        self._parser = make_parser(dialect.frontend, dialect.turn)
+        self._is_open = False
+
+    def events(self, delta: Delta) -> bytes:
+        """See `ChoiceWriter.events`."""
+        self.num_tokens += len(delta.token_ids)
+        dialect, reason, parts = self._dialect, delta.finish_reason, []
+        if not self._is_open:
+            self._is_open = True
+            parts.append(dialect.opening())
+        # a change at a time: the next one changes the block
+        parts += [dialect.change(*change) for change in self._changes(delta)]
+        if reason is not None:
+            last = chain(self._blocks.take(self._parser.flush()), self._blocks.end())
+            parts += [dialect.change(*change) for change in last]
+            parts.append(dialect.closing(reason, delta.stop_reason, self.num_tokens))
+        return b"".join(parts)
+
+    def read(self, delta: Delta) -> None:
+        """Reads a whole message, of which nothing is written."""
+        deque(self._changes(delta), maxlen=0)
+        deque(self._blocks.take(self._parser.flush()), maxlen=0)
+
+    def _changes(self, delta: Delta) -> Iterator[BlockChange]:
+        if not delta.logprobs:
+            yield from self._blocks.take(self._parser.feed(delta.text))
+        for token in delta.logprobs or ():
+            entry = scored_token(self._tokenizer, token)
+            yield from self._blocks.take(self._parser.feed(token.text), entry)
 
 
 def data_event(body: Mapping[str, Any] | Struct) -> bytes:

@@ -18,9 +18,8 @@ from msgspec import UNSET, Struct, UnsetType
 from aioinfer.api.context import FRONTEND, STARTED, encode
 from aioinfer.api.decoding import Body
 from aioinfer.api.errors import json_response
-from aioinfer.api.generation import Generation, timings
+from aioinfer.api.generation import Generation, MessageDialect, timings
 from aioinfer.api.http.logs import RECORD
-from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import (
     TemplateContent,
     converted,
@@ -37,6 +36,7 @@ from aioinfer.errors import FieldError
 from aioinfer.executor.base import WorkerReport
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec
+from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
 #: How long a model stays that is not to be unloaded, as a duration's largest value says in Ollama.

@@ -36,11 +36,10 @@ from aioinfer.api.context import FRONTEND, STREAM_HEADERS
 from aioinfer.api.delivery import submitted
 from aioinfer.api.errors import describe, json_response, renamed
 from aioinfer.api.event_stream import stream_state
-from aioinfer.api.generation import Generation, named_event
+from aioinfer.api.generation import Generation, MessageDialect, named_event
 from aioinfer.api.http.limits import ACCOUNT
 from aioinfer.api.http.logs import RECORD, RequestRecord
 from aioinfer.api.logprobs import formatted
-from aioinfer.api.message_events import Block, BlockKind, MessageDialect
 from aioinfer.api.messages import converted, count_parts
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.openai.responses_body import (
@@ -64,6 +63,7 @@ from aioinfer.api.openai.responses_body import (
 from aioinfer.engine.chat_turn import encode_turn, new_call_id, num_thought_tokens
 from aioinfer.errors import OverloadedError, RequestError
 from aioinfer.scheduler.request import RequestStatus
+from aioinfer.text.message_blocks import Block, BlockKind
 from aioinfer.text.message_parser import ToolUse
 
 #: Tokens of a prompt before `truncation` drops items of it.

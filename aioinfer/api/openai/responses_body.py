@@ -12,7 +12,6 @@ import orjson
 from msgspec import UNSET, Struct, UnsetType
 
 from aioinfer.api.batch.store import Metadata
-from aioinfer.api.message_events import Block
 from aioinfer.api.messages import TemplateContent, template_content
 from aioinfer.api.openai.chunks import CompletionTokensDetails, PromptTokensDetails
 from aioinfer.api.protocol import Count, Int32, Length, SamplingFields
@@ -22,6 +21,7 @@ from aioinfer.engine.tools import read_tools
 from aioinfer.errors import FieldError, RequestError
 from aioinfer.media.source import MediaSource
 from aioinfer.sampling_params import GrammarSpec, SamplingParams
+from aioinfer.text.message_blocks import Block
 from aioinfer.text.message_parser import ToolUse
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")

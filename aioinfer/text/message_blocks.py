@@ -1,30 +1,26 @@
-"""A generated message as a sequence of blocks: thoughts, texts and calls, one after the other, as
-Anthropic's API, OpenAI's Responses and Ollama's deliver them.
-
-`MessageDialect` is the base class of these APIs' dialects. OpenAI's chat has no blocks: its choices
-have texts and calls side by side, so that a stream of it holds no text (`chat.ChatWriter`).
-"""
+"""A generated message as a sequence of blocks: thoughts, texts and calls, one after the other, made
+of the deltas of its parser, each text with the log-probabilities of its tokens."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Literal
+from typing import Literal, Protocol
 
-from aiohttp import web
-
-from aioinfer.api.generation import B, ChoiceWriter, TextDialect
-from aioinfer.api.logprobs import ScoredToken, are_many, scored_token
-from aioinfer.engine.chat_turn import SHORT_TEXT, make_parser
-from aioinfer.engine.output import Delta, RequestOutput
 from aioinfer.text.message_parser import MessageDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 #: A change of a block: it begins, gets text, or ends.
 BlockChange = tuple[Literal["start", "delta", "stop"], "Block", str]
+
+
+class TokenBytes(Protocol):
+    """The log-probability of a token, as an API has it."""
+
+    @property
+    def bytes(self) -> Sequence[int]:
+        """The bytes that the token stands for."""
+        ...
 
 
 @dataclass(slots=True)
@@ -45,7 +41,7 @@ class Block:
     id: str
     name: str = ""
     parts: list[str] = field(default_factory=list)
-    logprobs: list[ScoredToken] = field(default_factory=list)
+    logprobs: list[TokenBytes] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -58,7 +54,7 @@ class _PendingToken:
     """A token that has come, and the bytes of it that are in no block's text yet. `is_noted`: its
     log-probability is in a block, whose text ended within it."""
 
-    logprob: ScoredToken
+    logprob: TokenBytes
     rest: bytes
     is_noted: bool = False
 
@@ -70,17 +66,17 @@ class _TokensOfText:
     def __init__(self) -> None:
         self._tokens: list[_PendingToken] = []
 
-    def add(self, logprob: ScoredToken) -> None:
+    def add(self, logprob: TokenBytes) -> None:
         """Adds the next token, whose `bytes` are its part of a text."""
         self._tokens.append(_PendingToken(logprob, bytes(logprob.bytes)))
 
-    def take(self, text: str, *, notes: bool) -> list[ScoredToken]:
+    def take(self, text: str, *, notes: bool) -> list[TokenBytes]:
         """Returns the log-probabilities of the tokens that the next text of a block consists of,
         and forgets all tokens up to its end. `notes`: the block holds them."""
         if not self._tokens:
             return []
         start, end = self._place(text.encode("utf-8", "replace"))
-        found: list[ScoredToken] = []
+        found: list[TokenBytes] = []
         place = 0
         for count, token in enumerate(self._tokens):
             if place >= end:
@@ -121,9 +117,7 @@ class Blocks:
         self._open: Block | None = None
         self._tokens = _TokensOfText()
 
-    def take(
-        self, delta: MessageDelta, logprob: ScoredToken | None = None
-    ) -> Iterator[BlockChange]:
+    def take(self, delta: MessageDelta, logprob: TokenBytes | None = None) -> Iterator[BlockChange]:
         """Yields the changes that a delta makes. `logprob` is the log-probability of the token that
         brought it, as OpenAI has it, for the text that the token becomes part of."""
         if logprob is not None:
@@ -162,90 +156,3 @@ class Blocks:
         self._open = Block(len(self.all), kind, self._new_id(kind), name)
         self.all.append(self._open)
         yield "start", self._open, ""
-
-
-class MessageDialect(TextDialect[B]):
-    """The words of an API whose reply is one message in blocks.
-
-    Attributes:
-        blocks: of the message.
-        output: of the engine, once the prompt is submitted.
-    """
-
-    output: RequestOutput
-
-    def __init__(self, request: web.Request, body: B):
-        super().__init__(request, body)
-        self.blocks = Blocks(self.new_id)
-
-    def new_id(self, kind: BlockKind) -> str:
-        """Returns the id of a new block."""
-        raise NotImplementedError
-
-    def opening(self) -> bytes:
-        """Returns the events before the first block."""
-        raise NotImplementedError
-
-    def change(self, kind: str, block: Block, text: str) -> bytes:
-        """Returns the events of a `BlockChange`."""
-        raise NotImplementedError
-
-    def closing(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> bytes:
-        """Returns the events behind the last block."""
-        raise NotImplementedError
-
-    def message(self, reason: str, stop_reason: int | str | None, num_tokens: int) -> Any:
-        """Returns the reply in one piece, a struct, when all blocks are there."""
-        raise NotImplementedError
-
-    def choice(self, output: RequestOutput, sequence: int, index: int) -> BlockWriter:
-        """See `Dialect.choice`."""
-        self.output = output
-        return BlockWriter(self)
-
-    async def whole(self, outputs: Sequence[RequestOutput], choices: Sequence[Delta]) -> Any:
-        """See `Dialect.whole`."""
-        (self.output,), (delta,) = outputs, choices
-        writer = BlockWriter(self)
-        if len(delta.text) <= SHORT_TEXT and not are_many(delta.logprobs or ()):
-            writer.read(delta)
-        else:
-            await asyncio.to_thread(writer.read, delta)
-        return self.message(delta.finish_reason or "stop", delta.stop_reason, len(delta.token_ids))
-
-
-class BlockWriter(ChoiceWriter):
-    """Writes a message in blocks. A token whose text is held back has no event."""
-
-    def __init__(self, dialect: MessageDialect[Any]):
-        self._dialect, self._blocks = dialect, dialect.blocks
-        self._tokenizer = dialect.frontend.tokenizer
-        self._parser = make_parser(dialect.frontend, dialect.turn)
-        self._is_open = False
-
-    def events(self, delta: Delta) -> bytes:
-        """See `ChoiceWriter.events`."""
-        self.num_tokens += len(delta.token_ids)
-        dialect, reason, parts = self._dialect, delta.finish_reason, []
-        if not self._is_open:
-            self._is_open = True
-            parts.append(dialect.opening())
-        # a change at a time: the next one changes the block
-        parts += [dialect.change(*change) for change in self._changes(delta)]
-        if reason is not None:
-            last = chain(self._blocks.take(self._parser.flush()), self._blocks.end())
-            parts += [dialect.change(*change) for change in last]
-            parts.append(dialect.closing(reason, delta.stop_reason, self.num_tokens))
-        return b"".join(parts)
-
-    def read(self, delta: Delta) -> None:
-        """Reads a whole message, of which nothing is written."""
-        deque(self._changes(delta), maxlen=0)
-        deque(self._blocks.take(self._parser.flush()), maxlen=0)
-
-    def _changes(self, delta: Delta) -> Iterator[BlockChange]:
-        if not delta.logprobs:
-            yield from self._blocks.take(self._parser.feed(delta.text))
-        for token in delta.logprobs or ():
-            entry = scored_token(self._tokenizer, token)
-            yield from self._blocks.take(self._parser.feed(token.text), entry)

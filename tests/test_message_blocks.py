@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aioinfer.api.logprobs import ScoredToken
-from aioinfer.api.message_events import Block, Blocks
 from aioinfer.text.formats.registry import message_format
+from aioinfer.text.message_blocks import Block, Blocks
 from aioinfer.text.message_parser import ToolUse
 
 USE = ToolUse([{"name": "add", "parameters": {}}], "auto")
