@@ -61,7 +61,7 @@ def test_aiohttp_is_pinned_to_a_version_that_has_the_private_members_that_are_us
         for file in (ROOT / "aioinfer").rglob("*.py")
         if "aiohttp" in (text := file.read_text("utf-8")) and private.search(text)
     }
-    assert files == {"connections.py", "lines.py"}
+    assert files == {"connections.py", "server.py"}
 
 
 def test_every_data_file_of_the_tree_is_listed() -> None:
