@@ -33,10 +33,10 @@ HEAD = """# Configuration
 <!-- Made from aioinfer/config.py by `make docs`; a test keeps it up to date. -->
 
 A server is configured by one TOML file, `python -m aioinfer --config FILE`, and by single values
-that override it, `--set section.key=value` (repeatable). `LLM(..., settings={"section.key":
-value})` takes the same keys. `configs/` holds examples. An unknown key, a wrong type or a value out
-of bounds is an error that names the key. Only `model.path` has to be given. aioinfer reads no
-environment variables of its own.
+that override it, `--set section.key=value` (repeatable), or `section.key.name=value` for an entry
+of a table. `LLM(..., settings={"section.key": value})` takes the same keys. `configs/` holds
+examples. An unknown key, a wrong type or a value out of bounds is an error that names the key. Only
+`model.path` has to be given. aioinfer reads no environment variables of its own.
 """
 
 
