@@ -27,7 +27,7 @@ from aioinfer.api.generation import (
     data_event,
     timings,
 )
-from aioinfer.api.logprobs import LOWEST, formatted
+from aioinfer.api.logprobs import LOWEST, LikelyToken, formatted
 from aioinfer.api.messages import template_messages
 from aioinfer.api.openai.pooling import PoolingDialect, numbers_json
 from aioinfer.api.openai.pooling_bodies import PoolingBody
@@ -214,13 +214,10 @@ class LlamaSettings(Struct, kw_only=True):
     logit_bias: list[LlamaBias]
 
 
-class LlamaScore(Struct, kw_only=True):
+class LlamaScore(LikelyToken, kw_only=True):
     """The log-probability of a token."""
 
     id: int
-    token: str
-    bytes: list[int]
-    logprob: float
 
 
 class LlamaScored(LlamaScore, kw_only=True):

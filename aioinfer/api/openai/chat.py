@@ -21,6 +21,7 @@ from aioinfer.api.messages import (
     count_parts,
 )
 from aioinfer.api.openai.chunks import (
+    Choice,
     ChunkChoice,
     ChunkDialect,
     ChunkWriter,
@@ -81,17 +82,11 @@ class AssistantMessage(Struct, kw_only=True):
     tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
-class ChatChoice(Struct, kw_only=True):
-    """One answer, with the ids of its tokens where they are asked for, and what features of other
-    packages have found."""
+class ChatChoice(Choice, kw_only=True):
+    """One answer."""
 
-    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-    features: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatCompletion(Envelope, kw_only=True):
@@ -197,7 +192,8 @@ class ChatDialect(ChunkDialect[ChatRequest]):
     async def _choice(self, output: RequestOutput, index: int, delta: Delta) -> ChatChoice:
         """Returns a choice of a reply: the message, the ids of its tokens and their
         log-probabilities."""
-        reason, message = delta.finish_reason, AssistantMessage(content=delta.text)
+        message = AssistantMessage(content=delta.text)
+        fields = self.choice_fields(output, index, delta)
         if self.turn.parses:
             parsed = await parse_message(self.frontend, self.turn, delta.text)
             message.content = parsed.content or (None if parsed.calls or parsed.reasoning else "")
@@ -207,18 +203,11 @@ class ChatDialect(ChunkDialect[ChatRequest]):
                 message.tool_calls = [
                     _call(call.id, call.name, call.arguments) for call in parsed.calls
                 ]
-                reason = _finish_reason(reason or "stop", len(parsed.calls))
+                reason = _finish_reason(delta.finish_reason or "stop", len(parsed.calls))
+                fields["finish_reason"] = reason
         tokens = delta.logprobs or ()
         logprobs = await formatted(tokens, partial(chat_logprobs, self.names, tokens))
-        return ChatChoice(
-            index=index,
-            message=message,
-            logprobs=logprobs if tokens else None,
-            finish_reason=reason,
-            stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids if self.with_ids else UNSET,
-            features=output.features(delta.index) or UNSET,
-        )
+        return ChatChoice(message=message, logprobs=logprobs if tokens else None, **fields)
 
 
 def _finish_reason(reason: str, num_calls: int) -> str:

@@ -76,6 +76,17 @@ class Envelope(Struct, kw_only=True):
     system_fingerprint: str | None = None
 
 
+class Choice(Struct, kw_only=True):
+    """The fields that choices of replies in one piece have in common, with the ids of their tokens
+    where they are asked for, and what features of other packages have found."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    features: dict[str, Any] | UnsetType = UNSET
+
+
 class ChunkChoice(Struct, kw_only=True):
     """A choice in a chunk: the `text` of a completion or the `delta` of a chat's message, with the
     ids of its tokens where they are asked for (vLLM's fields). The last chunk of a choice has the
@@ -134,6 +145,17 @@ class ChunkDialect(TextDialect[S]):
     def with_ids(self) -> bool:
         """Whether events have the ids of their tokens, and the first one those of the prompt."""
         return bool(self.body.return_token_ids)
+
+    def choice_fields(self, output: RequestOutput, index: int, delta: Delta) -> dict[str, Any]:
+        """Returns the fields of `Choice` of choice `index` of a reply, all of which is in a
+        delta."""
+        return {
+            "index": index,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": delta.token_ids if self.with_ids else UNSET,
+            "features": output.features(delta.index) or UNSET,
+        }
 
     def progress(self, output: RequestOutput, index: int, news: PromptProgress) -> bytes:
         """See `Dialect.progress`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from aioinfer.api.generation import ChoiceWriter, Generation
@@ -21,6 +21,7 @@ from aioinfer.api.logprobs import (
     prompt_logprobs,
 )
 from aioinfer.api.openai.chunks import (
+    Choice,
     ChunkChoice,
     ChunkDialect,
     ChunkWriter,
@@ -40,19 +41,13 @@ from aioinfer.text.message_parser import ToolUse
 _DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionChoice(Struct, kw_only=True):
-    """One completion, with the ids of its tokens and of its prompt where they are asked for, and
-    what features of other packages have found."""
+class CompletionChoice(Choice, kw_only=True):
+    """One completion, with the ids of its prompt where they are asked for."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[Any] | None
-    features: dict[str, Any] | UnsetType = UNSET
 
 
 class Completion(Envelope, kw_only=True):
@@ -168,15 +163,11 @@ class CompletionDialect(ChunkDialect[CompletionRequest]):
             **self.envelope,
             choices=[
                 CompletionChoice(
-                    index=index,
                     text=self._echoes[index // n] + delta.text,
                     logprobs=await self._logprobs(outputs[index // n], delta),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                    token_ids=delta.token_ids if self.with_ids else UNSET,
                     prompt_token_ids=self._prompts[index // n] if self.with_ids else UNSET,
                     prompt_logprobs=of_prompts[index // n],
-                    features=outputs[index // n].features(delta.index) or UNSET,
+                    **self.choice_fields(outputs[index // n], index, delta),
                 )
                 for index, delta in enumerate(best)
             ],
